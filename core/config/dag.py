@@ -1,0 +1,154 @@
+"""What each kind of stage reads and makes, and the order that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
+
+from posttrain.core.artifacts import ArtifactKind
+from posttrain.core.config.marks import Loc
+from posttrain.core.config.schema import BASE_MODEL, StageBase
+from posttrain.core.errors import ConfigError, nearest
+
+StageMap = Mapping[str, StageBase]
+
+MAKES: dict[str, ArtifactKind] = {
+    "evaluate": "evaluation",
+    "sft": "model",
+    "reward_model": "reward_model",
+    "rl": "model",
+    "register": "registration",
+}
+
+# role -> the kind of artifact it takes; the role has the artifact's own name where that is enough.
+REQUIRED: dict[str, dict[str, ArtifactKind]] = {
+    "evaluate": {"model": "model"},
+    "sft": {"model": "model"},
+    "reward_model": {"model": "model"},
+    "rl": {"model": "model"},
+    "register": {"model": "model", "evaluation": "evaluation"},
+}
+OPTIONAL: dict[str, dict[str, ArtifactKind]] = {"evaluate": {"baseline": "evaluation"}}
+
+
+def stage_kind(stage: StageBase) -> str:
+    """The `kind` of a stage, as written in YAML."""
+    return str(getattr(stage, "kind"))  # noqa: B009 - declared by each stage class, not by the base
+
+
+def makes(stage: StageBase) -> ArtifactKind:
+    """The kind of artifact a stage makes."""
+    return MAKES[stage_kind(stage)]
+
+
+def dependencies(stage: StageBase) -> tuple[str, ...]:
+    """Names of the stages that `stage` reads, in the order written; the base model is none."""
+    return tuple(dict.fromkeys(name for name in stage.inputs.values() if name != BASE_MODEL))
+
+
+def topological_order(stages: StageMap) -> tuple[str, ...]:
+    """Every stage after the stages it reads, otherwise in the order written.
+
+    Raises `ConfigError` that prints the cycle when there is one. Inputs that name no stage are left
+    to `check`.
+    """
+    order: list[str] = []
+    for start in stages:
+        _visit(start, stages, order, [])
+    return tuple(order)
+
+
+def _visit(name: str, stages: StageMap, order: list[str], path: list[str]) -> None:
+    if name in order or name not in stages:
+        return
+    if name in path:
+        cycle = [*path[path.index(name) :], name]
+        raise ConfigError(
+            f"stages read one another in a circle: {' reads '.join(cycle)}; "
+            "change one of these inputs"
+        )
+    for needed in dependencies(stages[name]):
+        _visit(needed, stages, order, [*path, name])
+    order.append(name)
+
+
+def check(
+    stages: StageMap,
+    where: Callable[[Loc], str],
+    reward_roles: Mapping[str, Iterable[str]],
+) -> list[str]:
+    """One line for each input that is missing, unknown or of the wrong kind, and for a cycle.
+
+    `reward_roles` names, for each rl stage, the inputs that its rewards need.
+    """
+    problems = []
+    if BASE_MODEL in stages:
+        problems.append(
+            f"{where(('stages', BASE_MODEL))}: stages.{BASE_MODEL}: no stage may be called "
+            f"'{BASE_MODEL}', the name of the base model in `inputs`; rename the stage"
+        )
+    for name, stage in stages.items():
+        problems += _check_stage(name, stage, stages, where, frozenset(reward_roles.get(name, ())))
+    try:
+        topological_order(stages)
+    except ConfigError as error:
+        problems.append(f"{where(('stages',))}: stages: {error}")
+    return problems
+
+
+def _check_stage(
+    name: str,
+    stage: StageBase,
+    stages: StageMap,
+    where: Callable[[Loc], str],
+    reward_roles: frozenset[str],
+) -> list[str]:
+    kind = stage_kind(stage)
+    required: dict[str, ArtifactKind | None] = dict(REQUIRED[kind])
+    required |= {role: _kind_of_role(role) for role in reward_roles}
+    allowed = required | OPTIONAL.get(kind, {})
+    inputs = ("stages", name, "inputs")
+    problems = [
+        f"{where(inputs)}: stages.{name}.inputs: stage kind '{kind}' reads '{role}'"
+        + (", which its rewards need" if role in reward_roles else "")
+        + f"; add '{role}: <name of a stage>'"
+        for role in required
+        if role not in stage.inputs
+    ]
+    for role, source in stage.inputs.items():
+        place = (*inputs, role)
+        at = f"{where(place)}: stages.{name}.inputs.{role}"
+        if role not in allowed:
+            hint = "; no reward of this stage reads it" if kind == "rl" else ""
+            problems.append(
+                f"{at}: unknown input of stage kind '{kind}'{nearest(role, allowed)}{hint} "
+                f"(allowed: {sorted(allowed)})"
+            )
+        elif source != BASE_MODEL and source not in stages:
+            known = [*stages, BASE_MODEL]
+            problems.append(
+                f"{at}: no stage named '{source}'{nearest(source, known)} (stages: {known})"
+            )
+        else:
+            made = "model" if source == BASE_MODEL else makes(stages[source])
+            wanted = allowed[role]
+            if wanted is not None and made != wanted:
+                problems.append(
+                    f"{at} reads '{source}', which makes {_a(made)}, not {_a(wanted)}; "
+                    f"name a stage that makes {_a(wanted)}: {_makers(wanted, stages, name)}"
+                )
+    return problems
+
+
+def _kind_of_role(role: str) -> ArtifactKind | None:
+    """An extra role that has the name of an artifact kind takes that kind, any other takes all."""
+    return next((kind for kind in get_args(ArtifactKind) if kind == role), None)
+
+
+def _makers(wanted: ArtifactKind, stages: StageMap, but: str) -> list[str]:
+    made = [name for name, stage in stages.items() if name != but and makes(stage) == wanted]
+    return [*([BASE_MODEL] if wanted == "model" else []), *made]
+
+
+def _a(kind: ArtifactKind) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

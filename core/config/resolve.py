@@ -1,0 +1,261 @@
+"""A loaded configuration to one that is complete: presets expanded, every plugin's fields checked.
+
+Importing this module needs neither torch nor mlflow nor prefect: the plugin manager is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from posttrain.core.config import dag
+from posttrain.core.config.loading import LoadedConfig
+from posttrain.core.config.marks import Loc, dotted
+from posttrain.core.config.problems import explain, raise_problems
+from posttrain.core.config.schema import (
+    Component,
+    EvaluateStage,
+    GenerationSection,
+    RegisterStage,
+    RewardModelStage,
+    RlStage,
+    RunConfig,
+    Stage,
+)
+from posttrain.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
+
+# Places of an rl stage that hold a component, with the plugin kind each takes. `rewards` is a list.
+RL_COMPONENTS: dict[tuple[str, ...], str] = {
+    ("algorithm",): "algorithm",
+    ("sampler",): "sampler",
+    ("advantage",): "advantage",
+    ("policy_loss",): "policy_loss",
+    ("aggregator",): "aggregator",
+    ("kl", "estimator"): "kl",
+    ("kl", "controller"): "kl_controller",
+}
+
+
+class PluginUse(NamedTuple):
+    """A plugin that a stage uses, with the package it comes from."""
+
+    kind: str
+    name: str
+    package: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A run with nothing left open.
+
+    `config` has presets expanded and each component's fields filled with their defaults. `order`
+    are the stages, each after those it reads. `plugins` are the plugins of each stage; an engine
+    that is still `auto` is not among them.
+    """
+
+    config: RunConfig
+    order: tuple[str, ...]
+    plugins: Mapping[str, tuple[PluginUse, ...]]
+    loaded: LoadedConfig = field(repr=False, compare=False)
+
+    def to_yaml(self) -> str:
+        """The complete configuration; loading it again resolves to the same."""
+        return yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+
+
+def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
+    """Expand presets, check every component, the inputs and the batch arithmetic.
+
+    Raises `ConfigError` with one line (file, line, place, value, what is allowed) per problem.
+    """
+    resolver = _Resolver(loaded, manager)
+    values = loaded.config.model_dump(mode="json")
+    task, used_task = resolver.component("task", loaded.config.task, ("task",))
+    values["task"] = task
+    used_engine: list[PluginUse] = []
+    if loaded.config.engine != "auto":
+        engine = Component.model_validate(loaded.config.engine)
+        values["engine"], used_engine = resolver.component("rollout_engine", engine, ("engine",))
+    plugins: dict[str, tuple[PluginUse, ...]] = {}
+    stages: dict[str, Stage] = {}
+    for name, stage in loaded.config.stages.items():
+        filled: Stage
+        used: list[PluginUse] = []
+        if isinstance(stage, RlStage):
+            filled, used = resolver.rl_stage(name)
+        elif isinstance(stage, RewardModelStage):
+            filled, used = resolver.reward_model_stage(name, stage)
+        elif isinstance(stage, EvaluateStage) and stage.evaluation is None:
+            filled = stage.model_copy(update={"evaluation": loaded.config.evaluation})
+        else:
+            filled = stage
+        stages[name] = filled
+        values["stages"][name] = filled.model_dump(mode="json")
+        if not isinstance(stage, RegisterStage):
+            used = [*used_task, *used]
+        if isinstance(stage, EvaluateStage | RewardModelStage | RlStage):
+            used = [*used, *used_engine]
+        plugins[name] = tuple(dict.fromkeys(used))
+    problems = [
+        *resolver.problems,
+        *dag.check(stages, loaded.where, resolver.reward_roles),
+        *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
+    ]
+    raise_problems(problems)
+    config = RunConfig.model_validate(values)
+    return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
+
+
+@dataclass(slots=True)
+class _Resolver:
+    """Collects problems while it fills in what the plugins say."""
+
+    loaded: LoadedConfig
+    manager: PluginManager
+    problems: list[str] = field(default_factory=list)
+    reward_roles: dict[str, set[str]] = field(default_factory=dict)
+
+    def component(
+        self, kind: str, value: Component, loc: Loc, preset: str = ""
+    ) -> tuple[dict[str, object], list[PluginUse]]:
+        """The component with its plugin's defaults filled in, and the plugin; problems are kept."""
+        by = f" (set by algorithm '{preset}')" if preset and not self.loaded.wrote(loc) else ""
+        plain: dict[str, object] = value.model_dump(mode="json")
+        try:
+            entry = self.manager.find(kind, value.name)
+            config = self.manager.config(kind, value.name, value.fields())
+        except ConfigError as error:
+            self.problems.append(f"{self.loaded.where(loc)}: {dotted(loc)}: {error}{by}")
+            return plain, []
+        except ValidationError as error:
+            owner = f"{kind} '{value.name}'"
+            lines = explain(error, self.loaded.where, entry.cls.Config, loc, owner)
+            self.problems += [line + by for line in lines]
+            return plain, []
+        use = PluginUse(kind, entry.name, entry.package, entry.version)
+        return plain | config.model_dump(mode="json"), [use]
+
+    def reward_model_stage(
+        self, name: str, stage: RewardModelStage
+    ) -> tuple[RewardModelStage, list[PluginUse]]:
+        """The stage with its preference loss checked."""
+        loc = ("stages", name, "preference_loss")
+        loss, used = self.component("preference_loss", stage.preference_loss, loc)
+        filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
+        return filled, used
+
+    def rl_stage(self, name: str) -> tuple[RlStage, list[PluginUse]]:
+        """The stage with its preset expanded under what the user wrote, every plugin checked."""
+        stage = self.loaded.config.stages[name]
+        assert isinstance(stage, RlStage)
+        expanded = self._expand(name, stage)
+        preset = expanded.algorithm.name
+        values: dict[str, Any] = expanded.model_dump(mode="json")  # Any: nested YAML values
+        used: list[PluginUse] = []
+        for path, kind in RL_COMPONENTS.items():
+            section = expanded.kl if path[0] == "kl" else expanded
+            value: Component = getattr(section, path[-1])
+            filled, use = self.component(kind, value, ("stages", name, *path), preset)
+            (values["kl"] if path[0] == "kl" else values)[path[-1]] = filled
+            used += use
+        roles = self.reward_roles.setdefault(name, set())
+        for index, reward in enumerate(expanded.rewards):
+            loc = ("stages", name, "rewards", index)
+            values["rewards"][index], use = self.component("reward", reward, loc, preset)
+            used += use
+            if use:
+                cls = self.manager.find("reward", reward.name).cls
+                roles |= set(getattr(cls, "needs_inputs"))  # noqa: B009 - the contract of the kind
+        return RlStage.model_validate(values), used
+
+    def _expand(self, name: str, stage: RlStage) -> RlStage:
+        """The stage as its preset sets it, the fields the user wrote on top."""
+        loc = ("stages", name, "algorithm")
+        try:
+            entry = self.manager.find("algorithm", stage.algorithm.name)
+            config = self.manager.config("algorithm", entry.name, stage.algorithm.fields())
+        except (ConfigError, ValidationError):
+            return stage  # `component` reports it
+        expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
+        stages = self.loaded.raw["stages"]
+        assert isinstance(stages, dict)
+        merged = merge_fields(expand(), stages[name])
+        try:
+            return RlStage.model_validate(merged)
+        except ValidationError as error:
+            title = f"an rl stage (algorithm '{entry.name}' sets it)"
+            prefix = ("stages", name)
+            self.problems += explain(error, self.loaded.where, RlStage, prefix, title)
+            self.problems.append(
+                f"{self.loaded.where(loc)}: {dotted(loc)}: what '{entry.name}' of package "
+                f"{entry.package} sets does not fit this stage; choose another algorithm"
+            )
+            return stage
+
+
+def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins field by field. A component of another name replaces the whole component.
+
+    Any: nested YAML values. A component written as a bare name keeps the fields that `under` gives
+    the same name.
+    """
+    merged = dict(under)
+    for key, value in over.items():
+        known = merged.get(key)
+        if isinstance(known, str) and isinstance(value, Mapping) and "name" in value:
+            known = {"name": known}
+        if not isinstance(known, Mapping):
+            merged[key] = value
+            continue
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or fields.get("name") != known.get("name"):
+            merged[key] = value
+        else:
+            merged[key] = merge_fields(known, fields)
+    return merged
+
+
+def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:
+    """Problems of one stage that no single field shows."""
+    place = ("stages", name)
+    if isinstance(stage, RlStage | RewardModelStage):
+        yield from _check_generation(stage.generation, (*place, "generation"), loaded)
+    if not isinstance(stage, RlStage):
+        return
+    if all(reward.weight == 0 for reward in stage.rewards):
+        yield (
+            f"{loaded.where((*place, 'rewards'))}: stages.{name}.rewards: every reward has weight "
+            "0, so nothing can be learned; give at least one a weight other than 0"
+        )
+    sequences = stage.prompts_per_step * stage.num_generations
+    if sequences % stage.num_mini_batches:
+        fits = [n for n in range(1, min(sequences, 64) + 1) if sequences % n == 0]
+        yield (
+            f"{loaded.where((*place, 'num_mini_batches'))}: stages.{name}.num_mini_batches: "
+            f"{stage.prompts_per_step} prompts x {stage.num_generations} generations = {sequences} "
+            f"sequences do not divide into {stage.num_mini_batches} mini-batches; choose one of "
+            f"{fits}"
+        )
+    kl = stage.kl
+    if kl.place == "reward" and kl.estimator.name != "k1" and not kl.allow_biased_reward_kl:
+        yield (
+            f"{loaded.where((*place, 'kl'))}: stages.{name}.kl: estimator '{kl.estimator.name}' in "
+            "the reward has a biased gradient; use 'estimator: k1', 'place: loss', or say "
+            "'allow_biased_reward_kl: true'"
+        )
+
+
+def _check_generation(section: GenerationSection, loc: Loc, loaded: LoadedConfig) -> Iterable[str]:
+    if section.temperature == 0:
+        yield (
+            f"{loaded.where((*loc, 'temperature'))}: {dotted(loc)}.temperature: at 0 all responses "
+            "to a prompt are the same, so nothing can be learned; use a value above 0, such as 1.0"
+        )

@@ -1,0 +1,1 @@
+"""Prompts, tokenisation, data sets."""

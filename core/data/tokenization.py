@@ -1,0 +1,61 @@
+"""Chat template to token ids and back: the only place that tokenises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from posttrain.core.errors import ResourceError
+from posttrain.core.types import Problem
+
+
+class ChatTokenizer:
+    """A tokenizer with what training needs: prompts, responses with their end, padding."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        if tokenizer.eos_token_id is None:
+            raise ResourceError(
+                f"the tokenizer of '{tokenizer.name_or_path}' has no end-of-sequence token: set "
+                "eos_token in its tokenizer_config.json"
+            )
+        self.eos_token_id: int = int(tokenizer.eos_token_id)
+        pad = tokenizer.pad_token_id
+        self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
+
+    @classmethod
+    def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
+        """The tokenizer of a model directory."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ResourceError(
+                f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
+            ) from error
+        return cls(tokenizer, system_prompt)
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of the prompt, up to where the assistant's answer begins."""
+        if self.tokenizer.chat_template is None:
+            text = problem.prompt + "\n"
+            return tuple(self.tokenizer(text)["input_ids"])
+        messages = [{"role": "user", "content": problem.prompt}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        chat = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        # The template writes the special tokens itself.
+        return tuple(self.tokenizer(str(chat), add_special_tokens=False)["input_ids"])
+
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Token ids of a whole response, its end-of-sequence token included."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return (*ids, self.eos_token_id)
+
+    def decode_response(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

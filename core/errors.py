@@ -1,0 +1,42 @@
+"""Errors a user can mend, one class per exit code; each takes one message, so all are picklable."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PosttrainError(Exception):
+    """Base of every error shown to a user as one sentence, without a traceback."""
+
+    exit_code = 1
+
+
+class RunError(PosttrainError):
+    """The run itself failed: a stage could not finish."""
+
+    exit_code = 1
+
+
+class ConfigError(PosttrainError):
+    """The configuration is wrong: unknown key, unknown plugin, bad value, bad DAG."""
+
+    exit_code = 2
+
+
+class DataError(PosttrainError):
+    """The data are wrong: missing file, empty set, a row without a needed field."""
+
+    exit_code = 3
+
+
+class ResourceError(PosttrainError):
+    """Something the run needs is not there: disk, memory, port, weights, package."""
+
+    exit_code = 4
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the closest known spelling of `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

@@ -1,0 +1,129 @@
+"""Greedy and sampled accuracy of a policy on held-out problems, with 95 % intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.contracts import RolloutEngine, Task
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.math.intervals import mean_interval, wilson
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.types import Problem, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedProblem:
+    """One problem with the greedy answer and the share of sampled answers that were right."""
+
+    problem: Problem
+    greedy_text: str
+    parsed: str | None
+    greedy_correct: float
+    truncated: bool
+    response_tokens: int
+    sampled_accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The rows of an evaluation and its summary metrics."""
+
+    rows: tuple[EvaluatedProblem, ...]
+    metrics: dict[str, float]
+
+
+def evaluate_policy(
+    engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    task: Task[Any],
+    problems: Sequence[Problem],
+    section: EvaluationSection,
+    seed: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Evaluation:
+    """Evaluate the engine's current weights on `problems`.
+
+    Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
+    avg@k: the mean over problems of the share of `num_samples` answers that were right; its
+    interval is over problems, since answers to one problem are not independent. `progress`
+    is told how many problems are done.
+    """
+    rows: list[EvaluatedProblem] = []
+    for start in range(0, len(problems), section.batch_size):
+        rows += _evaluate_part(
+            engine, tokenizer, task, problems[start : start + section.batch_size], section, seed
+        )
+        progress(len(rows))
+    return Evaluation(tuple(rows), _summary(rows, section))
+
+
+def _evaluate_part(
+    engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    task: Task[Any],
+    problems: Sequence[Problem],
+    section: EvaluationSection,
+    seed: int,
+) -> list[EvaluatedProblem]:
+    prompts = [tokenizer.encode_prompt(problem) for problem in problems]
+    greedy = engine.generate(
+        prompts, SamplingParams(max_tokens=section.max_response_length, temperature=0.0)
+    )
+    sampled_accuracy: list[float | None] = [None] * len(problems)
+    if section.num_samples:
+        # The seed depends on the problems, so that batch_size does not change what is drawn.
+        sampled = engine.generate(
+            prompts,
+            SamplingParams(
+                num_generations=section.num_samples,
+                max_tokens=section.max_response_length,
+                temperature=section.temperature,
+                seed=derive_seed(seed, "evaluate", problems[0].key),
+            ),
+        )
+        for i, (problem, completions) in enumerate(zip(problems, sampled, strict=True)):
+            texts = [tokenizer.decode_response(c.token_ids) for c in completions]
+            right = [task.verify(problem, text).correct for text in texts]
+            sampled_accuracy[i] = sum(right) / len(right)
+    rows = []
+    for problem, (completion,), share in zip(problems, greedy, sampled_accuracy, strict=True):
+        text = tokenizer.decode_response(completion.token_ids)
+        verdict = task.verify(problem, text)
+        rows.append(
+            EvaluatedProblem(
+                problem,
+                text,
+                verdict.parsed,
+                verdict.correct,
+                completion.finish_reason == "length",
+                len(completion.token_ids),
+                share,
+            )
+        )
+    return rows
+
+
+def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
+    num = len(rows)
+    right = sum(1 for row in rows if row.greedy_correct >= 1.0)
+    low, high = wilson(right, num)
+    metrics = {
+        "eval/greedy_accuracy": right / num,
+        "eval/greedy_low": low,
+        "eval/greedy_high": high,
+        "eval/num_problems": float(num),
+        "resp_len/mean": sum(row.response_tokens for row in rows) / num,
+        "resp_len/truncated_frac": sum(row.truncated for row in rows) / num,
+    }
+    if section.num_samples:
+        shares = [row.sampled_accuracy for row in rows if row.sampled_accuracy is not None]
+        mean, low, high = mean_interval(shares)
+        metrics |= {
+            "eval/sampled_accuracy": mean,
+            "eval/sampled_low": max(0.0, low),
+            "eval/sampled_high": min(1.0, high),
+        }
+    return metrics

@@ -1,0 +1,44 @@
+"""The hook specifications: everything a third-party package implements to extend posttrain.
+
+A package names a module in its `pyproject.toml`::
+
+    [project.entry-points."posttrain.plugins"]
+    my_package = "my_package.plugins"
+
+and that module holds functions marked with `hookimpl`. All hooks start with `posttrain_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from posttrain.core.contracts import Plugin
+
+PROJECT_NAME = "posttrain"
+ENTRY_POINT_GROUP = "posttrain.plugins"
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+@hookspec
+def posttrain_register() -> list[type[Plugin[Any]]]:  # type: ignore[empty-body]
+    """Return the plugin classes this module offers.
+
+    Each is a subclass of one of the base classes in `posttrain.core.contracts`. Two plugins of one
+    kind and name are an error at load, whoever offers them.
+    """
+
+
+@hookspec
+def posttrain_on_step_end(stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Called after every optimizer step of any stage with the metrics that were tracked for it."""
+
+
+@hookspec
+def posttrain_on_stage_end(stage: str, status: str, metrics: Mapping[str, float]) -> None:
+    """Called once a stage has finished; `status` is `ran`, `cached` or `failed`."""

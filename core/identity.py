@@ -1,0 +1,108 @@
+"""The identity of a stage: a hash of everything that decides its result, with named parts.
+
+Two stages with one identity give one result, so the second is never computed. The parts are kept,
+so that a miss can be explained ("sft.optimizer.learning_rate 1e-05 -> 2e-05").
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from posttrain.core.artifacts import combine_digests, file_digest
+
+# Sections of the run's config that decide results, by stage kind, beside the stage's own section.
+_SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
+    "evaluate": ("seed", "task", "engine", "model", "evaluation"),
+    "sft": ("seed", "task", "model"),
+    "reward_model": ("seed", "task", "engine", "model"),
+    "rl": ("seed", "task", "engine", "model", "evaluation"),
+    "register": ("name",),
+}
+# Where a model comes from is in its digest; the name of the place does not matter.
+_IGNORED = ("model.source", "model.revision", "model.fallback", "model.device", "inputs.")
+
+
+def stage_parts(
+    run: Mapping[str, object],
+    stage: Mapping[str, object],
+    input_digests: Mapping[str, str],
+    plugins: Sequence[tuple[str, str, str, str]],
+    engine: str,
+) -> dict[str, str]:
+    """The named parts of a stage's identity.
+
+    `run` and `stage` are the resolved config as JSON-like mappings, `input_digests` maps roles to
+    digests, `plugins` are (kind, name, package, version), `engine` is the engine that `auto` chose.
+    """
+    kind = str(stage["kind"])
+    shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
+    if "engine" in shared:
+        shared["engine"] = engine
+    parts = _flatten({**shared, **{k: v for k, v in stage.items() if k != "kind"}})
+    parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
+    parts |= {f"input {role}": digest for role, digest in input_digests.items()}
+    parts |= {f"plugin {kind} {name}": f"{pkg} {ver}" for kind, name, pkg, ver in plugins}
+    parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
+    return parts
+
+
+def identity_of(parts: Mapping[str, str]) -> str:
+    """sha256 over the named parts."""
+    return hashlib.sha256(json.dumps(dict(sorted(parts.items()))).encode()).hexdigest()
+
+
+def explain_difference(parts: Mapping[str, str], previous: Sequence[Mapping[str, str]]) -> str:
+    """In words, what differs from the most similar earlier stage."""
+    if not previous:
+        return "never computed"
+
+    def changes(old: Mapping[str, str]) -> list[str]:
+        names = sorted(set(parts) | set(old))
+        return [n for n in names if parts.get(n) != old.get(n)]
+
+    closest = min(previous, key=lambda old: len(changes(old)))
+    told = [
+        f"{name} {_short(closest.get(name))} -> {_short(parts.get(name))}"
+        for name in changes(closest)
+    ]
+    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+    return "changed: " + ", ".join(told[:3]) + more
+
+
+@functools.cache
+def source_digest() -> str:
+    """sha256 over posttrain's own source: editing the code recomputes what it made."""
+    root = Path(__file__).parent
+    folders = {
+        "core": root,
+        "pipelines": root.parent / "pipelines",
+        "plugins": root.parent / "plugins",
+    }
+    return combine_digests(
+        {
+            f"{name}/{path.relative_to(folder).as_posix()}": file_digest(path)
+            for name, folder in folders.items()
+            for path in sorted(folder.rglob("*.py"))
+            if not path.relative_to(folder).as_posix().startswith("cli/")
+        }
+    )
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "(absent)"
+    return value if len(value) <= 32 else value[:12] + "..."
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, Mapping) and value:
+        flat: dict[str, str] = {}
+        for key, item in value.items():
+            flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    return {prefix: json.dumps(value, sort_keys=True, default=str)}

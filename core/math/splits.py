@@ -1,0 +1,35 @@
+"""The split rule of every task: a problem's own content decides whether it is held out.
+
+No seed takes part, so the splits are disjoint by construction, in every stage and every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+from posttrain.core.errors import DataError
+from posttrain.core.types import Split
+
+
+def stable_hash(text: str) -> int:
+    """A non-negative integer that depends on `text` alone, in every process (SHA-256)."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), "big")
+
+
+def split_of(key: str, held_out_permille: int) -> Split:
+    """The split of the problem with this key: `held_out` for `held_out_permille` in 1000 keys."""
+    return "held_out" if stable_hash(key) % 1000 < held_out_permille else "train"
+
+
+def text_key(text: str) -> str:
+    """Canonical form of a text: Unicode NFC, runs of white space as one space."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def too_few(task: str, split: Split, wanted: int, available: int, mend: str) -> DataError:
+    """The error of a task that is asked for more problems than it has."""
+    return DataError(
+        f"task '{task}' has {available} distinct problems in its {split} split, but {wanted} are "
+        f"asked for: {mend}"
+    )

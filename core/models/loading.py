@@ -1,0 +1,94 @@
+"""Load and save policies and reward models: Hugging Face directories, safetensors only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from posttrain.core.config.schema import ModelSection
+from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuntime:
+    """How models are held in memory: device, compute precision, attention implementation."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+
+    @classmethod
+    def from_config(cls, section: ModelSection) -> ModelRuntime:
+        """The runtime a config asks for, on this machine."""
+        device = choose_device(section)
+        return cls(device, choose_dtype(section), choose_attention(section, device))
+
+
+def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
+    """The causal language model in `path`, in training precision, without dropout."""
+    model = _load(AutoModelForCausalLM, path, runtime)
+    _refuse_scaled_logits(model)
+    return model
+
+
+def load_reward_model(path: Path, runtime: ModelRuntime, *, new_head: bool) -> PreTrainedModel:
+    """A sequence classifier with one label. `new_head` starts from a language model's backbone.
+
+    A new head is zero, so every first reward is 0 and the first pair loss is ln 2.
+    """
+    extra = {"num_labels": 1} if new_head else {}
+    model = _load(AutoModelForSequenceClassification, path, runtime, **extra)
+    if new_head:
+        head: torch.nn.Linear = model.get_submodule("score")  # type: ignore[assignment]
+        torch.nn.init.zeros_(head.weight)
+    return model
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights, config and tokenizer as a Hugging Face directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
+    try:
+        model = auto.from_pretrained(  # type: ignore[attr-defined]
+            path,
+            dtype=runtime.dtype,
+            attn_implementation=runtime.attention,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **extra,
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ResourceError(
+            f"model directory '{path}' cannot be loaded: {first}; expected config.json, "
+            "*.safetensors and a tokenizer of an architecture transformers knows"
+        ) from error
+    model.to(runtime.device)
+    model.eval()  # no dropout: the old and new log-probs of one policy must be equal
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _refuse_scaled_logits(model: PreTrainedModel) -> None:
+    """Log-probs are computed from the head's weight alone; models that scale logits need more."""
+    config = model.config.get_text_config()
+    for mark in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, mark, None) not in (None, 1, 1.0):
+            raise ResourceError(
+                f"model type '{config.model_type}' post-processes its logits ({mark}), which the "
+                "learner does not do yet: choose a model without it"
+            )

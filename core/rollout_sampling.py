@@ -1,0 +1,188 @@
+"""What rollout engines share: request checks, a seed per response, drawing tokens, weight checks.
+
+Everything here is pure. Axes: N sequences that decode together, V vocabulary, W tokens kept by
+top-k or top-p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.types import SamplingParams
+
+# 8 rows of a 49k vocabulary stay in the cache of a CPU: 9 x as fast as 128 rows at once.
+CPU_BLOCK_ROWS = 8
+# Tokens looked at first for top-p; a nucleus that is wider is searched for again in 8 x as many.
+FIRST_NUCLEUS_WIDTH = 256
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int
+) -> None:
+    """Raise `ConfigError` for bad settings, `DataError` for prompts that no engine can serve."""
+    wrong = [
+        f"{name} is {value}, expected {expected}"
+        for name, value, expected, fits in (
+            ("num_generations", params.num_generations, "1 or more", params.num_generations >= 1),
+            ("max_tokens", params.max_tokens, "1 or more", params.max_tokens >= 1),
+            ("temperature", params.temperature, "0 (greedy) or more", params.temperature >= 0),
+            ("top_p", params.top_p, "above 0 and at most 1", 0 < params.top_p <= 1),
+            ("top_k", params.top_k, "0 (off) or more", params.top_k >= 0),
+        )
+        if not fits
+    ]
+    if wrong:
+        raise ConfigError(f"sampling: {'; '.join(wrong)}: correct the generation settings")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise DataError(f"prompt {index} has no tokens, expected 1 or more: check the template")
+        if len(prompt) + params.max_tokens > max_model_len:
+            raise DataError(
+                f"prompt {index} has {len(prompt)} tokens, which with {params.max_tokens} response "
+                f"tokens exceed the limit of {max_model_len}: shorten the prompt or the response"
+            )
+
+
+def response_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+    """A seed in [0, 2^63) for each response: [number of prompts][num_generations].
+
+    It is a hash of `params.seed`, the prompt's tokens, how often the same prompt came before in
+    `prompts`, and the generation's index: neither the order nor the batching of prompts changes it,
+    and equal prompts get different responses.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    seeds = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        text = f"{params.seed}|{seen[key]}|{','.join(map(str, key))}"
+        seen[key] += 1
+        prefix = hashlib.blake2b(text.encode(), digest_size=8)
+        row = []
+        for generation in range(params.num_generations):
+            digest = prefix.copy()
+            digest.update(f"|{generation}".encode())
+            row.append(int.from_bytes(digest.digest(), "big") >> 1)
+        seeds.append(row)
+    return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Responses decoded together: `generations` of each prompt in `prompts` (indices)."""
+
+    prompts: tuple[int, ...]
+    generations: range
+
+
+def plan_chunks(lengths: Sequence[int], num_generations: int, max_batch_size: int) -> list[Chunk]:
+    """Split responses into chunks of at most `max_batch_size`, longest prompts first.
+
+    Prompts stay whole, so that each is computed once, unless `num_generations` alone exceeds the
+    limit. Neighbours in a chunk have similar lengths, which keeps padding small.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if num_generations > max_batch_size:
+        starts = range(0, num_generations, max_batch_size)
+        ranges = [range(s, min(s + max_batch_size, num_generations)) for s in starts]
+        return [Chunk((index,), part) for index in order for part in ranges]
+    per_chunk = max_batch_size // num_generations
+    return [
+        Chunk(tuple(order[start : start + per_chunk]), range(num_generations))
+        for start in range(0, len(order), per_chunk)
+    ]
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token for each row: ids [N] (int64) and log-probs [N] (float32 nats).
+
+    `logits` [N, V] of any float type; `uniforms` [N] (float64, in [0, 1)) decide the draw by the
+    inverse of the cumulative distribution. Log-probs are of the distribution that was drawn from:
+    log-softmax of logits / temperature, renormalised over what top-k, then top-p, left. At
+    temperature 0 the likeliest token is taken, top-k and top-p are without effect, and the log-prob
+    is that of temperature 1.
+    """
+    block = CPU_BLOCK_ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
+    blocks = zip(torch.split(logits, block), torch.split(uniforms, block), strict=True)
+    parts = [_draw_block(rows, targets, params) for rows, targets in blocks]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    scores = logits.float()
+    if params.temperature == 0:
+        best, ids = scores.max(dim=-1)
+        return ids, best - scores.logsumexp(dim=-1)
+    scores = scores / params.temperature
+    kept: Tensor | None = None
+    if params.top_p < 1 or 0 < params.top_k < scores.shape[-1]:
+        scores, kept = _nucleus(scores, params)
+    top = scores.amax(dim=-1, keepdim=True)
+    # float64: in float32 the sum over a large vocabulary would swallow the tail's probabilities.
+    cumulative = (scores - top).exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # Below the total even after rounding, or the search could run past the last possible token.
+    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+    # right=True: the first entry *above* the target, so a token of probability 0 is never drawn.
+    choice = torch.searchsorted(cumulative, target[:, None], right=True)
+    logprobs = (scores.gather(-1, choice) - top).squeeze(-1) - total.log().float()
+    ids = choice if kept is None else kept.gather(-1, choice)
+    return ids.squeeze(-1), logprobs
+
+
+def _nucleus(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Scores [N, W], best first and -inf beyond the cut, and their token ids [N, W].
+
+    top-p keeps the fewest tokens whose probability (after top-k) reaches it, at least one.
+    """
+    vocabulary = scores.shape[-1]
+    width = min(params.top_k or FIRST_NUCLEUS_WIDTH, vocabulary)
+    while True:
+        best = scores.topk(width, dim=-1)
+        base = best.values if params.top_k else scores
+        probabilities = (best.values - base.logsumexp(dim=-1, keepdim=True)).exp()
+        mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        wide_enough = params.top_k or width == vocabulary or mass[:, -1].min() >= params.top_p
+        if wide_enough:
+            break
+        width = min(8 * width, vocabulary)
+    beyond = mass - probabilities >= params.top_p if params.top_p < 1 else mass < 0
+    return best.values.masked_fill(beyond, float("-inf")), best.indices
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]],
+    expected: Mapping[str, Sequence[int]],
+    tied: frozenset[str],
+) -> dict[str, Tensor]:
+    """The weights by name, without the `tied` ones, which are copies of another weight.
+
+    Raises `RunError` unless each `expected` name comes once, with its shape, and nothing else does.
+    """
+    given: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name in given:
+            raise RunError(f"weight sync: '{name}' came twice; the engine keeps its old weights")
+        given[name] = tensor
+    missing = sorted(set(expected) - set(given))
+    unknown = sorted(set(given) - set(expected) - tied)
+    misshaped = [
+        f"'{name}' {list(given[name].shape)} instead of {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in given and list(given[name].shape) != list(shape)
+    ]
+    for what, names in (("missing", missing), ("unknown", unknown), ("misshaped", misshaped)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RunError(
+                f"weight sync: {len(names)} {what} weight(s): {', '.join(names[:3])}{more}, "
+                f"expected the {len(expected)} of the engine's model: sync the whole state dict of "
+                "a model of the same architecture (the engine keeps its old weights)"
+            )
+    return {name: given[name] for name in expected}

@@ -1,0 +1,1 @@
+"""Seeds, devices, memory, signals."""

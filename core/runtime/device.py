@@ -1,0 +1,70 @@
+"""Device, precision, threads and allocator: chosen here and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+
+import torch
+
+from posttrain.core.config.schema import ModelSection
+from posttrain.core.errors import ResourceError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEEP_BYTES = 2**31 - 1
+
+
+def choose_device(section: ModelSection) -> torch.device:
+    """The configured device; `auto` is CUDA when there is one."""
+    if section.device == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(
+            "model.device is 'cuda' but torch finds no CUDA device: install a CUDA build of torch, "
+            "or set model.device: auto"
+        )
+    if section.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(section.device)
+
+
+def choose_dtype(section: ModelSection) -> torch.dtype:
+    """The configured compute precision."""
+    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+
+
+def choose_attention(section: ModelSection, device: torch.device) -> str:
+    """Attention implementation; on a CPU eager beats SDPA's masked path at short lengths."""
+    if section.attention != "auto":
+        return section.attention
+    return "eager" if device.type == "cpu" else "sdpa"
+
+
+def set_threads(num_threads: int) -> None:
+    """Use `num_threads` CPU threads; 0 means all cores this process may use."""
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+
+def keep_freed_memory() -> bool:
+    """Stop glibc from returning large buffers to the kernel on every free; True when it took.
+
+    Each buffer above 32 MB is otherwise mapped, zeroed page by page and unmapped again, which costs
+    several times the softmax that it holds.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
+
+
+def peak_memory_gb() -> float:
+    """Largest resident size of this process so far, GB."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether this is a CUDA device."""
+    return device.type == "cuda"

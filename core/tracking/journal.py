@@ -1,0 +1,91 @@
+"""The write-ahead record of stepped metrics: a JSON line per step, written before MLflow gets it.
+
+Each line is `{"step": int, "time_ms": int, "metrics": {name: float}}`. The operating system has it
+before `append` returns, so a killed process loses nothing that it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.core.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRow:
+    """What was measured at one step; `time_ms` is Unix time in milliseconds."""
+
+    step: int
+    time_ms: int
+    metrics: Mapping[str, float]
+
+    def line(self) -> str:
+        """The row as it stands in the file."""
+        row = {"step": self.step, "time_ms": self.time_ms, "metrics": dict(self.metrics)}
+        return json.dumps(row, separators=(",", ":")) + "\n"
+
+
+def journal_path(folder: Path, stage: str) -> Path:
+    """Where a stage's journal is kept."""
+    return folder / f"metrics-{stage}.jsonl"
+
+
+def read_journal(path: Path) -> list[JournalRow]:
+    """All complete rows, oldest first; none if there is no file.
+
+    Reading ends at the first line that is not a whole row: a kill can only cut the last one.
+    """
+    rows: list[JournalRow] = []
+    if not path.is_file():
+        return rows
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        rows.append(JournalRow(row["step"], row["time_ms"], row["metrics"]))
+    return rows
+
+
+class Journal:
+    """Appends rows to a file. Opening keeps its rows up to step `keep_through` (None = no row).
+
+    `kept` holds those rows. Raises `ResourceError` when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, keep_through: int | None = None) -> None:
+        self.path = path
+        self.kept: list[JournalRow] = []
+        if keep_through is not None:
+            self.kept = [row for row in read_journal(path) if row.step <= keep_through]
+        temporary = path.with_suffix(".tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(row.line() for row in self.kept))
+            os.replace(temporary, path)
+            self._stream = path.open("a")
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write the metric journal {path}: {error.strerror}; free some space or "
+                "choose another --home"
+            ) from error
+
+    def append(self, row: JournalRow) -> None:
+        """Write one row through to the operating system."""
+        try:
+            self._stream.write(row.line())
+            self._stream.flush()
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write the metric journal {self.path}: {error.strerror}; free some space"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        self._stream.close()

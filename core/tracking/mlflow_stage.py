@@ -1,0 +1,259 @@
+"""The MLflow run of one stage: stepped metrics, tables, datasets and models in and out.
+
+Every call goes through one background thread, in order. What a caller needs no answer to is handed
+over and costs microseconds; what went wrong is raised at the next call or at `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelInput,
+    LoggedModelOutput,
+    Metric,
+    RunTag,
+)
+
+from posttrain.core.errors import RunError
+from posttrain.core.tracking import mlflow_store as store
+from posttrain.core.tracking.journal import Journal, JournalRow
+from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.tables import logged_tables_tag, table_json
+from posttrain.core.tracking.writer import Writer
+
+FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
+Metrics = Mapping[str, float | None]
+MAX_KEYS_PER_STEP = 100
+MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
+
+
+def measured(metrics: Metrics) -> dict[str, float]:
+    """The values as floats, without None and NaN."""
+    present = {name: float(value) for name, value in metrics.items() if value is not None}
+    return {name: value for name, value in present.items() if not math.isnan(value)}
+
+
+def now_ms() -> int:
+    """Unix time in milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the runs of one pipeline share."""
+
+    client: MlflowClient
+    writer: Writer
+    uri: str
+    experiment_id: str
+    journal: Path | None
+
+
+class MlflowRun:
+    """One MLflow run: files, tags, and a single end."""
+
+    def __init__(self, session: Session, run_id: str) -> None:
+        self.run_id = run_id
+        self.finished = False
+        self._session = session
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """Copy a file, or a folder's content, into the run's artifacts, before this returns."""
+        client = self._session.client
+        copy = client.log_artifacts if path.is_dir() else client.log_artifact
+        self._session.writer.call(
+            f"the file {path}", lambda: copy(self.run_id, str(path), folder or None)
+        )
+
+    def log_text(self, text: str, artifact_path: str) -> None:
+        """Store `text` as an artifact, in the background."""
+        self._session.writer.submit(
+            f"the artifact {artifact_path}",
+            lambda: self._session.client.log_text(self.run_id, text, artifact_path),
+        )
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags, in the background."""
+        entities = [RunTag(key, value) for key, value in tags.items()]
+        self._session.writer.submit(
+            "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
+        )
+
+    def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
+        """Queue one row of metrics as one call."""
+
+        def write() -> None:  # building the entities costs more than queueing: not on the caller
+            entities = [
+                Metric(name, value, row.time_ms, row.step, model_id=model_id or None)
+                for name, value in row.metrics.items()
+            ]
+            self._session.client.log_batch(self.run_id, metrics=entities)
+
+        self._session.writer.submit(f"step {row.step}", write)
+
+    def end(self, status: FinalStatus) -> None:
+        """Flush and end the run. One whose record is incomplete is never shown as FINISHED."""
+        writer, client = self._session.writer, self._session.client
+        if self.finished:
+            return
+        self.finished = True
+        writer.drain()
+        told: RunError | None = None
+        try:
+            writer.check()
+        except RunError as error:
+            told = error
+        shown = "FAILED" if writer.failed and status == "FINISHED" else status
+        try:
+            writer.call("the end of a run", lambda: client.set_terminated(self.run_id, shown))
+        except RunError as error:
+            told = told or error
+        if told is not None:
+            raise told
+
+
+class StageTracker(MlflowRun):
+    """One stage's MLflow run, made by `PipelineTracker.stage`; one thread at a time may use it."""
+
+    def __init__(self, session: Session, run_id: str, journal: Journal | None) -> None:
+        super().__init__(session, run_id)
+        self._journal = journal
+        self._latest: dict[str, float] = {}
+        self._last_step = 0
+        self._restored: dict[int, set[str]] = {}
+        self._tables: list[str] = []
+        kept = journal.kept if journal else []
+        for row in kept:
+            self._restored.setdefault(row.step, set()).update(row.metrics)
+            self._latest.update(row.metrics)
+            self._last_step = row.step
+        if kept:
+            session.writer.submit(
+                "restored steps", lambda: store.log_rows(session.client, run_id, kept)
+            )
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Record what was measured at an optimizer step: at most 100 keys, no None, no NaN.
+
+        The journal is written before this returns, MLflow by the background thread in one call.
+        What was restored from an interrupted run is not recorded twice. Raises `RunError` for an
+        unknown metric, and for an earlier write that failed.
+        """
+        values = measured(metrics)
+        check_names(values)
+        if len(values) > MAX_KEYS_PER_STEP:
+            raise RunError(
+                f"step {step} has {len(values)} metrics, at most {MAX_KEYS_PER_STEP} are recorded: "
+                "per-sample values belong in a table"
+            )
+        self._require_open()
+        known = self._restored.get(step, set())
+        row = JournalRow(step, now_ms(), {k: v for k, v in values.items() if k not in known})
+        if not row.metrics:
+            return
+        if self._journal is not None:
+            self._journal.append(row)
+        self._latest.update(row.metrics)
+        self._last_step = max(self._last_step, step)
+        self.submit_metrics(row)
+
+    def log_summary(self, metrics: Metrics, model_id: str = "") -> None:
+        """Record final values at the last step seen; a value already there is not repeated.
+
+        With `model_id` they also show on that model's page.
+        """
+        values = measured(metrics)
+        check_names(values)
+        self._require_open()
+        fresh = {k: v for k, v in values.items() if model_id or self._latest.get(k) != v}
+        if fresh:
+            self._latest.update(fresh)
+            self.submit_metrics(JournalRow(self._last_step, now_ms(), fresh), model_id)
+
+    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Store `rows` as tables/`name`/step-000010.json, which MLflow shows as a table."""
+        path, kept = f"tables/{name}/step-{step:06d}.json", list(rows)
+        self._session.writer.submit(f"table {path}", lambda: self._write_table(path, kept))
+
+    def _write_table(self, path: str, rows: Sequence[Mapping[str, object]]) -> None:
+        client = self._session.client
+        client.log_text(self.run_id, table_json(rows), path)
+        if path not in self._tables:
+            self._tables.append(path)
+        client.set_tag(self.run_id, "mlflow.loggedArtifacts", logged_tables_tag(self._tables))
+
+    def log_dataset(self, name: str, context: str, digest: str, num_rows: int, source: str) -> None:
+        """Show a dataset (sha256 `digest`, `source` a path or hub id) as an input of the run."""
+        dataset = Dataset(
+            name=name,
+            digest=digest[:MAX_DIGEST],
+            source_type="local",
+            source=json.dumps({"uri": source}),
+            profile=json.dumps({"num_rows": num_rows, "sha256": digest}),
+        )
+        tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
+        self._session.writer.submit(
+            f"dataset {name}",
+            lambda: self._session.client.log_inputs(self.run_id, datasets=[tagged]),
+        )
+
+    def log_model_output(
+        self,
+        *,
+        name: str,
+        uri: str,
+        digest: str,
+        step: int,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> str:
+        """Record a model this run made, by reference: nothing is copied. Returns its id "m-..."."""
+        session = self._session
+        all_tags = {**(tags or {}), "posttrain.uri": uri, "posttrain.digest": digest}
+
+        def write() -> str:
+            mlflow.set_tracking_uri(session.uri)
+            model = mlflow.create_external_model(
+                name=name,
+                source_run_id=self.run_id,
+                tags=all_tags,
+                params=dict(params or {}),
+                model_type="language-model",
+                experiment_id=session.experiment_id,
+            )
+            output = LoggedModelOutput(model.model_id, step)
+            session.client.log_outputs(self.run_id, [output])
+            return str(model.model_id)
+
+        return session.writer.call(f"model {name}", write)
+
+    def log_model_input(self, model_id: str) -> None:
+        """Record that this run read a model made by another."""
+        self._session.writer.submit(
+            f"model input {model_id}",
+            lambda: self._session.client.log_inputs(
+                self.run_id, models=[LoggedModelInput(model_id)]
+            ),
+        )
+
+    def finish(self, status: FinalStatus) -> None:
+        """Flush and end the run; a second call does nothing. Raises what went wrong unseen."""
+        if self._journal is not None:
+            self._journal.close()
+        self.end(status)
+
+    def _require_open(self) -> None:
+        if self.finished:
+            raise RunError(f"run {self.run_id} is finished: start a new stage to record more")

@@ -1,0 +1,202 @@
+"""Where MLflow keeps its data: opening a store, making the local database, ending dead runs.
+
+With `mlflow_tracker` the only module that imports mlflow.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Metric, RunStatus
+from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from sqlalchemy.exc import SQLAlchemyError
+
+from posttrain.core.errors import ResourceError
+from posttrain.core.tracking.journal import JournalRow, read_journal
+
+SQLITE = "sqlite:///"
+TAG_STAGE = "posttrain.stage"
+TAG_KIND = "posttrain.kind"
+TAG_CACHED_FROM = "posttrain.cached_from"
+TAG_HOST = "posttrain.host"
+TAG_PID = "posttrain.pid"
+TAG_PROCESS_START = "posttrain.process_start"
+TAG_JOURNAL = "posttrain.journal"
+MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
+
+
+@contextmanager
+def explained(what: str, uri: str) -> Iterator[None]:
+    """Turn an MLflow or database error into one sentence for the user."""
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError) as error:
+        raise ResourceError(
+            f"MLflow at {uri} could not {what}: {error}; check that it can be reached, has room "
+            "and is of this version of MLflow (`mlflow db upgrade URI` moves an older database)"
+        ) from error
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of the tracking store and registry at `uri`, or `ResourceError` if it cannot open.
+
+    Also makes `uri` MLflow's process-wide default: external models and `models:/` sources of the
+    registry are looked up there and nowhere else, and a default of MLflow's own would quietly
+    create a second database in the working directory.
+    """
+    with explained("be opened", uri):
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def artifact_root(uri: str) -> Path | None:
+    """The folder for artifacts beside a SQLite database; None lets a server decide."""
+    if not uri.startswith(SQLITE):
+        return None
+    return Path(uri.removeprefix(SQLITE)).resolve().parent / "artifacts"
+
+
+def prepare_database(home: Path) -> str:
+    """Make `home`/mlflow/mlflow.db and its artifact folder if missing; return the SQLite URI.
+
+    The first call takes about 2 s (all of MLflow's migrations), later ones milliseconds. Several
+    processes may call it at once. Raises `ResourceError` when the folder cannot be written or
+    the file is no database.
+    """
+    folder = home.resolve() / "mlflow"
+    database = folder / "mlflow.db"
+    try:
+        (folder / "artifacts").mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not database.exists():
+                _create(database, folder / "artifacts")
+        with database.open("rb") as stream:
+            is_sqlite = stream.read(15) == b"SQLite format 3"
+    except OSError as error:
+        raise ResourceError(
+            f"cannot create the MLflow database {database}: {error.strerror}; check that the "
+            "folder is writable and its disk has room, or choose another --home"
+        ) from error
+    if not is_sqlite:
+        raise ResourceError(
+            f"{database} is not a SQLite database: move it away, and a new one is made"
+        )
+    return f"{SQLITE}{database}"
+
+
+def _create(database: Path, artifacts: Path) -> None:
+    """Migrate into a private file and rename it, so that a killed start leaves no half database."""
+    partial = database.with_name(f".partial-{os.getpid()}.db")
+    partial.unlink(missing_ok=True)
+    with explained("create its tables", f"{SQLITE}{database}"):
+        store = SqlAlchemyStore(f"{SQLITE}{partial}", artifacts.as_uri())  # type: ignore[no-untyped-call]
+        store.engine.dispose()
+    os.replace(partial, database)
+
+
+def process_start(pid: int) -> str:
+    """When the process began, in clock ticks since boot; empty if it is gone or cannot be told.
+
+    A zombie counts as gone. Linux only: elsewhere the result is empty for every process.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def process_tags(journal: Path | None) -> dict[str, str]:
+    """Tags by which a later run finds out that this process died."""
+    pid = os.getpid()
+    tags = {
+        TAG_HOST: socket.gethostname(),
+        TAG_PID: str(pid),
+        TAG_PROCESS_START: process_start(pid),
+    }
+    return tags if journal is None else tags | {TAG_JOURNAL: str(journal)}
+
+
+def _is_dead(tags: Mapping[str, str]) -> bool:
+    pid = int(tags[TAG_PID])
+    started = process_start(pid)
+    if started:  # the number may have been given to another process since
+        return started != tags.get(TAG_PROCESS_START, started)
+    if Path("/proc/self/stat").exists():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def kill_running(uri: str) -> list[str]:
+    """Mark runs that a dead process of this machine left RUNNING as KILLED; returns their ids.
+
+    What their journals hold and MLflow does not is written first, so nothing measured is lost.
+    Runs of other machines, or without our tags, are left alone.
+    """
+    client = connect(uri)
+    with explained("end runs of dead processes", uri):
+        experiments = [item.experiment_id for item in client.search_experiments()]
+        running = client.search_runs(
+            experiments,
+            f"attributes.status = 'RUNNING' and tags.`{TAG_HOST}` = '{socket.gethostname()}'",
+        )
+        dead = [run for run in running if TAG_PID in run.data.tags and _is_dead(run.data.tags)]
+        for run in dead:
+            run_id, tags = run.info.run_id, run.data.tags
+            rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
+            recover_rows(client, run_id, rows)
+            client.set_terminated(
+                run_id,
+                RunStatus.to_string(RunStatus.KILLED),
+                end_time=rows[-1].time_ms if rows else None,
+            )
+    return [run.info.run_id for run in dead]
+
+
+def recover_rows(client: MlflowClient, run_id: str, rows: Sequence[JournalRow]) -> None:
+    """Write the journal rows that the run does not hold yet.
+
+    A row is written whole or not at all, so one key tells; taking the most common ones, few
+    histories are read. (MLflow ignores exact duplicates, but takes minutes over thousands.)
+    """
+    counts = Counter(name for row in rows for name in row.metrics)
+    telling = [max(row.metrics, key=counts.__getitem__) for row in rows]
+    stored = {
+        (name, point.step, point.timestamp)
+        for name in set(telling)
+        for point in client.get_metric_history(run_id, name)
+    }
+    missing = [
+        row
+        for name, row in zip(telling, rows, strict=True)
+        if (name, row.step, row.time_ms) not in stored
+    ]
+    log_rows(client, run_id, missing)
+
+
+def log_rows(client: MlflowClient, run_id: str, rows: Iterable[JournalRow]) -> None:
+    """Write rows with as few calls as MLflow allows."""
+    metrics = [
+        Metric(name, value, row.time_ms, row.step)
+        for row in rows
+        for name, value in row.metrics.items()
+    ]
+    for begin in range(0, len(metrics), MAX_METRICS_PER_CALL):
+        client.log_batch(run_id, metrics=metrics[begin : begin + MAX_METRICS_PER_CALL])

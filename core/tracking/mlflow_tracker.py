@@ -1,0 +1,242 @@
+"""Everything a pipeline records: one parent run, one child run per stage, registered models.
+
+The public face of MLflow for the rest of posttrain. Importing it costs about 2 s, MLflow's own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Param
+from mlflow.exceptions import MlflowException
+
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.tracking import mlflow_store as store
+from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
+from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.mlflow_stage import (
+    FinalStatus,
+    Metrics,
+    MlflowRun,
+    Session,
+    measured,
+    now_ms,
+)
+from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
+from posttrain.core.tracking.mlflow_store import kill_running as kill_running
+from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
+from posttrain.core.tracking.writer import Writer
+
+MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
+
+
+def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as ("optimizer.learning_rate", "1e-05"); values as they stand in JSON."""
+    for key, value in params.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", text
+
+
+class PipelineTracker(MlflowRun):
+    """The parent run of a pipeline. Made by `start`; stages may run in several threads."""
+
+    def __init__(self, session: Session, run_id: str) -> None:
+        super().__init__(session, run_id)
+        self.uri = session.uri
+        self.experiment_id = session.experiment_id
+        self.killed_runs: list[str] = []
+        self._stages: list[StageTracker] = []
+        self._stage_names: set[str] = set()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        config_yaml: str,
+        params: Mapping[str, object],
+        tags: Mapping[str, str],
+        journal: Path | None = None,
+    ) -> PipelineTracker:
+        """Open the parent run and store the config as config.yaml.
+
+        `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie beside it.
+        `journal` is the folder for write-ahead records; with None a kill loses the last steps.
+        Runs that dead processes left open are ended first (their ids: `killed_runs`).
+        Raises `ResourceError` when MLflow cannot be reached.
+        """
+        client = store.connect(uri)
+        killed = store.kill_running(uri)
+        with store.explained("start a run", uri):
+            experiment_id = _experiment(client, uri, experiment)
+            session = Session(client, Writer(uri), uri, experiment_id, journal)
+            run_id = _create_run(session, run_name, dict(tags) | store.process_tags(None))
+            _log_params(client, run_id, params)
+        tracker = cls(session, run_id)
+        tracker.killed_runs = killed
+        tracker.log_text(config_yaml, "config.yaml")
+        return tracker
+
+    def stage(
+        self,
+        name: str,
+        kind: str,
+        params: Mapping[str, object],
+        *,
+        resumed_step: int | None = None,
+    ) -> StageTracker:
+        """Open a child run for a stage.
+
+        `resumed_step` is the step of the checkpoint that an interrupted stage continues from: the
+        journal's rows up to it are written to the new run, so its history is complete. With None
+        the stage starts anew and an old journal of it is dropped.
+        """
+        session, folder = self._session, self._session.journal
+        path = None if folder is None else journal_path(folder, name)
+        tags = self._child_tags(name, kind) | store.process_tags(path)
+        if resumed_step is not None:
+            tags["posttrain.resumed_step"] = str(resumed_step)
+
+        def create() -> str:
+            run_id = _create_run(session, name, tags)
+            _log_params(session.client, run_id, params)
+            return run_id
+
+        run_id = session.writer.call(f"stage {name}", create)
+        journal = None if path is None else Journal(path, keep_through=resumed_step)
+        tracker = StageTracker(session, run_id, journal)
+        with self._lock:
+            self._stages.append(tracker)
+        return tracker
+
+    def cached_stage(
+        self, name: str, kind: str, original_run_id: str, metrics: Mapping[str, float]
+    ) -> str:
+        """A child run, finished at once, for a stage whose results are reused; returns its id."""
+        session = self._session
+        check_names(metrics)
+        tags = self._child_tags(name, kind) | {
+            store.TAG_CACHED_FROM: original_run_id,
+            "mlflow.note.content": f"Not computed again: reuses results of run {original_run_id}.",
+        }
+        row = JournalRow(0, now_ms(), measured(metrics))
+
+        def create() -> str:
+            run_id = _create_run(session, name, tags)
+            store.log_rows(session.client, run_id, [row])
+            session.client.set_terminated(run_id, "FINISHED")
+            return run_id
+
+        return session.writer.call(f"cached stage {name}", create)
+
+    def log_metrics(self, metrics: Metrics) -> None:
+        """Record summary metrics; a key may begin with a stage's name: `rl/reward/mean`."""
+        values = measured(metrics)
+        check_names(self._without_stage(name) for name in values)
+        if values:
+            self.submit_metrics(JournalRow(0, now_ms(), values))
+
+    def finish(self, status: FinalStatus) -> None:
+        """End the run, and stages that are still open, with `status`; a second call does nothing.
+
+        Everything queued is written first. Raises `RunError` for a write that failed unseen; the
+        run is then ended all the same, as FAILED if `status` was FINISHED.
+        """
+        if self.finished:
+            return
+        errors: list[RunError] = []
+        for end in [*(stage.finish for stage in self._stages), self.end]:
+            try:
+                end(status)
+            except RunError as error:  # the other runs must be ended too
+                errors.append(error)
+        self._session.writer.close()
+        if errors:
+            raise errors[0]
+
+    def _child_tags(self, name: str, kind: str) -> dict[str, str]:
+        self._stage_names.add(name)
+        return {
+            "mlflow.parentRunId": self.run_id,
+            store.TAG_STAGE: name,
+            store.TAG_KIND: kind,
+        }
+
+    def _without_stage(self, name: str) -> str:
+        stage, _, rest = name.partition("/")
+        return rest if stage in self._stage_names and rest else name
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """The experiment's id, made if it is new; beside a SQLite database its artifacts are too."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        root = store.artifact_root(uri)
+        try:
+            return client.create_experiment(name, (root / name).as_uri() if root else None)
+        except MlflowException as error:  # another process may have made it meanwhile
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise error
+    if found.lifecycle_stage != "active":
+        raise ResourceError(
+            f"the MLflow experiment '{name}' was deleted: restore it with `mlflow experiments "
+            f"restore --experiment-id {found.experiment_id}`, or change `name` in the config"
+        )
+    return str(found.experiment_id)
+
+
+def _create_run(session: Session, name: str, tags: Mapping[str, str]) -> str:
+    run = session.client.create_run(session.experiment_id, run_name=name, tags=dict(tags))
+    return str(run.info.run_id)
+
+
+def _log_params(client: MlflowClient, run_id: str, params: Mapping[str, object]) -> None:
+    entities = [Param(key, value) for key, value in flatten(params)]
+    for begin in range(0, len(entities), MAX_PARAMS_PER_CALL):
+        client.log_batch(run_id, params=entities[begin : begin + MAX_PARAMS_PER_CALL])
+
+
+def register_model(uri: str, model_id: str, name: str, alias: str, tags: Mapping[str, str]) -> str:
+    """Make the model a version of the registered model `name` and move `alias` to it.
+
+    A model that is already a version of `name` keeps that version. Returns the version. Raises
+    `ResourceError` for a model that does not exist.
+    """
+    client = store.connect(uri)
+    source = f"models:/{model_id}"
+    with store.explained(f"register {source} as '{name}'", uri):
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = [v for v in client.search_model_versions(f"name = '{name}'") if v.source == source]
+        run_id = client.get_logged_model(model_id).source_run_id
+        made = (
+            known[0]
+            if known
+            else client.create_model_version(
+                name, source, run_id=run_id, model_id=model_id, tags=dict(tags)
+            )
+        )
+        version = str(made.version)
+        for key, value in tags.items() if known else ():
+            client.set_model_version_tag(name, version, key, value)
+        client.set_registered_model_alias(name, alias, version)
+    return version
+
+
+def run_url(base: str, experiment_id: str, run_id: str) -> str:
+    """The run's page in MLflow's UI; `base` is the UI's address, such as http://127.0.0.1:5000."""
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"

@@ -1,0 +1,1 @@
+"""Forward passes, losses and optimizer steps."""

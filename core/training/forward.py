@@ -1,0 +1,106 @@
+"""Log-probs of responses under a policy: each prompt computed once, logits for responses only.
+
+Axes: B rows, L padded prompt width, T padded response width, P distinct prompts, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.training.logprobs import token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForward:
+    """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def response_logprobs(
+    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
+) -> ResponseForward:
+    """Log-probs and entropy of each response token of `batch` at the sampling temperature.
+
+    The prompts of a group are computed once: their keys and values are expanded to the group's rows
+    inside the graph, so gradients flow into the shared prompt from all rows.
+    """
+    device = model.device
+    first_rows, row_to_prompt = _distinct_prompts(batch.group_id)
+    prompt_ids = batch.prompt_ids[first_rows].to(device)
+    prompt_mask = batch.prompt_mask[first_rows].to(device)
+    width = int(prompt_mask.sum(dim=1).max())  # left padding common to all prompts is cut off
+    prompt_ids, prompt_mask = prompt_ids[:, -width:], prompt_mask[:, -width:]
+    row_to_prompt = row_to_prompt.to(device)
+
+    backbone = model.base_model
+    cache = DynamicCache(config=model.config)
+    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+    prompt_out = backbone(
+        input_ids=prompt_ids,
+        attention_mask=prompt_mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    last_hidden = prompt_out.last_hidden_state[:, -1]  # left padding: the last column is real
+    hidden = last_hidden[row_to_prompt].unsqueeze(1)
+
+    mask = batch.response_mask.to(device).bool()
+    ids = batch.response_ids.to(device)
+    length = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 0
+    ids, mask = ids[:, :length], mask[:, :length]
+    if length > 1:
+        cache.batch_select_indices(row_to_prompt)
+        # Tokens between sampled ones (tool output) are attended to: all up to the last sampled one.
+        real = mask.long().flip(1).cummax(dim=1).values.flip(1)
+        full_mask = torch.cat([prompt_mask[row_to_prompt], real[:, :-1]], dim=1)
+        starts = prompt_mask.sum(dim=1)[row_to_prompt]
+        steps = torch.arange(length - 1, device=device)
+        out = backbone(
+            input_ids=ids[:, :-1],
+            attention_mask=full_mask,
+            position_ids=starts[:, None] + steps[None, :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        hidden = torch.cat([hidden, out.last_hidden_state], dim=1)
+    return _project(model, hidden, ids, mask, batch.response_ids.shape, temperature)
+
+
+def _project(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    shape: torch.Size,
+    temperature: float,
+) -> ResponseForward:
+    """Hidden states [B, length, H] that predict `ids` [B, length] to log-probs of `shape`."""
+    weight = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    flat = mask.nonzero(as_tuple=True)
+    values, entropies = token_logprobs(
+        hidden[:, : ids.shape[1]][flat], weight, ids[flat], temperature=temperature
+    )
+    rows, columns = (index.to(values.device) for index in flat)
+    logprobs = values.new_zeros(shape).index_put((rows, columns), values)
+    entropy = entropies.new_zeros(shape).index_put((rows, columns), entropies)
+    return ResponseForward(logprobs, entropy)
+
+
+def _distinct_prompts(group_id: Tensor) -> tuple[Tensor, Tensor]:
+    """First row of each group [P], and for each row [B] the index of its group."""
+    order: dict[int, int] = {}
+    first, index = [], []
+    for row, group in enumerate(group_id.tolist()):
+        if group not in order:
+            order[group] = len(order)
+            first.append(row)
+        index.append(order[group])
+    return torch.tensor(first), torch.tensor(index)

@@ -1,0 +1,1 @@
+"""An example of a third-party package of plugins for posttrain."""

@@ -1,0 +1,1 @@
+"""Prefect flows, stages and the command line."""

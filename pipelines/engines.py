@@ -1,0 +1,91 @@
+"""One rollout engine for a whole run: started once, given each stage's weights in turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.contracts import EngineSetup, RolloutEngine
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.errors import ResourceError
+from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.device import is_cuda
+from posttrain.core.runtime.seeding import derive_seed
+
+
+def choose_engine(config: RunConfig, manager: PluginManager, runtime: ModelRuntime) -> str:
+    """Name of the engine to use. `auto`: vllm on CUDA where it is installed, else transformers.
+
+    On a CPU `transformers` wins at the lengths and batches a CPU can train on: it computes each
+    group's prompt once and starts in a second.
+    """
+    if not isinstance(config.engine, str):
+        return config.engine.name
+    vllm = manager.find("rollout_engine", "vllm").cls
+    assert issubclass(vllm, RolloutEngine)
+    if is_cuda(runtime.device) and vllm.unavailable_reason() is None:
+        return "vllm"
+    return "transformers"
+
+
+def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a model directory, one tensor in memory at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                yield name, tensors.get_tensor(name)
+
+
+class EnginePool:
+    """Lends the run's engine to one stage at a time."""
+
+    def __init__(self, config: RunConfig, manager: PluginManager, runtime: ModelRuntime) -> None:
+        self.config, self.manager, self.runtime = config, manager, runtime
+        self.name = choose_engine(config, manager, runtime)
+        self._engine: RolloutEngine[Any] | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lease(self, model_dir: Path, max_batch_size: int) -> Iterator[RolloutEngine[Any]]:
+        """The engine with the weights of `model_dir`, at policy version 0."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._start(model_dir, max_batch_size)
+            else:
+                self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
+            yield self._engine
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _start(self, model_dir: Path, max_batch_size: int) -> RolloutEngine[Any]:
+        fields = {} if isinstance(self.config.engine, str) else self.config.engine.fields()
+        engine: RolloutEngine[Any] = self.manager.build(RolloutEngine, self.name, fields)
+        reason = type(engine).unavailable_reason()
+        if reason is not None:
+            raise ResourceError(f"engine '{self.name}' cannot run here: {reason}")
+        tokenizer = ChatTokenizer.load(model_dir, self.config.model.system_prompt)
+        engine.start(
+            EngineSetup(
+                model_dir=model_dir,
+                dtype=self.runtime.dtype,
+                device=self.runtime.device,
+                max_model_len=self.config.model.max_model_len,
+                max_batch_size=max_batch_size,
+                stop_token_ids=(tokenizer.eos_token_id,),
+                pad_token_id=tokenizer.pad_token_id,
+                seed=derive_seed(self.config.seed, "engine") % 2**31,
+            )
+        )
+        return engine

@@ -1,0 +1,188 @@
+"""What the terminal shows while a run goes on: live bars for a person, plain lines for a log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+# Metric keys worth a person's glance: key -> (label, format).
+SHOWN: dict[str, tuple[str, str]] = {
+    "reward/mean": ("reward", "{:.3f}"),
+    "acc/mean": ("accuracy", "{:.1%}"),
+    "eval/greedy_accuracy": ("held-out", "{:.1%}"),
+    "sft/loss": ("loss", "{:.4f}"),
+    "rm/pair_accuracy": ("pairs right", "{:.1%}"),
+    "loss/total": ("loss", "{:.4f}"),
+    "throughput/rollout_tokens_per_s": ("tokens/s", "{:.0f}"),
+}
+MAX_LINES = 50
+"""A stage of more steps than this prints every n-th of them in a plain log."""
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """The shown metrics among `metrics` as `label value`, two blanks apart; a label comes once."""
+    parts: dict[str, str] = {}
+    for key, (label, form) in SHOWN.items():
+        if key in metrics and label not in parts:
+            parts[label] = f"{label} {form.format(metrics[key])}"
+    return "  ".join(parts.values())
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class PlainReporter(AbstractContextManager["PlainReporter"]):
+    """One line per step, at most about `MAX_LINES` a stage. Safe to call from several threads."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+        self._totals: dict[str, int] = {}
+        self._began: dict[str, float] = {}
+        self._first: dict[str, int] = {}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def _line(self, text: str) -> None:
+        with self._lock:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
+        """One line with the number of steps to come."""
+        self._totals[stage], self._began[stage] = total_steps, time.monotonic()
+        self._first.pop(stage, None)
+        steps = f", {total_steps} steps" if total_steps else ""
+        self._line(f"[{stage}] started ({kind}{steps})")
+
+    def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of the step and the time left, when it is this step's turn."""
+        total = self._totals.get(stage, 0)
+        first = self._first.setdefault(stage, step)  # a resumed stage does not start at 1
+        every = -(-total // MAX_LINES) or 1
+        if step % every and step not in (first, total):
+            return
+        parts = [f"[{stage}] step {step}/{total}" if total else f"[{stage}] step {step}"]
+        parts += [text for text in [describe(metrics)] if text]
+        if step < total:
+            spent = time.monotonic() - self._began.get(stage, time.monotonic())
+            parts.append(f"left {duration(spent / (step - first + 1) * (total - step))}")
+        self._line("  ".join(parts))
+
+    def stage_finished(
+        self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Status, seconds and final metrics."""
+        shown = describe(metrics)
+        self._line(f"[{stage}] {status} in {duration(seconds)}" + (f"  {shown}" if shown else ""))
+
+    def say(self, text: str) -> None:
+        """The text as it is."""
+        self._line(text)
+
+    def warn(self, text: str) -> None:
+        """The text behind the word warning."""
+        self._line(f"warning: {text}")
+
+
+class RichReporter(AbstractContextManager["RichReporter"]):
+    """A live list of stages, each with a bar over its steps, its metrics and the time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.fields[stage]}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}", markup=False, style="cyan"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            # Steps may take a minute each: the default of 30 s would never see two of them.
+            speed_estimate_period=1800,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def _task(self, stage: str, total: int | None = None) -> TaskID:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total, stage=stage, shown="")
+        return self._tasks[stage]
+
+    def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
+        """A new line with an empty bar."""
+        self._progress.update(self._task(stage, total_steps or None), total=total_steps or None)
+
+    def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar to `step` and show the metrics."""
+        task = self._task(stage)
+        self._progress.update(task, completed=step)
+        if text := describe(metrics):
+            self._progress.update(task, shown=text)
+
+    def stage_finished(
+        self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Fill the bar unless the stage failed, and show how it ended."""
+        task = self._task(stage, 1)
+        shown = f"{status} in {duration(seconds)}  {describe(metrics)}".rstrip()
+        if status == "failed":
+            self._progress.stop_task(task)
+            self._progress.update(task, shown=shown)
+            return
+        total = next(t.total for t in self._progress.tasks if t.id == task) or 1
+        self._progress.update(task, total=total, completed=total, shown=shown)
+
+    def say(self, text: str) -> None:
+        """The text above the live list."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        """The text above the live list, in yellow."""
+        self._progress.console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def make_reporter(*, json: bool, plain: bool) -> PlainReporter | RichReporter:
+    """Live on a terminal, plain lines elsewhere or on request; stderr when stdout is for JSON."""
+    console = Console(stderr=json)
+    return RichReporter(console) if console.is_terminal and not plain else PlainReporter(console)

@@ -1,0 +1,221 @@
+"""What each phase of an RL step does, and the state that lives from step to step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.schema import RlStage
+from posttrain.core.contracts import (
+    AdvantageEstimator,
+    KlController,
+    KlEstimator,
+    PromptGroup,
+    RolloutEngine,
+    Sampler,
+)
+from posttrain.core.data.packing import rollout_batch
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.scoring import (
+    WeightedReward,
+    advantage_metrics,
+    rollout_metrics,
+    score_batch,
+    subtract_kl,
+)
+from posttrain.core.tracking.tables import sample_rows
+from posttrain.core.training.checkpoint import LoopState, remove_older, save_checkpoint
+from posttrain.core.training.learner import Learner
+from posttrain.core.types import Problem, SamplingParams
+from posttrain.pipelines.stages.context import StageContext, evaluation_table
+
+
+@dataclass
+class RlLoop:
+    """One RL stage in progress; `pipelines/stages/rl.py` builds it, `pipelines/rl.py` drives it."""
+
+    context: StageContext
+    stage: RlStage
+    learner: Learner
+    engine: RolloutEngine[Any]
+    tokenizer: ChatTokenizer
+    sampler: Sampler[Any]
+    rewards: Sequence[WeightedReward]
+    estimator: AdvantageEstimator[Any]
+    kl: KlEstimator[Any]
+    controller: KlController[Any]
+    problems: Sequence[Problem]
+    held_out: Sequence[Problem]
+    first_step: int = 1
+    history: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    _step_began: float = 0.0
+
+    @property
+    def evaluates_before_first_step(self) -> bool:
+        """Whether the curve starts with the model as it came in."""
+        return self.stage.evaluate_every > 0 and self.first_step == 1
+
+    def remaining_steps(self) -> range:
+        """Steps still to do, 1-based."""
+        return range(self.first_step, self.stage.steps + 1)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Every `evaluate_every` steps; the `evaluate` stage measures the last one."""
+        every = self.stage.evaluate_every
+        return every > 0 and step % every == 0 and step < self.stage.steps
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Every `checkpoint_every` steps but the last, whose result is the stage's own artifact."""
+        every = self.stage.checkpoint_every
+        return every > 0 and step % every == 0 and step < self.stage.steps
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of a step."""
+        self.context.check()
+        self.metrics = {}
+        self._step_began = time.perf_counter()
+
+    def end_step(self, step: int) -> None:
+        """Record everything that was measured in this step."""
+        phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
+        seconds = time.perf_counter() - self._step_began
+        self.metrics |= {
+            "time/step_s": seconds,
+            # What the orchestration costs beside the phases themselves.
+            "time/overhead_ms": 1000 * (seconds - phases),
+            "memory/peak_gb": peak_memory_gb(),
+        }
+        self.context.log_step(step, self.metrics)
+        self.history.append({"step": float(step), **self.metrics})
+
+    def rollout(self, step: int) -> RolloutBatch:
+        """Sample this step's groups with the current policy."""
+        stage, generation = self.stage, self.stage.generation
+        first = (step - 1) * stage.prompts_per_step
+        problems = self.problems[first : first + stage.prompts_per_step]
+        prompts = [PromptGroup(p, self.tokenizer.encode_prompt(p)) for p in problems]
+        params = SamplingParams(
+            num_generations=stage.num_generations,
+            max_tokens=generation.max_response_length,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
+        )
+        with self._timed("rollout_s"):
+            groups = self.sampler.sample(self.engine, prompts, params)
+            batch = rollout_batch(groups, self.tokenizer)
+        tokens = float(batch.response_mask.sum())
+        self.metrics["throughput/rollout_tokens_per_s"] = tokens / self.metrics["time/rollout_s"]
+        lag = (step - 1) - batch.policy_version.double()
+        self.metrics |= {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+        return batch
+
+    def score_rewards(self, batch: RolloutBatch) -> RolloutBatch:
+        """Fill the reward columns."""
+        self.context.check()
+        with self._timed("score_s"):
+            scored = score_batch(batch, self.context.task, self.rewards)
+        self.metrics |= rollout_metrics(scored, [w.reward.name for w in self.rewards])
+        return scored
+
+    def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+        """Fill `advantages`; with KL in the reward, after it has been subtracted."""
+        coef = self.controller.coefficient()
+        with self._timed("advantage_s"):
+            if self.stage.kl.place == "reward" and coef > 0:
+                learner, check = self.learner, self.context.check
+                old = learner.forward_only(learner.model, batch, check)
+                reference = learner.reference_logprobs(batch, check)
+                batch = batch.with_columns(old_logprobs=old.logprobs, ref_logprobs=reference)
+                batch = subtract_kl(batch, self.kl, coef)
+            batch.require(self.estimator.needs, f"advantage '{self.estimator.name}'")
+            estimate = self.estimator.estimate(batch)
+            ready = batch.with_columns(advantages=estimate.advantages)
+            if estimate.returns is not None:
+                ready = ready.with_columns(returns=estimate.returns)
+        self.metrics |= {**advantage_metrics(ready), **estimate.metrics, "kl/coef": coef}
+        return ready
+
+    def update_policy(self, batch: RolloutBatch, step: int) -> None:
+        """Take the optimizer steps, and record the samples they were made of."""
+        self.context.check()
+        coef = self.controller.coefficient()
+        with self._timed("update_s"):
+            result = self.learner.update(
+                batch, step, coef if self.stage.kl.place == "loss" else 0.0, self.context.check
+            )
+        self.metrics |= result.metrics
+        trained = float(batch.mask.sum()) * self.learner.settings.epochs
+        self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
+        if "kl/ref_k1" in result.metrics:
+            per_token = result.metrics["kl/ref_k1"]
+            self.controller.update(per_token, per_token * self.metrics["resp_len/mean"], len(batch))
+        names = [w.reward.name for w in self.rewards]
+        self.context.tracker.log_table("samples", step, sample_rows(batch, names))
+        if result.metrics.get("mismatch/k3", 0.0) > self.stage.mismatch_alarm:
+            self.context.reporter.warn(
+                f"step {step}: engine and trainer log-probs disagree (mismatch/k3 "
+                f"{result.metrics['mismatch/k3']:.4f} > {self.stage.mismatch_alarm}): check that "
+                "both use one precision and that weights are synced"
+            )
+
+    def sync_weights(self, step: int) -> None:
+        """Give the engine the policy of version `step`."""
+        with self._timed("sync_s"):
+            self.engine.sync_weights(self.learner.model.state_dict().items(), policy_version=step)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy of the policy after `step` steps."""
+        with self._timed("evaluate_s"):
+            result = evaluate_policy(
+                self.engine,
+                self.tokenizer,
+                self.context.task,
+                self.held_out,
+                self.context.run.evaluation,
+                self.context.run.seed,
+                lambda done: self.context.check(),
+            )
+        found = {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
+        self.evaluations.append({"step": float(step), **found})
+        self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
+        if step == 0:
+            self.context.log_step(0, found)
+            self.history.append({"step": 0.0, **found})
+        else:
+            self.metrics |= found
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint, then drop older ones."""
+        folder = self.context.checkpoints / f"step-{step:06d}"
+        state = LoopState(step, self.controller.state(), self.history)
+        save_checkpoint(folder, self.learner.optimizer, state)
+        remove_older(folder.parent, keep=folder)
+
+    def resume(self, folder: Path, state: LoopState) -> None:
+        """Stand where the checkpoint in `folder` stood."""
+        self.controller.load_state(state.controller)
+        self.first_step = state.step + 1
+        self.history = list(state.history)
+        self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]
+        self.sync_weights(state.step)
+        self.context.reporter.say(
+            f"{self.context.name}: continues after step {state.step} ({folder})"
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.metrics[f"time/{name}"] = time.perf_counter() - began

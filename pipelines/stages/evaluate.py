@@ -1,0 +1,56 @@
+"""Stage `evaluate`: greedy and sampled accuracy of a model on held-out problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from posttrain.core.config.schema import EvaluateStage
+from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.math.intervals import newcombe_difference
+from posttrain.pipelines.stages.context import (
+    StageContext,
+    StageOutput,
+    evaluation_table,
+    write_evaluation,
+)
+
+
+def run_evaluate(context: StageContext) -> StageOutput:
+    """Evaluate the input model; with a `baseline` input, also the gain over it."""
+    stage = context.stage
+    assert isinstance(stage, EvaluateStage)
+    section = stage.evaluation or context.run.evaluation
+    problems = context.held_out_problems(section)
+    tokenizer = context.tokenizer()
+    context.check_lengths(tokenizer, problems, section.max_response_length)
+    context.started(len(problems))
+
+    def progress(done: int) -> None:
+        context.check()
+        context.reporter.step_done(context.name, done, {})
+
+    with context.engines.lease(context.model_dir, section.batch_size) as engine:
+        evaluation = evaluate_policy(
+            engine, tokenizer, context.task, problems, section, context.run.seed, progress
+        )
+    metrics = dict(evaluation.metrics)
+    if "baseline" in context.inputs:
+        metrics |= gain_over(context.inputs["baseline"].path, metrics)
+    folder = write_evaluation(context.out / "evaluation", evaluation)
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
+    context.tracker.log_table("held_out", 0, evaluation_table(evaluation))
+    context.tracker.log_summary(metrics)
+    return StageOutput({"evaluation": folder}, metrics)
+
+
+def gain_over(baseline: Path, metrics: dict[str, float]) -> dict[str, float]:
+    """Greedy accuracy minus the baseline's, with a 95 % interval of the difference."""
+    before: dict[str, float] = json.loads((baseline / "metrics.json").read_text())
+
+    def counts(measured: dict[str, float]) -> tuple[int, int]:
+        total = int(measured["eval/num_problems"])
+        return round(measured["eval/greedy_accuracy"] * total), total
+
+    gain, low, high = newcombe_difference(counts(before), counts(metrics))
+    return {"eval/gain": gain, "eval/gain_low": low, "eval/gain_high": high}

@@ -1,0 +1,131 @@
+"""Stage `rl`: builds the loop from its plugins, runs the RL flow, saves model and curves."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from posttrain.core.config.schema import Component, RlStage
+from posttrain.core.contracts import (
+    AdvantageEstimator,
+    Aggregator,
+    KlController,
+    KlEstimator,
+    Plugin,
+    PolicyLoss,
+    Reward,
+    RewardContext,
+    RolloutEngine,
+    Sampler,
+)
+from posttrain.core.models.loading import load_policy, save_model
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.scoring import WeightedReward
+from posttrain.core.tracking.plots import learning_curves
+from posttrain.core.training.checkpoint import load_checkpoint, newest_checkpoint
+from posttrain.core.training.learner import Learner, LossTerms, UpdateSettings
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.pipelines.live import Live
+from posttrain.pipelines.rl import rl_flow
+from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.stages.context import StageContext, StageOutput
+
+PluginT = TypeVar("PluginT", bound=Plugin[Any])
+
+
+def run_rl(context: StageContext) -> StageOutput:
+    """Train the input model with reinforcement learning; saves the result and the curves."""
+    stage = context.stage
+    assert isinstance(stage, RlStage)
+    rows = stage.prompts_per_step * stage.num_generations
+    with context.engines.lease(context.model_dir, rows) as engine:
+        loop = build_loop(context, stage, engine)
+        found = newest_checkpoint(context.checkpoints)
+        if found is not None:
+            loop.resume(found, load_checkpoint(found, loop.learner.optimizer))
+        context.started(stage.steps)
+        rl_flow(context.name, Live(loop))
+    loop.learner.optimizer.close()
+    save_model(loop.learner.model, loop.tokenizer.tokenizer, context.out / "model")
+    plots = learning_curves(
+        loop.history, loop.evaluations, f"{context.run.name}: {context.name}", context.out / "plots"
+    )
+    for path in plots:
+        context.tracker.log_file(path, "plots")
+    return StageOutput(
+        {"model": context.out / "model", "report": context.out / "plots"},
+        loop.metrics,
+        resumed=found is not None,
+    )
+
+
+def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]) -> RlLoop:
+    """Load the models and build every plugin of the stage."""
+    run = context.run
+    tokenizer = context.tokenizer()
+    problems = context.training_problems(stage.steps * stage.prompts_per_step)
+    held_out = context.held_out_problems(run.evaluation)
+    longest = max(stage.generation.max_response_length, run.evaluation.max_response_length)
+    context.check_lengths(tokenizer, [*problems, *held_out], longest)
+    model = load_policy(context.model_dir, context.runtime)
+    settings = UpdateSettings(
+        epochs=stage.epochs,
+        num_mini_batches=stage.num_mini_batches,
+        micro_batch_size=stage.micro_batch_size,
+        temperature=stage.generation.temperature,
+        seed=derive_seed(run.seed, context.name, "learner"),
+    )
+    kl = _build(context, KlEstimator, stage.kl.estimator)
+    controller = _build(context, KlController, stage.kl.controller)
+    terms = LossTerms(
+        policy_loss=_build(context, PolicyLoss, stage.policy_loss),
+        aggregator=_build(context, Aggregator, stage.aggregator),
+        kl=kl if stage.kl.place == "loss" else None,
+        entropy_coef=stage.entropy_coef,
+    )
+    optimizer = MasterOptimizer(model, stage.optimizer, stage.steps * settings.updates_per_batch)
+    reference = _reference(context, needed=controller.coefficient() > 0)
+    return RlLoop(
+        context=context,
+        stage=stage,
+        learner=Learner(model, optimizer, terms, settings, reference),
+        engine=engine,
+        tokenizer=tokenizer,
+        sampler=_build(context, Sampler, stage.sampler),
+        rewards=_rewards(context, stage),
+        estimator=_build(context, AdvantageEstimator, stage.advantage),
+        kl=kl,
+        controller=controller,
+        problems=problems,
+        held_out=held_out,
+    )
+
+
+def _build(context: StageContext, contract: type[PluginT], component: Component) -> PluginT:
+    return context.manager.build(contract, component.name, component.fields())
+
+
+def _reference(context: StageContext, *, needed: bool) -> PreTrainedModel | None:
+    """The frozen input model; not loaded when no KL term will read it."""
+    if not needed:
+        return None
+    reference = load_policy(context.model_dir, context.runtime)
+    reference.requires_grad_(False)
+    return reference
+
+
+def _rewards(context: StageContext, stage: RlStage) -> list[WeightedReward]:
+    setup = RewardContext(
+        inputs={role: artifact.path for role, artifact in context.inputs.items()},
+        dtype=context.runtime.dtype,
+        device=context.runtime.device,
+        attention=context.runtime.attention,
+        batch_size=stage.micro_batch_size,
+    )
+    weighted = []
+    for component in stage.rewards:
+        reward = _build(context, Reward, component)
+        reward.setup(setup)
+        weighted.append(WeightedReward(reward, component.weight))
+    return weighted

@@ -1,0 +1,113 @@
+"""What a finished run tells: accuracy before and after, stages, artifacts, and where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.core.artifacts import RunResult, StageResult
+from posttrain.pipelines.progress import duration
+
+UI_MLFLOW = "http://127.0.0.1:5000"
+UI_PREFECT = "http://127.0.0.1:4200"
+
+
+def links(result: RunResult) -> dict[str, str]:
+    """Deep links to the run. A run in the home's own databases is shown by `posttrain ui`."""
+    remote = result.mlflow_uri.startswith(("http://", "https://"))
+    base = result.mlflow_uri.rstrip("/") if remote else UI_MLFLOW
+    found = {}
+    if result.mlflow_run_id:
+        place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
+        found["mlflow"] = f"{base}/#/{place}"
+    if result.prefect_flow_run_id:
+        found["prefect"] = f"{UI_PREFECT}/runs/flow-run/{result.prefect_flow_run_id}"
+    return found
+
+
+def to_json(result: RunResult) -> dict[str, object]:
+    """The run as one JSON object, the last line of `posttrain run --json`."""
+    return {
+        "run_id": result.run_id,
+        "status": result.status,
+        "stages": {name: _stage_json(stage) for name, stage in result.stages.items()},
+        "mlflow_uri": result.mlflow_uri,
+        "mlflow_run_id": result.mlflow_run_id,
+        "mlflow_experiment_id": result.mlflow_experiment_id,
+        "prefect_flow_run_id": result.prefect_flow_run_id,
+        "home": str(result.home),
+        "seconds": result.seconds,
+        "links": links(result),
+        "warnings": list(result.warnings),
+    }
+
+
+def _stage_json(stage: StageResult) -> dict[str, object]:
+    return {
+        "status": stage.status,
+        "kind": stage.kind,
+        "seconds": stage.seconds,
+        "artifacts": [
+            {"kind": item.kind, "uri": item.uri, "digest": item.digest} for item in stage.artifacts
+        ],
+        "metrics": dict(stage.metrics),
+    }
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """`61.5 % [54.6, 68.0]` of `eval/<name>_accuracy`, or a dash when it was not measured."""
+    value = metrics.get(f"eval/{name}_accuracy")
+    if value is None:
+        return "-"
+    low, high = metrics.get(f"eval/{name}_low"), metrics.get(f"eval/{name}_high")
+    interval = "" if low is None or high is None else f" [{low * 100:.1f}, {high * 100:.1f}]"
+    return f"{value * 100:.1f} %{interval}"
+
+
+def gain(metrics: Mapping[str, float]) -> str:
+    """`+12.0 points [+5.1, +18.9]`, or a dash where there is no baseline."""
+    value = metrics.get("eval/gain")
+    if value is None:
+        return "-"
+    low, high = metrics.get("eval/gain_low"), metrics.get("eval/gain_high")
+    interval = "" if low is None or high is None else f" [{low * 100:+.1f}, {high * 100:+.1f}]"
+    return f"{value * 100:+.1f} points{interval}"
+
+
+def print_summary(result: RunResult, console: Console) -> None:
+    """Print the tables, the artifacts and the links of `result`."""
+    evaluations = {n: s.metrics for n, s in result.stages.items() if s.kind == "evaluate"}
+    if evaluations:
+        table = Table(title="Held-out accuracy, 95 % intervals", title_justify="left")
+        for heading in ("evaluation", "greedy", "sampled", "gain over baseline"):
+            table.add_column(heading)
+        for name, metrics in evaluations.items():
+            greedy, sampled = with_interval(metrics, "greedy"), with_interval(metrics, "sampled")
+            table.add_row(name, greedy, sampled, gain(metrics))
+        console.print(table, soft_wrap=False)
+    table = Table(title="Stages", title_justify="left")
+    for heading in ("stage", "kind", "status"):
+        table.add_column(heading)
+    table.add_column("time", justify="right")
+    for stage in result.stages.values():
+        table.add_row(stage.name, stage.kind, stage.status, duration(stage.seconds))
+    console.print(table, soft_wrap=False)
+    for stage in result.stages.values():
+        for item in stage.artifacts:
+            _line(console, f"{item.kind:<14} {item.uri}")
+    for text in result.warnings:
+        _line(console, f"warning: {text}")
+    for name, link in links(result).items():
+        _line(console, f"{name:<14} {link}")
+    _line(
+        console,
+        f"run {result.run_id}: {result.status} in {duration(result.seconds)}; "
+        f"open the links with: posttrain ui --home {result.home}",
+    )
+
+
+def _line(console: Console, text: str) -> None:
+    """A line that is never wrapped, so that paths and links can be copied."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

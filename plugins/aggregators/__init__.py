@@ -1,0 +1,1 @@
+"""Loss aggregation modes."""

@@ -1,0 +1,1 @@
+"""Presets: one plugin per axis."""

@@ -1,0 +1,280 @@
+"""Rollouts with plain transformers: the engine that is always there, and the reference for others.
+
+Over 120 lines because the decode loop is our own instead of `generate`: a prompt's keys and values
+are computed once for its whole group, finished rows leave the batch, log-probs come with the draw,
+and every response has its own random numbers, so neither batching nor order changes a result.
+Axes: N sequences (prompts x generations), T response tokens, L keys, S queries, H heads,
+K key heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.hooks import hookimpl
+from posttrain.core.rollout_sampling import (
+    Chunk,
+    check_request,
+    checked_weights,
+    draw_tokens,
+    plan_chunks,
+    response_seeds,
+)
+from posttrain.core.types import Completion, SamplingParams
+
+# transformers takes seconds to import, and this module is imported whenever plugins are listed.
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+GROUPED = "posttrain_grouped"
+# Dropping rows copies the whole cache: worth it once a quarter of them is finished.
+DROP_BELOW = 0.75
+# Queries x keys from which SDPA with a mask beats the plain product on a CPU.
+LONG_PROMPT = 512 * 512
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,  # Any: transformers passes what each model family has
+) -> tuple[Tensor, None]:
+    """Attention [N, S, H, D] of `query` [N, H, S, D] over `key`, `value` [N, K, L, D].
+
+    The heads that share a key head become rows of one product, so the cache is not repeated for
+    each of them at every token: on a CPU, decoding is 1.5 to 2 x as fast as with eager and SDPA.
+    """
+    rows, heads, steps, _ = query.shape
+    if steps * key.shape[2] > LONG_PROMPT:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output, None
+    groups = key.shape[1]
+    stacked = query.reshape(rows, groups, heads // groups * steps, -1)
+    scores = torch.matmul(stacked, key.transpose(2, 3)).view(rows, heads, steps, -1) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    output = torch.matmul(weights.view(rows, groups, heads // groups * steps, -1), value)
+    return output.view(rows, heads, steps, -1).transpose(1, 2).contiguous(), None
+
+
+class TransformersEngineConfig(PluginConfig):
+    """Settings of the transformers engine."""
+
+    attention: Literal["auto", "eager", "sdpa"] = Field(
+        default="auto",
+        description="auto: on a CPU our own grouped product where the model allows it, else the "
+        "model's default",
+    )
+
+
+class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
+    """Samples with an own copy of the model. Source: this project; the model is transformers'.
+
+    Prompts are padded on the left; at most `EngineSetup.max_batch_size` sequences decode together.
+    """
+
+    name = "transformers"
+    Config = TransformersEngineConfig
+    _setup: EngineSetup | None = None
+    _model: Any = None  # Any: transformers' model classes are not typed
+    _tied: frozenset[str] = frozenset()
+    _version: str = ""
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Always None: transformers is a dependency."""
+        return None
+
+    def start(self, setup: EngineSetup) -> None:
+        """Load the model of `setup.model_dir`. Raises `ResourceError` when there is none."""
+        if not (setup.model_dir / "config.json").is_file():
+            raise ResourceError(
+                f"no model at {setup.model_dir}: expected a directory with config.json and "
+                "*.safetensors; check the stage that should have made it"
+            )
+        from transformers import AutoModelForCausalLM, __version__
+
+        options: dict[str, Any] = {}  # Any: keyword arguments of from_pretrained
+        if self.config.attention != "auto":
+            options["attn_implementation"] = self.config.attention
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            setup.model_dir, dtype=setup.dtype, local_files_only=True, **options
+        )
+        if self.config.attention == "auto" and setup.device.type == "cpu" and _can_group(model):
+            _use_grouped_attention(model)
+        self._model = model.to(setup.device).eval().requires_grad_(False)
+        parameters = {name for name, _ in self._model.named_parameters()}
+        buffers = {name for name, _ in self._model.named_buffers()}
+        self._tied = frozenset(set(self._model.state_dict()) - parameters - buffers)
+        self._setup, self._version, self.policy_version = setup, __version__, 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """`params.num_generations` completions for each prompt, in the order of `prompts`.
+
+        At temperature 0 log-probs are those of temperature 1. Raises `DataError` for a prompt that
+        is empty or too long.
+        """
+        setup = self._started()
+        check_request(prompts, params, setup.max_model_len)
+        seeds = response_seeds(prompts, params)
+        lengths = [len(prompt) for prompt in prompts]
+        found: dict[tuple[int, int], Completion] = {}
+        for chunk in plan_chunks(lengths, params.num_generations, setup.max_batch_size):
+            where = [(p, g) for p in chunk.prompts for g in chunk.generations]
+            rows = self._decode(chunk, prompts, [seeds[p][g] for p, g in where], params)
+            found.update(zip(where, rows, strict=True))
+        return [[found[p, g] for g in range(params.num_generations)] for p in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        chunk: Chunk,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        params: SamplingParams,
+    ) -> list[Completion]:
+        """Completions of one chunk: prompts in its order, generations of a prompt adjacent."""
+        setup = self._started()
+        device, width = setup.device, params.max_tokens
+        stop = torch.tensor(setup.stop_token_ids, dtype=torch.int64, device=device)
+        # [N, T], made from the seeds alone: a response is the same however it is batched.
+        draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
+        uniforms = torch.from_numpy(draws).to(device)
+        logits, cache, mask = self._prefill([prompts[p] for p in chunk.prompts], chunk, setup)
+        rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
+        tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(len(seeds), width, device=device)
+        length = torch.zeros(len(seeds), dtype=torch.int64, device=device)  # 0: not stopped
+        for step in range(width):
+            ids, drawn = draw_tokens(logits, uniforms[rows, step], params)
+            tokens[rows, step], logprobs[rows, step] = ids, drawn
+            running = length[rows] == 0
+            length[rows[running & torch.isin(ids, stop)]] = step + 1
+            running = length[rows] == 0
+            num_running = int(running.sum())
+            if step + 1 == width or num_running == 0:
+                break
+            if num_running <= DROP_BELOW * len(rows):
+                keep = running.nonzero().squeeze(-1)
+                cache.batch_select_indices(keep)
+                rows, ids, mask = rows[keep], ids[keep], mask[keep]
+            positions = mask.sum(dim=-1, keepdim=True)
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
+            logits = self._forward(ids[:, None], mask, positions, cache)
+        return self._completions(tokens.tolist(), logprobs.tolist(), length.tolist(), seeds)
+
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], chunk: Chunk, setup: EngineSetup
+    ) -> tuple[Tensor, DynamicCache, Tensor]:
+        """Last logits [N, V], cache and mask [N, L]: each prompt computed once, then repeated."""
+        from transformers import DynamicCache
+
+        width = max(map(len, prompts))
+        padded = [[setup.pad_token_id] * (width - len(p)) + list(p) for p in prompts]
+        present = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        mask = torch.tensor(present, device=setup.device)
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(torch.tensor(padded, device=setup.device), mask, positions, cache)
+        repeats = len(chunk.generations)
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+        return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits [N, V] after the last of `ids` [N, S]; `cache` grows by S."""
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _completions(
+        self,
+        tokens: list[list[int]],
+        logprobs: list[list[float]],
+        lengths: list[int],
+        seeds: Sequence[int],
+    ) -> list[Completion]:
+        return [
+            Completion(
+                token_ids=tuple(ids[: length or None]),
+                logprobs=tuple(values[: length or None]),
+                finish_reason="stop" if length else "length",
+                policy_version=self.policy_version,
+                seed=seed,
+                engine=self.name,
+                engine_version=self._version,
+            )
+            for ids, values, length, seed in zip(tokens, logprobs, lengths, seeds, strict=True)
+        ]
+
+    @torch.no_grad()
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Copy all weights in place. A tied output layer may be left out; nothing else may.
+
+        Raises `RunError` on a missing, unknown or misshaped weight and keeps the old weights.
+        """
+        self._started()
+        own = {n: t for n, t in self._model.state_dict().items() if n not in self._tied}
+        given = checked_weights(weights, {n: t.shape for n, t in own.items()}, self._tied)
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """Free the model; may be called twice."""
+        self._model = self._setup = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _started(self) -> EngineSetup:
+        if self._setup is None:
+            raise RunError("the transformers engine is not running: call start() before using it")
+        return self._setup
+
+
+def _can_group(model: Any) -> bool:  # Any: transformers' model classes are not typed
+    """Whether plain softmax attention is all the model needs (no sinks, no soft cap)."""
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    return bool(model._supports_attention_backend and model._supports_sdpa and not capped)
+
+
+def _use_grouped_attention(model: Any) -> None:  # Any: as above
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register(GROUPED, grouped_attention)
+    AttentionMaskInterface.register(GROUPED, eager_mask)
+    model.set_attn_implementation(GROUPED)
+
+
+@hookimpl
+def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
+    """Offer the engine."""
+    return [TransformersEngine]

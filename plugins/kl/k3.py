@@ -1,0 +1,50 @@
+"""The low-variance unbiased estimate of KL(policy || reference), GRPO's choice for the loss."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from posttrain.core.contracts import KlEstimator, PluginConfig
+from posttrain.core.hooks import hookimpl
+
+
+class K3Config(PluginConfig):
+    """Settings of `k3`."""
+
+    input_clamp: float | None = Field(
+        default=20.0, gt=0, description="bound of |d|, nats; no gradient beyond; null = off"
+    )
+    output_clamp: float | None = Field(
+        default=None,
+        gt=0,
+        description="bound of the value, nats (verl: 10); no pull back beyond; null = off",
+    )
+
+
+class K3(KlEstimator[K3Config]):
+    """k3 = exp(-d) - 1 + d with d = logprobs - ref_logprobs, [B, T].
+
+    Unbiased as a value, never negative, low variance near the reference. As a loss its mean
+    gradient is that of KL(reference || policy), which agrees with the wanted one to first order.
+    Source: DeepSeekMath, arXiv:2402.03300, eq. 4; Schulman 2020, "Approximating KL divergence".
+    """
+
+    name = "k3"
+    Config = K3Config
+
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """KL [B, T], nats."""
+        gap = logprobs - ref_logprobs
+        if self.config.input_clamp is not None:
+            gap = gap.clamp(-self.config.input_clamp, self.config.input_clamp)
+        # expm1: near the reference exp(-d) - 1 would lose all digits of a float32.
+        value = (-gap).expm1() + gap
+        bound = self.config.output_clamp
+        return value if bound is None else value.clamp(-bound, bound)
+
+
+@hookimpl
+def posttrain_register() -> list[type[K3]]:
+    """Offer this plugin."""
+    return [K3]

@@ -1,0 +1,47 @@
+"""Bradley-Terry loss of a reward model on pairs (arXiv:2203.02155, eq. 1)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from posttrain.core.contracts import PluginConfig, PreferenceLoss
+from posttrain.core.hooks import hookimpl
+
+
+class BradleyTerryConfig(PluginConfig):
+    """Settings of `bradley_terry`."""
+
+    margin: float = Field(
+        default=0.0, ge=0, description="added to each pair's own margin (Llama 2), in score units"
+    )
+    centre_coef: float = Field(
+        default=0.0, ge=0, description="pulls chosen + rejected to 0 (arXiv:2312.09244: 0.01)"
+    )
+
+
+class BradleyTerryLoss(PreferenceLoss[BradleyTerryConfig]):
+    """l = -logsigmoid(chosen - rejected - margin) + centre_coef * (chosen + rejected)^2, all [B].
+
+    Equal scores without a margin cost ln 2. The gradient in `chosen` is -(1 - sigmoid(chosen -
+    rejected - margin)) and in `rejected` its negative, as long as `centre_coef` is 0.
+    Sources: InstructGPT arXiv:2203.02155 eq. 1; margin: Llama 2 arXiv:2307.09288 eq. 2.
+    """
+
+    name = "bradley_terry"
+    Config = BradleyTerryConfig
+
+    def pair_loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
+        """Loss [B] of each pair."""
+        # softplus(-x) is -logsigmoid(x).
+        loss = softplus(-(chosen - rejected - margin - self.config.margin))
+        if self.config.centre_coef == 0:
+            return loss
+        return loss + self.config.centre_coef * (chosen + rejected).square()
+
+
+@hookimpl
+def posttrain_register() -> list[type[BradleyTerryLoss]]:
+    """Offer this plugin."""
+    return [BradleyTerryLoss]

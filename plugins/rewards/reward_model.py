@@ -1,0 +1,61 @@
+"""Reward from a learned model: a scalar head read at the last token (arXiv:2203.02155, 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from posttrain.core.contracts import PluginConfig, Reward, RewardContext
+from posttrain.core.hooks import hookimpl
+from posttrain.core.models.loading import ModelRuntime, load_reward_model
+from posttrain.core.training.reward_model import score_sequences
+from posttrain.core.types import RewardSample, Score
+
+
+class RewardModelConfig(PluginConfig):
+    """Settings of `reward_model`."""
+
+    transform: Literal["sigmoid", "none"] = Field(
+        default="sigmoid", description="sigmoid: into (0, 1), beside a 0/1 reward; none: raw logit"
+    )
+
+
+class RewardModelReward(Reward[RewardModelConfig]):
+    """R = sigmoid(RM(x, y)), or the raw RM(x, y) with `transform: none`.
+
+    Reads the stage's input `reward_model`. One value per sample; never unscored.
+    Source: InstructGPT, arXiv:2203.02155, section 3.5.
+    """
+
+    name = "reward_model"
+    Config = RewardModelConfig
+    needs_inputs = frozenset({"reward_model"})
+
+    def setup(self, context: RewardContext) -> None:
+        """Load the stage's reward model."""
+        runtime = ModelRuntime(context.device, context.dtype, context.attention)
+        self.model: PreTrainedModel = load_reward_model(
+            context.inputs["reward_model"], runtime, new_head=False
+        )
+        self.batch_size = context.batch_size
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+        """Scores of whole sequences, in batches."""
+        values: list[float] = []
+        for start in range(0, len(samples), self.batch_size):
+            part = samples[start : start + self.batch_size]
+            logits = score_sequences(self.model, [s.prompt_ids + s.response_ids for s in part])
+            shaped = logits.sigmoid() if self.config.transform == "sigmoid" else logits
+            values += shaped.tolist()
+        return [Score(value) for value in values]
+
+
+@hookimpl
+def posttrain_register() -> list[type[RewardModelReward]]:
+    """Offer this plugin."""
+    return [RewardModelReward]

@@ -1,0 +1,1 @@
+"""Tasks: problems with a verifier."""

@@ -1,0 +1,388 @@
+"""One suite for every rollout engine, on a tiny model in float32 against plain transformers.
+
+Engines start once per module: vLLM takes seconds. Axes: T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from posttrain.core.contracts import EngineSetup, RolloutEngine
+from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
+from posttrain.core.types import Completion, SamplingParams
+from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from posttrain.plugins.engines.vllm import VllmEngine, VllmEngineConfig
+from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
+
+AnyEngine = RolloutEngine[Any]  # Any: engines of every config type
+TEXTS = ("What is 2+3?", "Hi", "Count: 1, 2, 3, 4, 5, 6, 7, 8", "Hi", "abc abc abc a")
+# The turn's end, and enough characters that a random model soon says one of them.
+STOP = (2, 30, 41, 52, 63, 74, 85, 96)
+MAX_LEN = 128
+LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3}
+
+
+@dataclass(frozen=True)
+class Host:
+    """What an engine must leave as it was in the process that it runs in."""
+
+    threads: int
+    set_num_threads: object
+    torch_random: list[int]
+    numpy_random: list[int]
+    python_random: object
+    interrupt_handler: object
+    cores: frozenset[int]
+    environment: dict[str, str]
+
+    @classmethod
+    def now(cls) -> Host:
+        """The present state."""
+        return cls(
+            threads=torch.get_num_threads(),
+            set_num_threads=torch.set_num_threads,
+            torch_random=torch.get_rng_state().tolist(),
+            numpy_random=np.random.get_state(legacy=False)["state"]["key"].tolist(),
+            python_random=random.getstate(),
+            interrupt_handler=signal.getsignal(signal.SIGINT),
+            cores=frozenset(os.sched_getaffinity(0)),
+            environment={
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith(("VLLM_", "PYTEST_", "_TORCHINDUCTOR"))
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started engine with the models it is compared with."""
+
+    engine: AnyEngine
+    setup: EngineSetup
+    model: Any  # Any: transformers' model classes are not typed
+    other: Any  # the same architecture with other weights
+    prompts: list[list[int]]
+    host_before: Host
+    host_started: Host
+
+    @property
+    def tolerance(self) -> float:
+        return LOGPROB_TOLERANCE[self.engine.name]
+
+    def one(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
+        return self.engine.generate([prompt], params)[0]
+
+
+def make_engine(name: str, **fields: Any) -> AnyEngine:  # Any: config fields
+    if name == "vllm":
+        return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, **fields))
+    return TransformersEngine(TransformersEngineConfig(**fields))
+
+
+def make_setup(folder: Path, batch: int = 32) -> EngineSetup:
+    return EngineSetup(
+        model_dir=folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=MAX_LEN,
+        max_batch_size=batch,
+        stop_token_ids=STOP,
+        pad_token_id=0,
+        seed=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tiny models; the first comes with sampling defaults that no engine may obey."""
+    root = tmp_path_factory.mktemp("models")
+    pair = tuple(make_tiny_model(root / f"{i}", seed=i, init_std=0.25) for i in range(2))
+    leak = {"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.2, "max_new_tokens": 3}
+    (pair[0] / "generation_config.json").write_text(json.dumps(leak))
+    return pair[0], pair[1]
+
+
+@pytest.fixture(
+    scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
+def running(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Running]:
+    engine = make_engine(request.param)
+    reason = engine.unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    model, other = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders)
+    tokenizer = make_tiny_tokenizer()
+    before, setup = Host.now(), make_setup(folders[0])
+    engine.start(setup)
+    started = Host.now()
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    yield Running(engine, setup, model, other, prompts, before, started)
+    engine.close()
+
+
+def next_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-softmax(logits / temperature) [len(ids), V] of a plain forward pass over `ids`."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([ids])).logits[0]
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+def teacher_forced(
+    model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0
+) -> Tensor:
+    """Distributions [T, V] that the tokens of `completion` are drawn from, without any cut."""
+    ids = [*prompt, *completion.token_ids]
+    return next_logprobs(model, ids, temperature)[len(prompt) - 1 : -1]
+
+
+def check_logprobs(
+    running: Running,
+    model: Any,
+    groups: list[list[Completion]],
+    temperature: float = 1.0,
+) -> None:
+    """The engine's log-probs are those of `model` at the sampled tokens."""
+    for prompt, group in zip(running.prompts, groups, strict=True):
+        for completion in group:
+            expected = teacher_forced(model, prompt, completion, temperature)
+            ids = torch.tensor(completion.token_ids)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs),
+                expected.gather(-1, ids[:, None])[:, 0],
+                rtol=0,
+                atol=running.tolerance,
+            )
+
+
+def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def test_starting_and_sampling_leave_the_host_process_as_it_was(running: Running) -> None:
+    assert running.host_started == running.host_before
+    before = Host.now()
+    running.engine.generate(running.prompts, SamplingParams(num_generations=2, seed=1))
+    assert Host.now() == before
+
+
+def test_each_prompt_gets_its_generations_in_order(running: Running) -> None:
+    params = SamplingParams(num_generations=3, max_tokens=9, seed=1)
+    groups = running.engine.generate(running.prompts, params)
+    assert [len(group) for group in groups] == [3] * len(TEXTS)
+    for completion in (c for group in groups for c in group):
+        assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 9
+        assert completion.engine == running.engine.name
+        assert completion.engine_version
+        assert completion.policy_version == 0
+    assert len({c.seed for group in groups for c in group}) == 3 * len(TEXTS)
+    assert running.engine.generate([], params) == []
+
+
+def test_greedy_equals_the_argmax_of_a_plain_forward_pass(running: Running) -> None:
+    params = SamplingParams(num_generations=2, max_tokens=12, temperature=0, top_p=0.5, top_k=3)
+    groups = running.engine.generate(running.prompts, params)
+    for prompt, group in zip(running.prompts, groups, strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 12 and not (ids[len(prompt) :] and ids[-1] in STOP):
+            ids.append(int(next_logprobs(running.model, ids)[-1].argmax()))
+        assert [list(c.token_ids) for c in group] == [ids[len(prompt) :]] * 2
+    check_logprobs(running, running.model, groups)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_distribution_sampled_from(
+    running: Running, temperature: float
+) -> None:
+    params = SamplingParams(num_generations=4, max_tokens=20, temperature=temperature, seed=2)
+    groups = running.engine.generate(running.prompts, params)
+    check_logprobs(running, running.model, groups, temperature)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(0.6, 0), (1.0, 3), (0.7, 5)], ids=["top-p", "top-k", "both"]
+)
+def test_a_cut_distribution_is_never_left_and_is_renormalised(
+    running: Running, top_p: float, top_k: int
+) -> None:
+    params = SamplingParams(8, max_tokens=8, temperature=1.3, top_p=top_p, top_k=top_k, seed=4)
+    groups = running.engine.generate(running.prompts, params)
+    for prompt, group in zip(running.prompts, groups, strict=True):
+        for completion in group:
+            rows = teacher_forced(running.model, prompt, completion, 1.3)
+            for row, token, logprob in zip(
+                rows, completion.token_ids, completion.logprobs, strict=True
+            ):
+                best = row.sort(descending=True)
+                kept = (best.values[: top_k or None]).log_softmax(-1).exp()
+                size = int((kept.cumsum(-1) < top_p).sum()) + 1 if top_p < 1 else len(kept)
+                assert token in best.indices[:size]
+                expected = row[token] - best.values[:size].logsumexp(-1)
+                assert logprob == pytest.approx(float(expected), abs=running.tolerance)
+
+
+def test_sampled_frequencies_follow_the_distribution(running: Running) -> None:
+    draws, prompt = 3000, running.prompts[0]
+    sampled = running.one(prompt, SamplingParams(draws, max_tokens=1, seed=5))
+    counts = np.bincount([c.token_ids[0] for c in sampled], minlength=100)
+    expected = next_logprobs(running.model, prompt)[-1].exp().double().numpy() * draws
+    rare = expected < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    statistic = float(((seen - wanted) ** 2 / wanted).sum())
+    assert len(wanted) > 10
+    assert statistic < chi2.ppf(0.999, df=len(wanted) - 1)
+
+
+def test_the_seed_alone_decides_the_samples(running: Running) -> None:
+    params = SamplingParams(num_generations=3, max_tokens=12, seed=6)
+    first = running.engine.generate(running.prompts, params)
+    assert running.engine.generate(running.prompts, params) == first
+    other = running.engine.generate(running.prompts, SamplingParams(3, 12, seed=7))
+    assert all(a != b for a, b in zip(ids_of(first), ids_of(other), strict=True))
+
+
+def test_equal_prompts_and_the_generations_of_one_prompt_differ(running: Running) -> None:
+    groups = running.engine.generate(running.prompts, SamplingParams(4, 12, seed=8))
+    assert TEXTS[1] == TEXTS[3]
+    first, second = ids_of(groups)[1], ids_of(groups)[3]
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    assert len({*first, *second}) >= 7  # two that stop at once may be equal by chance
+
+
+def test_the_order_of_prompts_changes_no_response(running: Running) -> None:
+    # Prompt 3 equals prompt 1: the two would swap their samples.
+    order = [4, 2, 1, 0]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(2, max_tokens=12, temperature=temperature, seed=9)
+        all_ids = ids_of(running.engine.generate(running.prompts, params))
+        moved = running.engine.generate([running.prompts[i] for i in order], params)
+        assert ids_of(moved) == [all_ids[i] for i in order]
+
+
+def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(running: Running) -> None:
+    groups = running.engine.generate(running.prompts, SamplingParams(8, max_tokens=16, seed=10))
+    completions = [c for group in groups for c in group]
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        assert not set(completion.token_ids[:-1]) & set(STOP)
+        stopped = completion.token_ids[-1] in STOP
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == 16
+
+
+def test_synced_weights_answer_and_stamp_the_next_samples(running: Running) -> None:
+    params = SamplingParams(num_generations=3, max_tokens=12, seed=11)
+    full = running.other.state_dict()
+    untied = {name: tensor for name, tensor in full.items() if name != "lm_head.weight"}
+    before = running.engine.generate(running.prompts, params)
+    for version, weights in ((7, untied), (8, full)):
+        try:
+            # The learner's own copy may be in another precision; it must not change the engine's.
+            given = ((name, tensor.double()) for name, tensor in weights.items())
+            running.engine.sync_weights(given, policy_version=version)
+            assert running.engine.policy_version == version
+            after = running.engine.generate(running.prompts, params)
+            assert {c.policy_version for group in after for c in group} == {version}
+            check_logprobs(running, running.other, after)
+        finally:
+            running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
+    assert running.engine.generate(running.prompts, params) == before
+
+
+def test_the_engine_keeps_its_own_copy_of_synced_weights(running: Running) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    copies = {name: tensor.clone() for name, tensor in running.model.state_dict().items()}
+    running.engine.sync_weights(copies.items(), policy_version=0)
+    before = running.engine.generate(running.prompts, params)
+    for tensor in copies.values():
+        tensor.zero_()
+    assert running.engine.generate(running.prompts, params) == before
+
+
+@pytest.mark.parametrize("fault", ["missing", "misshaped", "unknown"])
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    running: Running, fault: str
+) -> None:
+    params = SamplingParams(num_generations=2, max_tokens=8, seed=12)
+    before = running.engine.generate(running.prompts, params)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = dict(running.other.state_dict())
+    if fault == "missing":
+        del weights[name]
+    elif fault == "misshaped":
+        weights[name] = weights[name].T
+    else:
+        name, weights["model.extra"] = "model.extra", torch.zeros(1)
+    with pytest.raises(RunError, match=f"{fault} weight.*{name}"):
+        running.engine.sync_weights(weights.items(), policy_version=9)
+    assert running.engine.generate(running.prompts, params) == before
+
+
+def test_requests_that_cannot_be_served_are_refused(running: Running) -> None:
+    longest = running.prompts[0] * 20
+    with pytest.raises(DataError, match="prompt 1 has"):
+        running.engine.generate([running.prompts[0], longest[:MAX_LEN]], SamplingParams())
+    with pytest.raises(ConfigError, match="temperature is -1"):
+        running.engine.generate(running.prompts, SamplingParams(temperature=-1))
+    fitting = running.one(longest[: MAX_LEN - 4], SamplingParams(max_tokens=4, seed=1))
+    rows = teacher_forced(running.model, longest[: MAX_LEN - 4], fitting[0])
+    assert rows[0, fitting[0].token_ids[0]].item() == pytest.approx(
+        fitting[0].logprobs[0], abs=running.tolerance
+    )
+
+
+def test_a_directory_without_a_model_is_refused(running: Running, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="no model at"):
+        make_engine(running.engine.name).start(make_setup(tmp_path))
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
+def test_how_prompts_are_split_into_batches_changes_no_response(
+    folders: tuple[Path, Path], attention: str
+) -> None:
+    """The transformers engine only: vLLM schedules by itself."""
+    tokenizer = make_tiny_tokenizer()
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    params = SamplingParams(num_generations=5, max_tokens=16, seed=13)
+    results = []
+    for batch in (1, 3, 7, 64):  # 1 and 3: a group is split; 7: one prompt at a time; 64: all
+        engine = make_engine("transformers", attention=attention)
+        engine.start(make_setup(folders[0], batch))
+        results.append(engine.generate(prompts, params))
+        engine.close()
+    for other in results[1:]:
+        assert ids_of(other) == ids_of(results[0])
+        for mine, theirs in zip(sum(results[0], []), sum(other, []), strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
+    """Last, because it stops the engine of this module."""
+    params = SamplingParams(num_generations=2, max_tokens=8, seed=14)
+    before = running.engine.generate(running.prompts, params)
+    running.engine.close()
+    running.engine.close()
+    for call in (
+        lambda: running.engine.generate(running.prompts, params),
+        lambda: running.engine.sync_weights([], 1),
+    ):
+        with pytest.raises(RunError, match="is not running"):
+            call()
+    assert not torch.distributed.is_initialized()
+    running.engine.start(running.setup)
+    assert running.engine.generate(running.prompts, params) == before

@@ -1,0 +1,84 @@
+"""What importing costs, which way imports go, and that every folder with code is packaged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers")
+
+
+def loaded_heavy(code: str) -> list[str]:
+    """Which heavy packages a fresh interpreter holds after `code`."""
+    program = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [name for name in HEAVY if f"'{name}'" in done.stdout.splitlines()[-1]]
+
+
+@pytest.mark.parametrize("module", ["schema", "loading", "resolve", "dag", "marks", "problems"])
+def test_configuration_is_read_without_loading_anything_heavy(module: str) -> None:
+    assert loaded_heavy(f"import posttrain.core.config.{module}") == []
+
+
+def test_the_probe_sees_a_heavy_import() -> None:
+    assert loaded_heavy("import torch") == ["torch"]
+
+
+def test_help_and_version_are_shown_without_loading_anything_heavy() -> None:
+    call = (
+        "from posttrain.pipelines.cli.main import app\n"
+        "import sys\n"
+        "sys.argv = ['posttrain', {argument!r}]\n"
+        "try:\n    app()\nexcept SystemExit:\n    pass"
+    )
+    for argument in ("--help", "--version"):
+        assert loaded_heavy(call.format(argument=argument)) == []
+
+
+def test_a_mistake_in_the_yaml_is_told_without_loading_anything_heavy(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("wrong: 1\n")
+    call = (
+        "from posttrain.pipelines.cli.main import app\n"
+        f"sys.argv = ['posttrain', 'run', {str(path)!r}]\n"
+        "try:\n    app()\nexcept SystemExit as stop:\n    assert stop.code == 2"
+    )
+    assert loaded_heavy(call) == []
+
+
+def test_help_is_there_within_two_seconds() -> None:
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        command = [sys.executable, "-m", "posttrain.pipelines.cli.main", "--help"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 2.0
+
+
+def test_every_folder_with_code_is_a_package_in_the_wheel_and_the_other_way_round() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    on_disk = {
+        "posttrain." + ".".join(path.parent.relative_to(REPOSITORY).parts)
+        for root in ("core", "plugins", "pipelines")
+        for path in (REPOSITORY / root).rglob("*.py")
+    }
+    assert set(settings["packages"]) == on_disk | {"posttrain.configs"}
+
+
+def test_imports_go_only_in_the_allowed_directions() -> None:
+    command = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if command is None:
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([command], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

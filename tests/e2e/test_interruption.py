@@ -1,0 +1,108 @@
+"""Ctrl-C, SIGTERM and kill -9: nothing half-written, runs marked, the command continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.helpers.pipeline import Finished, run_command, start_command, tiny_config, write_config
+from tests.helpers.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interruption")
+    made = tiny_config(make_tiny_model(folder / "model"))
+    made["stages"]["rl"]["steps"] = 8
+    return write_config(folder / "run.yaml", made)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Path) -> Finished:
+    done = run_command("run", str(config), "--home", str(config.parent / "whole"), "--json")
+    assert done.code == 0, done.text
+    return done
+
+
+def wait_for_step(home: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the RL stage has recorded `step`."""
+    journal = home / "runs" / "metrics-rl.jsonl"
+    for _ in range(1200):
+        if journal.exists() and any(
+            json.loads(line)["step"] >= step for line in journal.read_text().splitlines() if line
+        ):
+            return
+        assert process.poll() is None, process.stdout.read() if process.stdout else "ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} never came")
+
+
+def statuses(home: Path) -> list[str]:
+    client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
+    experiments = [e.experiment_id for e in client.search_experiments()]
+    return [run.info.status for run in client.search_runs(experiments)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_stop_signal_ends_within_seconds_and_marks_the_runs(
+    config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start_command("run", str(config), "--home", str(tmp_path / "home"))
+    wait_for_step(tmp_path / "home", 2, process)
+    began = time.monotonic()
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    assert "the same command continues" in text
+    found = statuses(tmp_path / "home")
+    assert found.count("KILLED") == 2, found  # the rl stage and the pipeline
+    assert set(found) == {"KILLED", "FINISHED"}
+    assert not list((tmp_path / "home" / "artifacts").glob(".partial-*"))
+
+
+def test_after_kill_9_the_same_command_ends_in_the_same_weights_and_metrics(
+    config: Path, tmp_path: Path, uninterrupted: Finished
+) -> None:
+    home = tmp_path / "home"
+    process = start_command("run", str(config), "--home", str(home))
+    wait_for_step(home, 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = run_command("run", str(config), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    status = {name: stage["status"] for name, stage in done.result["stages"].items()}
+    assert status["sft"] == "cached"
+    assert status["rl"] == "resumed"
+    assert "KILLED" in statuses(home)
+
+    def digest(run: Finished) -> str:
+        artifacts = run.result["stages"]["rl"]["artifacts"]
+        return str(next(a["digest"] for a in artifacts if a["kind"] == "model"))
+
+    assert digest(done) == digest(uninterrupted), "bit for bit the same weights"
+    assert history(done) == history(uninterrupted)
+
+
+def history(run: Finished) -> dict[str, list[tuple[int, float]]]:
+    """Every metric of the rl stage that does not measure time or memory, by step."""
+    client = MlflowClient(run.result["mlflow_uri"])
+    parent = run.result["mlflow_run_id"]
+    rl = client.search_runs(
+        [run.result["mlflow_experiment_id"]],
+        f"tags.mlflow.parentRunId = '{parent}' and tags.posttrain.stage = 'rl'",
+    )[0]
+    measured = ("time/", "memory/", "throughput/")
+    return {
+        key: [(m.step, m.value) for m in client.get_metric_history(rl.info.run_id, key)]
+        for key in sorted(rl.data.metrics)
+        if not key.startswith(measured)
+    }

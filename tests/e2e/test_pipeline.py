@@ -1,0 +1,204 @@
+"""The whole DAG through the real command: real Prefect, real SQLite MLflow, a tiny random Llama."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.artifacts import load_text
+
+from tests.helpers.pipeline import Finished, run_command, tiny_config, write_config
+from tests.helpers.tiny import make_tiny_model
+
+STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    model = make_tiny_model(folder / "model")
+    write_config(folder / "run.yaml", tiny_config(model))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(workspace: Path) -> Finished:
+    began = time.monotonic()
+    done = run_command(
+        "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
+    )
+    assert done.code == 0, done.text
+    assert time.monotonic() - began < 60, "the whole tiny DAG takes under a minute"
+    return done
+
+
+@pytest.fixture(scope="module")
+def client(first: Finished) -> MlflowClient:
+    return MlflowClient(first.result["mlflow_uri"])
+
+
+def children(client: MlflowClient, first: Finished) -> dict[str, Any]:
+    runs = client.search_runs(
+        [first.result["mlflow_experiment_id"]],
+        f"tags.mlflow.parentRunId = '{first.result['mlflow_run_id']}'",
+    )
+    return {run.data.tags["posttrain.stage"]: run for run in runs}
+
+
+def test_every_stage_ran_and_left_what_it_makes(first: Finished) -> None:
+    stages = first.result["stages"]
+    assert list(stages) == STAGES
+    assert {s["status"] for s in stages.values()} == {"ran"}
+    for name in ("sft", "rl"):
+        model = next(a for a in stages[name]["artifacts"] if a["kind"] == "model")
+        assert (Path(model["uri"]) / "model.safetensors").is_file()
+        assert len(model["digest"]) == 64
+    digests = {a["digest"] for s in stages.values() for a in s["artifacts"]}
+    assert len(digests) == sum(len(s["artifacts"]) for s in stages.values())
+
+
+def test_stages_are_child_runs_with_a_metric_history_per_step(
+    first: Finished, client: MlflowClient
+) -> None:
+    runs = children(client, first)
+    assert set(runs) == set(STAGES)
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    parent = client.get_run(first.result["mlflow_run_id"])
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["evaluate/eval/greedy_accuracy"] >= 0
+    rl = runs["rl"].info.run_id
+    for key in ("reward/mean", "entropy/mean", "mismatch/k3", "clip/high_frac", "kl/ref_k3", "lr"):
+        steps = [m.step for m in client.get_metric_history(rl, key)]
+        assert steps == [1, 2, 3, 4], key
+    evaluated = [m.step for m in client.get_metric_history(rl, "eval/greedy_accuracy")]
+    assert evaluated == [0, 2]
+
+
+def test_engine_and_trainer_agree_on_every_step(first: Finished, client: MlflowClient) -> None:
+    rl = children(client, first)["rl"].info.run_id
+    history = client.get_metric_history(rl, "mismatch/abs_max")
+    assert len(history) == 4
+    assert max(m.value for m in history) < 1e-3  # float32 on both sides, weights synced each step
+
+
+def test_pictures_tables_and_lineage_are_in_mlflow(first: Finished, client: MlflowClient) -> None:
+    runs = children(client, first)
+    plots = {f.path for f in client.list_artifacts(runs["rl"].info.run_id, "plots")}
+    assert plots == {"plots/learning_curves.png", "plots/learning_curves.html"}
+    tables = client.list_artifacts(runs["rl"].info.run_id, "tables/samples")
+    assert len(tables) == 4
+    uri = f"{runs['rl'].info.artifact_uri}/{tables[0].path}"
+    table = json.loads(load_text(uri))
+    assert {"prompt", "response", "reward", "advantage", "policy_version"} <= set(table["columns"])
+    assert len(table["data"]) == 16
+    summary = {f.path for f in client.list_artifacts(first.result["mlflow_run_id"], "summary")}
+    assert {"summary/before_after.png", "summary/lineage.html"} <= summary
+
+
+def test_models_and_datasets_are_linked(first: Finished, client: MlflowClient) -> None:
+    runs = children(client, first)
+    made = runs["sft"].outputs.model_outputs[0].model_id
+    read = {m.model_id for m in runs["rl"].inputs.model_inputs}
+    assert made in read, "the model sft made is an input of rl"
+    assert len(read) == 2, "and so is the reward model"
+    contexts = {
+        tag.value
+        for d in runs["rl"].inputs.dataset_inputs
+        for tag in d.tags
+        if "context" in tag.key
+    }
+    assert contexts == {"train", "held_out"}
+
+
+def test_the_model_is_registered_as_candidate(first: Finished, client: MlflowClient) -> None:
+    version = client.get_model_version_by_alias("tiny", "candidate")
+    rl = children(client, first)["rl"]
+    assert version.run_id == rl.info.run_id
+    assert "eval.greedy_accuracy" in version.tags
+
+
+def test_prefect_knows_the_flow_its_stages_and_its_phases(workspace: Path, first: Finished) -> None:
+    database = sqlite3.connect(f"file:{workspace}/home/prefect/prefect.db?mode=ro", uri=True)
+    flows = dict(
+        database.execute(
+            "select f.name, r.state_type from flow_run r join flow f on f.id = r.flow_id"
+        )
+    )
+    assert flows == {"post_training": "COMPLETED", "rl": "COMPLETED"}
+    names = [row[0] for row in database.execute("select name from task_run")]
+    assert set(STAGES) <= set(names)
+    for phase in (
+        "rollout",
+        "score_rewards",
+        "compute_advantages",
+        "update_policy",
+        "sync_weights",
+    ):
+        assert sum(name.startswith(f"{phase}-") for name in names) == 4, phase
+    run = client_tags(first)
+    assert run["prefect.flow_run_id"] == first.result["prefect_flow_run_id"]
+
+
+def client_tags(first: Finished) -> dict[str, str]:
+    client = MlflowClient(first.result["mlflow_uri"])
+    tags: dict[str, str] = client.get_run(first.result["mlflow_run_id"]).data.tags
+    return tags
+
+
+def test_the_same_command_again_reuses_every_stage(workspace: Path, first: Finished) -> None:
+    again = run_command(
+        "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
+    )
+    assert again.code == 0, again.text
+    assert {s["status"] for s in again.result["stages"].values()} == {"cached"}
+    for name in STAGES:
+        assert (
+            again.result["stages"][name]["artifacts"] == first.result["stages"][name]["artifacts"]
+        )
+
+
+def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
+    workspace: Path, first: Finished
+) -> None:
+    change = "stages.rl.kl.controller={name: fixed, coef: 0.5}"
+    home = str(workspace / "home")
+    plan = run_command(
+        "plan", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
+    )
+    assert plan.code == 0, plan.text
+    assert "kl.controller.coef" in plan.text
+    done = run_command(
+        "run", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
+    )
+    assert done.code == 0, done.text
+    status = {name: stage["status"] for name, stage in done.result["stages"].items()}
+    assert status == {
+        "evaluate_base": "cached",
+        "sft": "cached",
+        "reward_model": "cached",
+        "rl": "ran",
+        "evaluate": "ran",
+        "register": "ran",
+    }
+
+
+def test_a_damaged_artifact_is_computed_again_with_a_warning(
+    workspace: Path, first: Finished
+) -> None:
+    report = next(
+        a for a in first.result["stages"]["evaluate_base"]["artifacts"] if a["kind"] == "evaluation"
+    )
+    (Path(report["uri"]) / "rows.jsonl").write_text("tampered\n")
+    done = run_command(
+        "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
+    )
+    assert done.code == 0, done.text
+    assert "damaged" in done.text
+    status = {name: stage["status"] for name, stage in done.result["stages"].items()}
+    assert status["evaluate_base"] == "ran"
+    assert status["rl"] == "cached"

@@ -1,0 +1,113 @@
+"""Runs the real command on a tiny model, and reads back what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli.main"]
+
+
+def tiny_config(model_dir: Path) -> dict[str, Any]:
+    """The whole DAG of the quickstart, at a size that takes seconds."""
+    generation = {"max_response_length": 8}
+    fast = {"learning_rate": 3.0e-3}
+    return {
+        "name": "tiny",
+        "engine": "transformers",
+        "model": {"source": str(model_dir), "dtype": "float32", "max_model_len": 256},
+        "task": {"name": "arithmetic", "left_digits": [1, 1], "right_digits": [1, 1]},
+        "evaluation": {"num_problems": 4, "max_response_length": 8, "num_samples": 2},
+        "limits": {"num_threads": 1},
+        "stages": {
+            "evaluate_base": {"kind": "evaluate", "inputs": {"model": "base"}},
+            "sft": {
+                "kind": "sft",
+                "inputs": {"model": "base"},
+                "steps": 3,
+                "batch_size": 8,
+                "optimizer": fast,
+            },
+            "reward_model": {
+                "kind": "reward_model",
+                "inputs": {"model": "sft"},
+                "num_prompts": 24,
+                "num_generations": 16,
+                "generation": generation,
+                "optimizer": fast,
+            },
+            "rl": {
+                "kind": "rl",
+                "inputs": {"model": "sft", "reward_model": "reward_model"},
+                "steps": 4,
+                "prompts_per_step": 4,
+                "num_generations": 4,
+                "num_mini_batches": 2,
+                "micro_batch_size": 6,
+                "generation": generation,
+                "rewards": ["accuracy", {"name": "reward_model", "weight": 0.2}],
+                "evaluate_every": 2,
+                "checkpoint_every": 1,
+                "optimizer": {"learning_rate": 1.0e-3},
+            },
+            "evaluate": {
+                "kind": "evaluate",
+                "inputs": {"model": "rl", "baseline": "evaluate_base"},
+            },
+            "register": {
+                "kind": "register",
+                "inputs": {"model": "rl", "evaluation": "evaluate"},
+                "registered_name": "tiny",
+            },
+        },
+    }
+
+
+def write_config(path: Path, config: dict[str, Any]) -> Path:
+    """The config as a YAML file."""
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, one thread, and no tracking server of the developer's."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished command: exit code, text, and the JSON object that ends its output."""
+
+    code: int
+    text: str
+    result: dict[str, Any]
+
+
+def run_command(*arguments: str, timeout: float = 300) -> Finished:
+    """Run `posttrain ARGUMENTS` to its end."""
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+    lines = done.stdout.strip().splitlines()
+    result = json.loads(lines[-1]) if "--json" in arguments and lines else {}
+    return Finished(done.returncode, done.stdout + done.stderr, result)
+
+
+def start_command(*arguments: str) -> subprocess.Popen[str]:
+    """Start `posttrain ARGUMENTS` in its own process group."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )

@@ -1,0 +1,32 @@
+"""Every installed plugin, as test parameters and ready-built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posttrain.core.contracts import CONTRACTS
+from posttrain.core.plugin_manager import PluginEntry, PluginManager
+
+MANAGER = PluginManager()
+
+# Fields of plugins that have no useful default.
+REQUIRED: dict[tuple[str, str], dict[str, object]] = {
+    ("aggregator", "seq-mean-token-sum-norm"): {"norm_length": 8},
+    ("task", "jsonl"): {"path": "problems.jsonl"},
+}
+
+
+def of_kind(*kinds: str) -> list[Any]:
+    """Installed plugins of these kinds (all when none is named), as test parameters."""
+    return [
+        pytest.param(entry, id=f"{entry.kind}-{entry.name}")
+        for entry in MANAGER.entries()
+        if not kinds or entry.kind in kinds
+    ]
+
+
+def build(entry: PluginEntry) -> Any:
+    fields = REQUIRED.get((entry.kind, entry.name))
+    return MANAGER.build(CONTRACTS[entry.kind], entry.name, fields)

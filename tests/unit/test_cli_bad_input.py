@@ -1,0 +1,167 @@
+"""Bad input through the real command: an exit code, one clear message, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.pipelines.cli.main import app
+
+GOOD = """\
+task: {name: arithmetic}
+stages:
+  sft:
+    kind: sft
+    inputs: {model: base}
+"""
+JSONL = GOOD.replace("{name: arithmetic}", "{name: jsonl, path: %s}")
+
+
+def refused(folder: Path, arguments: Sequence[str], code: int) -> str:
+    """Run the command in this process; the one message it printed."""
+    home = folder / "home"
+    result = CliRunner().invoke(app, [*arguments, "--home", str(home)])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.count("error: ") == 1
+    assert result.stderr.startswith("error: ")
+    assert not home.exists()
+    return result.stderr.removeprefix("error: ").rstrip("\n")
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "a.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["run", "validate", "plan"])
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("    stpes: 3\n", "a.yaml:6: stages.sft.stpes: unknown field of stages.sft"),
+        ("    steps: many\n", "a.yaml:6: stages.sft.steps: must be a valid integer"),
+        ("    steps: 3\n    steps: 4\n", "a.yaml:7: stages.sft.steps is written twice"),
+        ("engine: trnsformers\n", "did you mean 'transformers'?"),
+        ("  b: {kind: sft, inputs: {model: c}}\n  c: {kind: sft, inputs: {model: b}}\n", "b reads"),
+    ],
+)
+def test_a_mistake_in_the_file_is_code_2_for_every_command(
+    tmp_path: Path, command: str, extra: str, says: str
+) -> None:
+    told = refused(tmp_path, [command, write(tmp_path, GOOD + extra)], 2)
+    assert says in told
+    assert "\n" not in told
+
+
+def test_an_unknown_plugin_offers_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace("arithmetic", "arithmetc"))
+    told = refused(tmp_path, ["run", path], 2)
+    assert "a.yaml:1: task: no task named 'arithmetc'; did you mean 'arithmetic'?" in told
+
+
+def test_a_missing_config_file_offers_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    told = refused(tmp_path, ["run", str(tmp_path / "aa.yaml")], 2)
+    assert "did you mean 'a.yaml'?" in told
+
+
+def test_a_bad_override_is_code_2(tmp_path: Path) -> None:
+    arguments = ["run", write(tmp_path, GOOD), "--set", "stages.sft.steps=0"]
+    assert "stages.sft.steps: must be greater than or equal to 1" in refused(tmp_path, arguments, 2)
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (None, "cannot read"),
+        ("", "has no rows"),
+        ('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?"}\n', "data.jsonl:2 has no field"),
+        ('{"prompt": "1+1?", "answer"\n', "data.jsonl:1 is not JSON"),
+    ],
+)
+def test_bad_data_are_code_3_before_anything_runs(
+    tmp_path: Path, command: str, rows: str | None, says: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    if rows is not None:
+        data.write_text(rows)
+    told = refused(tmp_path, [command, write(tmp_path, JSONL % data)], 3)
+    assert says in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_a_model_directory_without_weights_is_code_4(tmp_path: Path, command: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    path = write(tmp_path, GOOD + f"model: {{source: {model}}}\n")
+    assert "has no weights" in refused(tmp_path, [command, path], 4)
+
+
+def test_a_port_in_use_is_code_4_and_names_port_and_option(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = refused(tmp_path, ["ui", "--check", "--no-prefect", "--mlflow-port", str(port)], 4)
+    assert f"port {port} for MLflow cannot be used" in told
+    assert "--mlflow-port" in told
+
+
+def test_an_unknown_plugin_name_or_kind_is_code_2(tmp_path: Path) -> None:
+    assert "did you mean 'grpo'?" in refused(tmp_path, ["plugins", "show", "grppo"], 2)
+    told = refused(tmp_path, ["plugins", "list", "--kind", "rewad"], 2)
+    assert "did you mean 'reward'?" in told
+
+
+def test_with_json_the_last_line_of_stdout_tells_the_error(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "wrong: 1\n")
+    result = CliRunner().invoke(app, ["run", path, "--json", "--home", str(tmp_path / "home")])
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == told["exit_code"] == 2
+    assert told["status"] == "error" and "wrong: unknown field of a run" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "code"),
+    [(["run"], GOOD + "wrong: 1\n", 2), (["validate"], JSONL % "none.jsonl", 3), ([], None, 2)],
+)
+def test_the_installed_command_ends_with_the_same_codes(
+    tmp_path: Path, arguments: list[str], text: str | None, code: int
+) -> None:
+    given = [*arguments, write(tmp_path, text)] if text else ["run", "--no-such-option"]
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.pipelines.cli.main", *given],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / ".posttrain").exists()
+
+
+def test_with_debug_the_traceback_shows(tmp_path: Path) -> None:
+    # The boundary prints to the process's own stderr, as Python does.
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain.pipelines.cli.main", "validate", "none", "--debug"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr and "error: no config file none" in done.stderr

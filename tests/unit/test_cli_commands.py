@@ -1,0 +1,157 @@
+"""The commands on good input, the boundary that ends them, and the figures of `plan`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from posttrain.core.config.schema import ModelSection, RlStage, RunConfig, SftStage
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.pipelines.cli import estimates, findings, servers
+from posttrain.pipelines.cli.common import Boundary
+from posttrain.pipelines.cli.main import app
+
+PIPELINE = """\
+task: {name: arithmetic}
+stages:
+  sft: {kind: sft, inputs: {model: base}}
+  rl: {kind: rl, inputs: {model: sft}}
+"""
+
+
+def invoke(*arguments: str) -> tuple[str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert invoke("--version")[0].startswith("posttrain 0.")
+
+
+def test_every_command_explains_itself_with_an_example() -> None:
+    for command in ("run", "validate", "plan", "ui", "doctor"):
+        assert f"posttrain {command}" in invoke(command, "--help")[0]
+
+
+def test_validate_shows_a_problem_of_each_split_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(PIPELINE)
+    home = tmp_path / "home"
+    shown, _ = invoke("validate", str(path), "--home", str(home))
+    assert "train problem: " in shown and "held_out problem: " in shown
+    assert "ok: 2 stages (sft, rl)" in shown
+    assert not home.exists()
+
+
+def test_validate_with_json_puts_only_json_on_stdout(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(PIPELINE)
+    shown, text = invoke("validate", str(path), "--json")
+    assert json.loads(shown)["order"] == ["sft", "rl"]
+    assert "ok: 2 stages" in text
+
+
+def test_plugins_are_listed_by_kind_with_their_package() -> None:
+    shown, _ = invoke("plugins", "list", "--kind", "kl", "--json")
+    rows = json.loads(shown.splitlines()[-1])["plugins"]
+    assert {row["kind"] for row in rows} == {"kl"}
+    assert {"k1", "k2", "k3"} <= {row["name"] for row in rows}
+    assert all(row["package"] == "posttrain" and row["summary"] for row in rows)
+
+
+def test_a_plugin_shows_fields_constraints_source_and_an_algorithm_its_expansion() -> None:
+    shown, _ = invoke("plugins", "show", "ppo_clip")
+    assert "clip_low (float, default 0.2" in shown and "ppo_clip.py" in shown
+    shown, _ = invoke("plugins", "show", "grpo")
+    assert "advantage 'grpo'" in shown and "algorithm 'grpo'" in shown  # both kinds
+    assert "policy_loss:\n  name: ppo_clip" in shown
+
+
+def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None:
+    found = {item.name: item for item in findings.examine(tmp_path / "home")}
+    assert found["python"].status == "ok"
+    assert found["torch"].detail == torch.__version__
+    assert found["plugins"].status == "ok"
+    assert all(item.mend for item in found.values() if item.status == "bad")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (RunError("stage 'rl' diverged"), 1, "error: stage 'rl' diverged"),
+        (ResourceError("no memory"), 4, "error: no memory"),
+        (OSError(errno.ENOSPC, "full", "/data/x"), 4, "error: the disk is full at /data/x"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ValueError("bad\nsecond line"), 1, "error: unexpected ValueError: bad; "),
+    ],
+)
+def test_what_goes_wrong_becomes_one_sentence_and_a_code(
+    error: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as stopped, Boundary():
+        raise error
+    assert stopped.value.exit_code == code
+    told = capsys.readouterr().err
+    assert told.startswith(says)
+    assert told.count("\n") == 1
+
+
+def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as stopped, Boundary(log_home=tmp_path):
+        raise ZeroDivisionError("here")
+    assert stopped.value.exit_code == 1
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "Traceback" in log.read_text() and "ZeroDivisionError: here" in log.read_text()
+    assert str(log) in capsys.readouterr().err
+
+
+def test_a_model_s_parameters_are_counted_from_its_files(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
+    assert estimates.count_parameters(ModelSection(source=str(tmp_path))) == (22, "counted")
+    named = estimates.count_parameters(ModelSection(source="Someone/Model-1.5B-Chat"))
+    assert named == (1_500_000_000, "from its name")
+    assert estimates.count_parameters(ModelSection(source="Someone/model")) is None
+
+
+def test_the_arithmetic_of_a_stage_is_told_in_words() -> None:
+    config = RunConfig.model_validate(
+        {"task": "arithmetic", "stages": {"s": {"kind": "sft"}, "r": {"kind": "rl"}}}
+    )
+    rl = config.stages["r"]
+    assert isinstance(rl, RlStage)
+    told = estimates.arithmetic(rl.model_copy(update={"num_mini_batches": 4}), config)
+    assert "16 prompts x 8 generations = 128 sequences per step" in told
+    assert "4 mini-batch(es) of 32 = 4 optimizer step(s) per rollout" in told
+    assert "61,440 tokens" in told
+
+
+def test_more_steps_cost_more_time_and_as_much_memory() -> None:
+    config = RunConfig.model_validate({"task": "x", "stages": {"s": {"kind": "sft"}}})
+    one, two = (
+        estimates.estimate(SftStage(kind="sft", steps=steps), config, 10**6, on_gpu=False)
+        for steps in (10, 20)
+    )
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert two.memory_gb == one.memory_gb == pytest.approx(16e6 / 1e9)
+
+
+def test_a_port_is_free_once_nothing_listens_on_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"port {port} for X"):
+            servers.check_port(port, "--x", "X")
+    servers.check_port(port, "--x", "X")

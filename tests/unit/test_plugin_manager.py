@@ -1,0 +1,160 @@
+"""The plugin manager, and a real third-party package built and found by a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from posttrain.core.contracts import KlController, NoConfig, Reward
+from posttrain.core.errors import ConfigError
+from posttrain.core.hooks import hookimpl
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.types import Score
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "example-plugin"
+
+
+def module(name: str, **members: object) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+def reward_class(plugin_name: str | None) -> type:
+    class Made(Reward[NoConfig]):
+        """R = 0."""
+
+        Config = NoConfig
+
+        def score(self, samples: object) -> list[Score]:  # type: ignore[override]
+            return []
+
+    if plugin_name is not None:
+        Made.name = plugin_name
+    return Made
+
+
+def offering(module_name: str, *classes: object) -> ModuleType:
+    @hookimpl
+    def posttrain_register() -> list[object]:
+        return list(classes)
+
+    return module(module_name, posttrain_register=posttrain_register)
+
+
+@pytest.fixture
+def empty() -> PluginManager:
+    return PluginManager(load_entry_points=False)
+
+
+def test_a_manager_without_entry_points_is_empty(empty: PluginManager) -> None:
+    assert empty.entries() == []
+
+
+def test_a_registered_module_offers_its_plugins(empty: PluginManager) -> None:
+    empty.register(offering("m", reward_class("zero")), package="mine", version="2")
+    (entry,) = empty.entries("reward")
+    assert (entry.name, entry.package, entry.version) == ("zero", "mine", "2")
+    assert isinstance(empty.build(Reward, "zero"), entry.cls)
+
+
+def test_a_module_registered_twice_counts_once(empty: PluginManager) -> None:
+    again = offering("m", reward_class("zero"))
+    empty.register(again)
+    empty.register(again)
+    assert len(empty.entries()) == 1
+
+
+def test_a_misspelt_hook_is_refused(empty: PluginManager) -> None:
+    @hookimpl
+    def posttrain_registr() -> list[type]:
+        return []
+
+    with pytest.raises(ConfigError, match=r"'m' has a hook that does not exist.*posttrain_regis"):
+        empty.register(module("m", posttrain_registr=posttrain_registr))
+
+
+def test_a_name_offered_twice_is_refused_and_both_packages_are_named(empty: PluginManager) -> None:
+    empty.register(offering("m", reward_class("zero")), package="first")
+    with pytest.raises(ConfigError, match=r"two plugins offer reward 'zero'.*first.*second"):
+        empty.register(offering("n", reward_class("zero")), package="second")
+
+
+@pytest.mark.parametrize("offered", [object, "text", reward_class(None)])
+def test_what_is_no_complete_plugin_class_is_refused(empty: PluginManager, offered: object) -> None:
+    with pytest.raises(ConfigError, match="no plugin class|needs a kind"):
+        empty.register(offering("m", offered))
+
+
+def test_an_unknown_name_comes_with_the_nearest_one(manager: PluginManager) -> None:
+    with pytest.raises(ConfigError, match=r"no reward named 'acuracy'; did you mean 'accuracy'\?"):
+        manager.find("reward", "acuracy")
+    with pytest.raises(ConfigError, match="no kl_controller named 'k1'"):
+        manager.build(KlController, "k1")
+
+
+def test_an_unknown_field_is_named_with_its_plugin(manager: PluginManager) -> None:
+    with pytest.raises(ConfigError, match=r"kl_controller 'fixed': ceof: .*not permitted"):
+        manager.build(KlController, "fixed", {"ceof": 0.1})
+
+
+def test_life_cycle_hooks_reach_every_module_that_has_them(empty: PluginManager) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    @hookimpl
+    def posttrain_on_step_end(stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        seen.append((stage, step, metrics["loss"]))
+
+    @hookimpl
+    def posttrain_on_stage_end(stage: str, status: str) -> None:
+        seen.append((f"{stage} {status}", 0, 0.0))
+
+    empty.register(
+        module(
+            "m",
+            posttrain_on_step_end=posttrain_on_step_end,
+            posttrain_on_stage_end=posttrain_on_stage_end,
+        )
+    )
+    empty.hooks.hook.posttrain_on_step_end(stage="rl", step=3, metrics={"loss": 0.5})
+    empty.hooks.hook.posttrain_on_stage_end(stage="rl", status="ran", metrics={})
+    assert seen == [("rl", 3, 0.5), ("rl ran", 0, 0.0)]
+
+
+def test_an_installed_third_party_package_is_found_by_a_fresh_interpreter(tmp_path: Path) -> None:
+    # A copy, because the build writes beside the sources.
+    source = shutil.copytree(
+        EXAMPLE, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info")
+    )
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    install += ["--no-build-isolation", "--target", str(target), str(source)]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    code = (
+        "from posttrain.core.contracts import Reward\n"
+        "from posttrain.core.plugin_manager import PluginManager\n"
+        "from posttrain.core.types import Problem, RewardSample, Verdict\n"
+        "manager = PluginManager()\n"
+        "entry = manager.find('reward', 'brevity')\n"
+        "reward = manager.build(Reward, 'brevity', {'max_tokens': 4})\n"
+        "sample = RewardSample(Problem('', '', '', ''), (), (1,), '', False, Verdict(0, None))\n"
+        "print(entry.package, entry.version, reward.score([sample])[0].value)\n"
+        "print(manager.find('reward', 'accuracy').package)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.split() == ["posttrain-example", "0.1.0", "0.75", "posttrain"]

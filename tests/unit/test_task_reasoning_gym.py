@@ -1,0 +1,117 @@
+"""The `reasoning_gym` task, with the real package."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.core.contracts import Task
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.plugin_manager import PluginManager
+
+MANAGER = PluginManager()
+TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+NUMBERS_AND_STORIES = ["chain_sum", "basic_arithmetic", "leg_counting", "gsm_symbolic", "products"]
+
+
+def task(**fields: object) -> Task:  # type: ignore[type-arg]
+    return MANAGER.build(Task, "reasoning_gym", fields)
+
+
+MIXED = task(datasets=[*NUMBERS_AND_STORIES, "prime_factorization", "calendar_arithmetic"])
+
+
+def test_questions_answers_and_worked_answers_come_from_the_generators() -> None:
+    for problem in task(datasets={"chain_sum": {"config": TWO_TERMS}}).problems("train", 20, 0):
+        a, operator, b, _, result = problem.worked.split()
+        assert f"{a} {operator} {b} =" in problem.prompt
+        assert int(result) == (int(a) + int(b) if operator == "+" else int(a) - int(b))
+        assert result == problem.answer
+    story = task(datasets=["leg_counting"]).problems("train", 1, seed=0)[0]
+    assert story.worked == story.answer and "\n" in story.prompt
+
+
+def test_the_splits_are_disjoint_though_the_generators_repeat_themselves() -> None:
+    small = task(datasets={"chain_sum": {"config": TWO_TERMS}}, held_out_permille=300)
+    train = {p.key for p in small.problems("train", 100, seed=1)}
+    held_out = {p.key for p in small.problems("held_out", 40, seed=2)}
+    assert len(train) == 100 and len(held_out) == 40 and not train & held_out
+
+
+def test_an_exhausted_generator_says_how_many_problems_there_are() -> None:
+    small = task(datasets={"chain_sum": {"config": TWO_TERMS}})
+    with pytest.raises(DataError, match=r"'reasoning_gym: chain_sum' has 1\d\d distinct problems"):
+        small.problems("train", 1000, seed=0)
+
+
+def test_the_same_seed_gives_the_same_problems() -> None:
+    assert MIXED.problems("held_out", 40, seed=3) == MIXED.problems("held_out", 40, seed=3)
+    assert MIXED.problems("held_out", 40, seed=3) != MIXED.problems("held_out", 40, seed=4)
+
+
+def test_weights_decide_the_mixture() -> None:
+    mixed = task(datasets={"chain_sum": {"weight": 3}, "products": {"weight": 1}})
+    names = Counter(p.metadata["dataset"] for p in mixed.problems("train", 400, seed=0))
+    assert 260 < names["chain_sum"] < 340 and names["products"] == 400 - names["chain_sum"]
+
+
+def test_the_worked_answer_is_always_judged_right_and_another_number_wrong() -> None:
+    fresh = task(datasets=NUMBERS_AND_STORIES)
+    for problem in MIXED.problems("train", 100, seed=0):
+        assert MIXED.verify(problem, f"Let me see.\n{problem.worked}").correct == 1.0
+        if problem.metadata["dataset"] in NUMBERS_AND_STORIES:
+            # Another process has only the problem itself.
+            assert fresh.verify(problem, problem.worked).correct == 1.0
+            # The package's scorer gives partial credit to a text that contains the answer.
+            assert fresh.verify(problem, f"{problem.answer}1").correct == 0.0
+            assert fresh.verify(problem, "").parsed is None
+
+
+def test_partial_credit_is_kept_only_on_request() -> None:
+    kept = task(datasets=["products"], partial_credit=True)
+    problem = kept.problems("train", 1, seed=0)[0]
+    text = f"{problem.answer}1"
+    assert 0.5 < kept.verify(problem, text).correct < 1.0
+    assert task(datasets=["products"]).verify(problem, text).correct == 0.0
+
+
+def test_answers_that_are_no_numbers_are_read_from_the_last_line() -> None:
+    dates = task(datasets={"calendar_arithmetic": {"config": {"tasks": ["weekday_of_date"]}}})
+    problem = dates.problems("train", 1, seed=0)[0]
+    assert dates.verify(problem, f"Hm, a day in 2022.\n{problem.answer}\n").correct == 1.0
+    assert dates.verify(problem, "Hm, a day in 2022.").correct == 0.0
+
+
+@settings(max_examples=25)
+@given(st.text())
+def test_any_text_gets_a_verdict(text: str) -> None:
+    for problem in MIXED.problems("held_out", 12, seed=0):
+        assert 0.0 <= MIXED.verify(problem, text).correct <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        (["chain_sums"], r"datasets.chain_sums: .*did you mean 'chain_sum'"),
+        ({"chain_sum": {"config": {"max_term": 2}}}, r"config.max_term: .*mean 'max_terms'"),
+        ({"chain_sum": {"config": {"seed": 2}}}, r"chain_sum.config.seed: no such setting"),
+        ({"chain_sum": {"config": {"min_terms": 0}}}, r"config: min_terms must be positive"),
+        ({"chain_sum": {"config": {"max_digits": 2.5}}}, r"chain_sum.config: .*'max_digits': 2.5"),
+        ({"chain_sum": {"weight": 0}}, r"datasets.chain_sum.weight"),
+        ({"chain_sum": {"wieght": 1}}, r"datasets.chain_sum.wieght"),
+        ([], r"datasets"),
+        (["graph_color"], r"graph_color: its problems have no single answer"),
+    ],
+)
+def test_a_wrong_setting_is_named(datasets: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task(datasets=datasets)
+
+
+@pytest.mark.parametrize("name", ["countdown", "puzzle24", "spiral_matrix", "composite"])
+def test_datasets_whose_scorer_runs_the_answer_as_code_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="evaluates answers as code"):
+        task(datasets=[name])
