@@ -39,6 +39,7 @@ METRICS: dict[str, Metric] = {
     "adv/mean": Metric("advantage", "mean advantage over tokens that take loss"),
     "adv/std": Metric("advantage", "standard deviation of the advantage over those tokens"),
     "adv/max_abs": Metric("advantage", "largest absolute advantage"),
+    "adv/singleton_groups": Metric("count", "groups with one scored response only", "lower"),
     "adv/pos_frac": Metric("fraction", "tokens with a positive advantage"),
     # the policy update
     "ratio/mean": Metric("ratio", "new over old probability of the sampled tokens, mean"),

@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
-from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.metric_names import check_names, find_metric
 from posttrain.core.tracking.mlflow_stage import (
     FinalStatus,
     Metrics,
@@ -174,7 +174,10 @@ class PipelineTracker(MlflowRun):
 
     def _without_stage(self, name: str) -> str:
         stage, _, rest = name.partition("/")
-        return rest if stage in self._stage_names and rest else name
+        # A stage may be called like a group of metrics: `eval/gain` is then still a metric.
+        if find_metric(name) or stage not in self._stage_names:
+            return name
+        return rest
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:

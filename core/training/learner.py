@@ -169,7 +169,7 @@ class Learner:
             if not micro.mask.any():
                 continue
             out = response_logprobs(self.model, micro, temperature=self.settings.temperature)
-            seen[rows] = out.logprobs.detach().cpu()
+            seen[rows] = out.logprobs.detach().to(seen)
             if micro.old_logprobs is None:
                 micro = micro.with_columns(old_logprobs=out.logprobs.cpu())
             self._loss(out, micro, counts, kl_coef, sums).backward()  # type: ignore[no-untyped-call]

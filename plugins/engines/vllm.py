@@ -164,21 +164,17 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         ]
         with _undisturbed_random():
             outputs = self._llm.generate(inputs, requests, use_tqdm=False)
-        rows = [
-            self._completion(output.outputs[0], seed)
-            for output, seed in zip(outputs, seeds, strict=True)
-        ]
+        pairs = zip(outputs, seeds, strict=True)
+        rows = [self._completion(output.outputs[0], seed) for output, seed in pairs]
         size = params.num_generations
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _completion(self, output: Any, seed: int) -> Completion:  # Any: vllm's CompletionOutput
         ids = tuple(output.token_ids)
+        entries = zip(ids, output.logprobs, strict=True)
         return Completion(
             token_ids=ids,
-            logprobs=tuple(
-                float(entry[token].logprob)
-                for token, entry in zip(ids, output.logprobs, strict=True)
-            ),
+            logprobs=tuple(float(entry[token].logprob) for token, entry in entries),
             finish_reason="stop" if output.finish_reason == "stop" else "length",
             policy_version=self.policy_version,
             seed=seed,
@@ -277,8 +273,8 @@ def _undisturbed_process() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads  # vLLM replaces the function on a CPU
         torch.set_num_threads(threads)
-        for key in set(os.environ) | set(before):
-            if key.startswith("VLLM_"):
+        for key in os.environ.keys() | before.keys():
+            if key.startswith("VLLM_") or os.environ.get(key) == before.get(key):
                 continue  # vLLM reads its own ones again later
             if key in before:
                 os.environ[key] = before[key]

@@ -91,7 +91,7 @@ def test_stages_are_children_and_a_cached_one_points_to_its_original(uri: str) -
     stage.finish("FINISHED")
     again = tracker.cached_stage("sft", "sft", stage.run_id, {"sft/loss": 0.5})
     assert read(uri, again).info.status == "FINISHED"
-    tracker.log_metrics({"sft/sft/loss": 0.5})
+    tracker.log_metrics({"sft/sft/loss": 0.5, "sft/loss": 0.5})
     with pytest.raises(RunError, match="unknown metric 'rl/sft/loss'"):
         tracker.log_metrics({"rl/sft/loss": 0.5})
     tracker.finish("FINISHED")

@@ -62,6 +62,18 @@ def test_a_long_answer_weighs_by_its_tokens_only_under_the_token_mean() -> None:
     assert by_sequence[1].sum().item() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("seq-mean-token-mean", 0.5, 0.25), ("seq-sum-token-mean", 1.0, 0.5)],
+)
+def test_an_answer_of_one_token_has_the_whole_weight_of_its_row(
+    name: str, first: float, second: float
+) -> None:
+    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    weights = build(name).weights(mask, Counts(3.0, 2.0))
+    assert weights.tolist() == [[first, 0.0], [second, second], [0.0, 0.0]]
+
+
 def test_micro_batches_add_up_and_are_not_averaged() -> None:
     loss, mask, counts = two_rows(8)
     parts = [
