@@ -127,10 +127,8 @@ def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     # float64: in float32 the sum over a large vocabulary would swallow the tail's probabilities.
     cumulative = (scores - top).exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
-    # Below the total even after rounding, or the search could run past the last possible token.
-    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
     # right=True: the first entry *above* the target, so a token of probability 0 is never drawn.
-    choice = torch.searchsorted(cumulative, target[:, None], right=True)
+    choice = torch.searchsorted(cumulative, (uniforms * total)[:, None], right=True)
     logprobs = (scores.gather(-1, choice) - top).squeeze(-1) - total.log().float()
     ids = choice if kept is None else kept.gather(-1, choice)
     return ids.squeeze(-1), logprobs

@@ -154,7 +154,7 @@ class Pipeline:
                 name, kind, output, inputs, identity, parts, partial, tracker, began
             )
         except BaseException as error:
-            status: FinalStatus = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            status: FinalStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
             self.store.discard(partial)
             tracker.finish(status)
             self.reporter.stage_finished(name, status.lower(), time.perf_counter() - began, {})

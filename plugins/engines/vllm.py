@@ -157,17 +157,14 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             )
             for seed in seeds
         ]
-        inputs = [
-            {"prompt_token_ids": list(prompt)}
-            for prompt in prompts
-            for _ in range(params.num_generations)
-        ]
+        repeats = range(params.num_generations)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in repeats]
         with _undisturbed_random():
             outputs = self._llm.generate(inputs, requests, use_tqdm=False)
         pairs = zip(outputs, seeds, strict=True)
         rows = [self._completion(output.outputs[0], seed) for output, seed in pairs]
-        size = params.num_generations
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
+        found = iter(rows)
+        return [[next(found) for _ in repeats] for _ in prompts]
 
     def _completion(self, output: Any, seed: int) -> Completion:  # Any: vllm's CompletionOutput
         ids = tuple(output.token_ids)

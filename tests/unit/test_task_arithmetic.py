@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.math.splits import split_of
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Problem
 
@@ -62,6 +63,7 @@ def test_asking_for_more_than_there_is_says_how_many_there_are() -> None:
 def test_a_space_too_big_to_list_is_drawn_from_without_repeats() -> None:
     problems = task(left_digits=(9, 9), right_digits=(1, 9)).problems("held_out", 300, seed=0)
     assert len({p.key for p in problems}) == 300
+    assert all(split_of(p.key, 100) == "held_out" for p in problems)
     assert problems == task(left_digits=(9, 9), right_digits=(1, 9)).problems("held_out", 300, 0)
     for problem in problems:
         left, right = re.findall(r"\d+", problem.prompt)
