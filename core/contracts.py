@@ -191,6 +191,10 @@ class Task(Plugin[ConfigT]):
         """
         return None
 
+    def fingerprint(self) -> str:
+        """Digest of outside data this task reads (files), so that changed data recompute stages."""
+        return ""
+
     @abstractmethod
     def verify(self, problem: Problem, text: str) -> Verdict:
         """Whether `text` answers `problem`; never raises on any text."""

@@ -33,16 +33,20 @@ def stage_parts(
     input_digests: Mapping[str, str],
     plugins: Sequence[tuple[str, str, str, str]],
     engine: str,
+    task_fingerprint: str,
 ) -> dict[str, str]:
     """The named parts of a stage's identity.
 
     `run` and `stage` are the resolved config as JSON-like mappings, `input_digests` maps roles to
-    digests, `plugins` are (kind, name, package, version), `engine` is the engine that `auto` chose.
+    digests, `plugins` are (kind, name, package, version), `engine` is the engine that `auto` chose,
+    `task_fingerprint` the digest of outside data the task reads.
     """
     kind = str(stage["kind"])
     shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
     if "engine" in shared:
         shared["engine"] = engine
+    if "task" in shared and task_fingerprint:
+        shared["task_data"] = task_fingerprint
     parts = _flatten({**shared, **{k: v for k, v in stage.items() if k != "kind"}})
     parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
     parts |= {f"input {role}": digest for role, digest in input_digests.items()}

@@ -13,7 +13,8 @@ import torch
 import transformers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from posttrain.core.artifacts import Artifact, ArtifactStore
+from posttrain.core.artifacts import Artifact, ArtifactStore, check_free_disk
+from posttrain.core.config.dag import makes
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.loading import ModelRuntime
@@ -46,6 +47,8 @@ def assemble(
     reporter.say(f"model: {config.model.source}")
     base = obtain(config.model, home / "models")
     reporter.say(f"model: {base.origin}, digest {base.digest[:12]}")
+    needed = expected_bytes(base.path, resolved)
+    check_free_disk(home, needed, config.limits.min_free_gb, "this run's models and checkpoints")
     engines = EnginePool(config, manager, runtime)
     uri = os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home)
     store = ArtifactStore(home / "artifacts")
@@ -75,6 +78,18 @@ def assemble(
         no_cache=no_cache,
         fresh=fresh,
     )
+
+
+def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
+    """Disk a run may need: a copy per stage that makes a model, and checkpoints.
+
+    A checkpoint holds float32 masters and two moments; the old one is removed after the new one.
+    """
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    per_checkpoint = weights * (6 if resolved.config.model.dtype == "bfloat16" else 3)
+    makers = [s for s in resolved.config.stages.values() if makes(s) in ("model", "reward_model")]
+    saves = any(getattr(stage, "checkpoint_every", 0) for stage in makers)
+    return float(weights * len(makers) + (2 * per_checkpoint if saves else 0))
 
 
 def base_artifact(base: BaseModel) -> Artifact:

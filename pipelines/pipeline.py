@@ -25,6 +25,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.identity import identity_of
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.device import release_memory
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_stage import FinalStatus, StageTracker
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
@@ -93,7 +94,9 @@ class Pipeline:
         stage = self.config.stages[name]
         inputs = self._inputs(stage, upstream)
         digests = {role: artifact.digest for role, artifact in inputs.items()}
-        parts = parts_of_stage(self.resolved, name, digests, self.engines.name)
+        parts = parts_of_stage(
+            self.resolved, name, digests, self.engines.name, self.task.fingerprint()
+        )
         identity = identity_of(parts)
         if not self.no_cache:
             found, reason = self.store.lookup(name, identity)
@@ -150,6 +153,7 @@ class Pipeline:
                     tracker.log_model_input(artifact.mlflow_model_id)
             context = self._context(name, stage, inputs, partial, checkpoints, tracker)
             output = STAGE_RUNNERS[kind](context)
+            release_memory()
             result = self._store(
                 name, kind, output, inputs, identity, parts, partial, tracker, began
             )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain.core.artifacts import ArtifactStore, StageResult
 from posttrain.core.config.dag import makes
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.schema import BASE_MODEL
+from posttrain.core.contracts import Task
 from posttrain.core.identity import explain_difference, identity_of, stage_parts
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import known_digest
@@ -27,19 +29,28 @@ class StagePlan:
 
 
 def parts_of_stage(
-    resolved: ResolvedRun, name: str, input_digests: Mapping[str, str], engine: str
+    resolved: ResolvedRun,
+    name: str,
+    input_digests: Mapping[str, str],
+    engine: str,
+    task_fingerprint: str,
 ) -> dict[str, str]:
     """The named parts of a stage's identity."""
     config = resolved.config.model_dump(mode="json")
     plugins = [(use.kind, use.name, use.package, use.version) for use in resolved.plugins[name]]
-    return stage_parts(config, config["stages"][name], input_digests, plugins, engine)
+    return stage_parts(
+        config, config["stages"][name], input_digests, plugins, engine, task_fingerprint
+    )
 
 
 def plan_stages(resolved: ResolvedRun, home: Path) -> list[StagePlan]:
     """What `run` would do with each stage, in order. Reads only; a model is not downloaded."""
     store = ArtifactStore(home / "artifacts")
     config = resolved.config
-    engine = choose_engine(config, PluginManager(), ModelRuntime.from_config(config.model))
+    manager = PluginManager()
+    engine = choose_engine(config, manager, ModelRuntime.from_config(config.model))
+    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    fingerprint = task.fingerprint()
     base = known_digest(config.model, home / "models")
     done: dict[str, StageResult] = {}
     plans: list[StagePlan] = []
@@ -58,7 +69,7 @@ def plan_stages(resolved: ResolvedRun, home: Path) -> list[StagePlan]:
         if waits_for:
             plans.append(StagePlan(name, False, waits_for))
             continue
-        parts = parts_of_stage(resolved, name, digests, engine)
+        parts = parts_of_stage(resolved, name, digests, engine, fingerprint)
         found, reason = store.lookup(name, identity_of(parts))
         if found is not None:
             done[name] = found

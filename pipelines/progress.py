@@ -86,15 +86,17 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of the step and the time left, when it is this step's turn."""
         total = self._totals.get(stage, 0)
-        first = self._first.setdefault(stage, step)  # a resumed stage does not start at 1
+        if stage not in self._first:  # a resumed stage does not start at 1
+            self._first[stage], self._began[stage] = step, time.monotonic()
+        first = self._first[stage]
         every = -(-total // MAX_LINES) or 1
         if step % every and step not in (first, total):
             return
         parts = [f"[{stage}] step {step}/{total}" if total else f"[{stage}] step {step}"]
         parts += [text for text in [describe(metrics)] if text]
-        if step < total:
-            spent = time.monotonic() - self._began.get(stage, time.monotonic())
-            parts.append(f"left {duration(spent / (step - first + 1) * (total - step))}")
+        if first < step < total:
+            spent = time.monotonic() - self._began[stage]
+            parts.append(f"left {duration(spent / (step - first) * (total - step))}")
         self._line("  ".join(parts))
 
     def stage_finished(

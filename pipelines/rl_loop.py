@@ -176,14 +176,15 @@ class RlLoop:
             self.engine.sync_weights(self.learner.model.state_dict().items(), policy_version=step)
 
     def evaluate(self, step: int) -> None:
-        """Held-out accuracy of the policy after `step` steps."""
+        """Greedy held-out accuracy of the policy after `step` steps; the cheap part of it."""
+        greedy_only = self.context.run.evaluation.model_copy(update={"num_samples": 0})
         with self._timed("evaluate_s"):
             result = evaluate_policy(
                 self.engine,
                 self.tokenizer,
                 self.context.task,
                 self.held_out,
-                self.context.run.evaluation,
+                greedy_only,
                 self.context.run.seed,
                 lambda done: self.context.check(),
             )

@@ -36,7 +36,7 @@ class ModelRuntime:
 def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
     """The causal language model in `path`, in training precision, without dropout."""
     model = _load(AutoModelForCausalLM, path, runtime)
-    _refuse_scaled_logits(model)
+    refuse_scaled_logits(model)
     return model
 
 
@@ -83,7 +83,7 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
     return loaded
 
 
-def _refuse_scaled_logits(model: PreTrainedModel) -> None:
+def refuse_scaled_logits(model: PreTrainedModel) -> None:
     """Log-probs are computed from the head's weight alone; models that scale logits need more."""
     config = model.config.get_text_config()
     for mark in ("final_logit_softcapping", "logits_scaling", "logit_scale"):

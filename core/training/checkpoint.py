@@ -20,7 +20,9 @@ from posttrain.core.artifacts import file_digest
 from posttrain.core.errors import RunError
 from posttrain.core.training.optim import MasterOptimizer
 
-_STATE, _TENSORS = "state.json", "optimizer.safetensors"
+_STATE = "state.json"
+# One file for each: writing safetensors copies the whole file in memory first.
+_TENSOR_FILES = ("master", "exp_avg", "exp_avg_sq", "step")
 SCHEMA_VERSION = 1
 
 
@@ -38,14 +40,18 @@ def save_checkpoint(folder: Path, optimizer: MasterOptimizer, state: LoopState) 
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(_flat_tensors(optimizer), partial / _TENSORS)
+    digests = {}
+    for name in _TENSOR_FILES:
+        path = partial / f"{name}.safetensors"
+        save_file(_tensors_of(optimizer, name), path)
+        digests[path.name] = file_digest(path)
     record = {
         "version": SCHEMA_VERSION,
         "step": state.step,
         "step_count": optimizer.step_count,
         "controller": state.controller,
         "history": state.history,
-        "tensors_sha256": file_digest(partial / _TENSORS),
+        "sha256": digests,
     }
     with (partial / _STATE).open("w") as stream:
         json.dump(record, stream)
@@ -63,37 +69,32 @@ def load_checkpoint(folder: Path, optimizer: MasterOptimizer) -> LoopState:
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
             f"{SCHEMA_VERSION}: run with --fresh to start the stage anew"
         )
-    if file_digest(folder / _TENSORS) != record["tensors_sha256"]:
+    if any(file_digest(folder / name) != digest for name, digest in record["sha256"].items()):
         raise RunError(
             f"checkpoint '{folder}' is damaged (its digest differs): run with --fresh to start the "
             "stage anew"
         )
-    tensors = load_file(folder / _TENSORS)
-    count = sum(1 for name in tensors if name.startswith("master."))
+    master, *moments = (load_file(folder / f"{name}.safetensors") for name in _TENSOR_FILES)
     adamw = optimizer.optimizer.state_dict()
     adamw["state"] = {
-        i: {
-            "step": tensors[f"step.{i}"],
-            "exp_avg": tensors[f"exp_avg.{i}"],
-            "exp_avg_sq": tensors[f"exp_avg_sq.{i}"],
-        }
-        for i in range(count)
-        if f"step.{i}" in tensors
+        int(i): {name: part[i] for name, part in zip(_TENSOR_FILES[1:], moments, strict=True)}
+        for i in moments[0]
     }
-    masters = [tensors[f"master.{i}"] for i in range(count)]
+    masters = [master[str(i)] for i in range(len(master))]
     optimizer.load_state_dict(
         {"step_count": record["step_count"], "masters": masters, "adamw": adamw}
     )
     return LoopState(record["step"], record["controller"], record["history"])
 
 
-def _flat_tensors(optimizer: MasterOptimizer) -> dict[str, Tensor]:
+def _tensors_of(optimizer: MasterOptimizer, name: str) -> dict[str, Tensor]:
+    """Tensors of one kind, by parameter number; moments exist once a step was taken."""
     state = optimizer.state_dict()
-    flat = {f"master.{i}": m for i, m in enumerate(state["masters"])}
-    for i, values in state["adamw"]["state"].items():
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            flat[f"{name}.{i}"] = values[name]
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in flat.items()}
+    if name == "master":
+        found = dict(enumerate(state["masters"]))
+    else:
+        found = {i: values[name] for i, values in state["adamw"]["state"].items()}
+    return {str(i): tensor.detach().cpu().contiguous() for i, tensor in found.items()}
 
 
 def read_step(folder: Path) -> int:

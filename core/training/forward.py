@@ -26,26 +26,33 @@ class ResponseForward:
 def response_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
 ) -> ResponseForward:
-    """Log-probs and entropy of each response token of `batch` at the sampling temperature.
+    """Log-probs and entropy of each response token of `batch` at the sampling temperature."""
+    hidden, ids, mask = response_states(model, batch, include_last=False)
+    return _project(model, hidden, ids, mask, batch.response_ids.shape, temperature)
 
-    The prompts of a group are computed once: their keys and values are expanded to the group's rows
-    inside the graph, so gradients flow into the shared prompt from all rows.
+
+def response_states(
+    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states after the prompt and after each response token, with ids and mask [B, n].
+
+    Column t of the states [B, n (+ 1 with `include_last`), H] is the state that predicts token t; n
+    is the longest response. The prompts of a group are computed once: their keys and values are
+    expanded to the group's rows inside the graph, so gradients flow into the shared prompt from all
+    rows.
     """
-    device = model.device
+    device, backbone = model.device, model.base_model
     first_rows, row_to_prompt = _distinct_prompts(batch.group_id)
     prompt_ids = batch.prompt_ids[first_rows].to(device)
     prompt_mask = batch.prompt_mask[first_rows].to(device)
     width = int(prompt_mask.sum(dim=1).max())  # left padding common to all prompts is cut off
     prompt_ids, prompt_mask = prompt_ids[:, -width:], prompt_mask[:, -width:]
     row_to_prompt = row_to_prompt.to(device)
-
-    backbone = model.base_model
     cache = DynamicCache(config=model.config)
-    positions = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
     prompt_out = backbone(
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
-        position_ids=positions,
+        position_ids=(prompt_mask.cumsum(dim=1) - 1).clamp(min=0),
         past_key_values=cache,
         use_cache=True,
     )
@@ -53,25 +60,23 @@ def response_logprobs(
     hidden = last_hidden[row_to_prompt].unsqueeze(1)
 
     mask = batch.response_mask.to(device).bool()
-    ids = batch.response_ids.to(device)
     length = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 0
-    ids, mask = ids[:, :length], mask[:, :length]
-    if length > 1:
+    ids, mask = batch.response_ids.to(device)[:, :length], mask[:, :length]
+    num_inputs = length if include_last else length - 1
+    if num_inputs > 0:
         cache.batch_select_indices(row_to_prompt)
         # Tokens between sampled ones (tool output) are attended to: all up to the last sampled one.
         real = mask.long().flip(1).cummax(dim=1).values.flip(1)
-        full_mask = torch.cat([prompt_mask[row_to_prompt], real[:, :-1]], dim=1)
         starts = prompt_mask.sum(dim=1)[row_to_prompt]
-        steps = torch.arange(length - 1, device=device)
         out = backbone(
-            input_ids=ids[:, :-1],
-            attention_mask=full_mask,
-            position_ids=starts[:, None] + steps[None, :],
+            input_ids=ids[:, :num_inputs],
+            attention_mask=torch.cat([prompt_mask[row_to_prompt], real[:, :num_inputs]], dim=1),
+            position_ids=starts[:, None] + torch.arange(num_inputs, device=device)[None, :],
             past_key_values=cache,
             use_cache=True,
         )
         hidden = torch.cat([hidden, out.last_hidden_state], dim=1)
-    return _project(model, hidden, ids, mask, batch.response_ids.shape, temperature)
+    return hidden, ids, mask
 
 
 def _project(

@@ -90,10 +90,14 @@ class MasterOptimizer:
             tensor.grad = None
 
     def close(self) -> None:
-        """Detach from the module: its gradients are its own again."""
+        """Detach from the module and free masters and moments: the module is its own again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.zero_grad()
+        self._masters.clear()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
 
     def state_dict(self) -> dict[str, Any]:  # Any: torch's optimizer state is untyped
         """Masters, moments and step count: what a checkpoint must keep beside the model."""

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PreferenceLoss
 from posttrain.core.data.packing import pad_right
+from posttrain.core.training.forward import response_states
 from posttrain.core.training.optim import MasterOptimizer
 
 
@@ -35,6 +37,20 @@ def score_sequences(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Te
     last = mask.sum(dim=1) - 1
     head = model.get_submodule("score")
     scores: Tensor = head(hidden[torch.arange(len(rows), device=hidden.device), last])
+    return scores.squeeze(-1).float()
+
+
+def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
+    """Rewards [B] of a batch's rows, float32; the prompt of a group is computed once.
+
+    Read at the last sampled token, as `score_sequences` does; a row without any is read at the end
+    of its prompt.
+    """
+    hidden, _, mask = response_states(model, batch, include_last=True)
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
+    rows = torch.arange(len(batch), device=hidden.device)
+    scores: Tensor = model.get_submodule("score")(hidden[rows, last])
     return scores.squeeze(-1).float()
 
 

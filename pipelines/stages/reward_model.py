@@ -121,6 +121,7 @@ def train_on_pairs(
             check=context.check,
         )
         context.log_step(step, metrics)
+    optimizer.close()
     hits = pair_hits(model, held_out, stage.micro_batch_size, context.check)
     low, high = wilson(hits, len(held_out))
     final = {

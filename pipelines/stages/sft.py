@@ -30,6 +30,7 @@ def run_sft(context: StageContext) -> StageOutput:
             check=context.check,
         )
         context.log_step(step, metrics)
+    optimizer.close()
     examples = [{"prompt": p.prompt, "worked answer": p.worked} for p in problems[:32]]
     context.tracker.log_table("examples", 0, examples)
     save_model(model, tokenizer.tokenizer, context.out / "model")

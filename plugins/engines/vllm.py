@@ -201,12 +201,9 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         """Shut vLLM down and free its process group; may be called twice."""
         if self._llm is None:
             return
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
         with _undisturbed_process():
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = self._setup = None
-            cleanup_dist_env_and_memory()
         gc.collect()
 
     def _started(self) -> EngineSetup:

@@ -10,9 +10,10 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
+from posttrain.core.data.packing import response_batch
 from posttrain.core.hooks import hookimpl
 from posttrain.core.models.loading import ModelRuntime, load_reward_model
-from posttrain.core.training.reward_model import score_sequences
+from posttrain.core.training.reward_model import score_batch_rows
 from posttrain.core.types import RewardSample, Score
 
 
@@ -45,11 +46,19 @@ class RewardModelReward(Reward[RewardModelConfig]):
 
     @torch.no_grad()
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
-        """Scores of whole sequences, in batches."""
+        """Scores of whole sequences, in batches; a prompt shared by a batch is computed once."""
+        groups: dict[tuple[int, ...], int] = {}
         values: list[float] = []
         for start in range(0, len(samples), self.batch_size):
             part = samples[start : start + self.batch_size]
-            logits = score_sequences(self.model, [s.prompt_ids + s.response_ids for s in part])
+            batch = response_batch(
+                prompts=[s.prompt_ids for s in part],
+                responses=[s.response_ids for s in part],
+                group_ids=[groups.setdefault(s.prompt_ids, len(groups)) for s in part],
+                pad_token_id=0,  # masked everywhere, so any id will do
+                problems=[s.problem for s in part],
+            )
+            logits = score_batch_rows(self.model, batch)
             shaped = logits.sigmoid() if self.config.transform == "sigmoid" else logits
             values += shaped.tolist()
         return [Score(value) for value in values]

@@ -6,9 +6,10 @@ Longer than other plugins because it holds the generator, the story texts and th
 from __future__ import annotations
 
 import random
+from string import Formatter
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.hooks import hookimpl
@@ -57,6 +58,13 @@ class ArithmeticConfig(PluginConfig):
     style: Literal["number", "word", "mixed"] = Field(
         default="number", description="number: What is 23 + 45?; word: a short story; mixed: both"
     )
+    question: str = Field(
+        default="What is {a} {op} {b}?",
+        description="wording of a plain problem; needs {a} {op} {b}",
+    )
+    worked: str = Field(
+        default="{a} {op} {b} = {answer}", description="worked answer for SFT; needs {answer}"
+    )
     match: Literal["last_number", "first_number", "exact"] = Field(
         default="last_number", description="what of the response is compared with the answer"
     )
@@ -69,6 +77,15 @@ class ArithmeticConfig(PluginConfig):
     def _range(cls, value: tuple[int, int]) -> tuple[int, int]:
         if not 1 <= value[0] <= value[1] <= 12:
             raise ValueError("expected [fewest, most] with 1 <= fewest <= most <= 12")
+        return value
+
+    @field_validator("question", "worked")
+    @classmethod
+    def _template(cls, value: str, info: ValidationInfo) -> str:
+        needed = {"a", "op", "b"} if info.field_name == "question" else {"answer"}
+        names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
+        if not needed <= names <= {"a", "op", "b", "answer"} or names - needed - {"a", "op", "b"}:
+            raise ValueError(f"expected a text with {sorted('{' + n + '}' for n in needed)}")
         return value
 
 
@@ -102,19 +119,11 @@ class ArithmeticTask(Task[ArithmeticConfig]):
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` distinct problems of `split` in an order decided by `seed`."""
         rng = random.Random(f"arithmetic|{split}|{seed}")
-        lefts = operand_range(self.config.left_digits)
-        rights = operand_range(self.config.right_digits)
-        operators = tuple(dict.fromkeys(self.config.operators))
-        if len(operators) * len(lefts) * len(rights) <= MAX_LISTED:
-            every = {
-                canonical(a, op, b, self._negative): None
-                for op in operators
-                for a in lefts
-                for b in rights
-            }
-            keys = [key for key in every if self._split(key) == split]
+        keys = self._listed(split)
+        if keys is not None:
             rng.shuffle(keys)
         else:
+            lefts, operators, rights = self._space()
             found: dict[str, None] = {}
             share = self.config.held_out_permille
             odds = (share if split == "held_out" else 1000 - share) / 1000
@@ -131,6 +140,30 @@ class ArithmeticTask(Task[ArithmeticConfig]):
             mend = "ask for fewer, or allow more digits, operators or held_out_permille"
             raise too_few(self.name, split, count, len(keys), mend)
         return [self._problem(key) for key in keys[:count]]
+
+    def available(self, split: Split) -> int | None:
+        """The size of a space small enough to be listed; else None."""
+        keys = self._listed(split)
+        return None if keys is None else len(keys)
+
+    def _space(self) -> tuple[range, tuple[str, ...], range]:
+        """Left operands, operators, right operands."""
+        config = self.config
+        operators = tuple(dict.fromkeys(config.operators))
+        return operand_range(config.left_digits), operators, operand_range(config.right_digits)
+
+    def _listed(self, split: Split) -> list[str] | None:
+        """Every key of `split`, or None when there are too many to list."""
+        lefts, operators, rights = self._space()
+        if len(operators) * len(lefts) * len(rights) > MAX_LISTED:
+            return None
+        every = {
+            canonical(a, op, b, self._negative): None
+            for op in operators
+            for a in lefts
+            for b in rights
+        }
+        return [key for key in every if self._split(key) == split]
 
     @property
     def _negative(self) -> bool:
@@ -154,11 +187,11 @@ class ArithmeticTask(Task[ArithmeticConfig]):
         as_story = self.config.style == "word" or (
             self.config.style == "mixed" and draw.random() < 0.5
         )
-        prompt = f"What is {a} {operator} {b}?"
+        prompt = self.config.question.format(a=a, op=operator, b=b)
         if as_story:
             story = draw.choice(STORIES[operator])
             prompt = story.format(a=a, b=b, name=draw.choice(NAMES), things=draw.choice(THINGS))
-        worked = f"{a} {operator} {b} = {result}"
+        worked = self.config.worked.format(a=a, op=operator, b=b, answer=result)
         return Problem(
             key, prompt, str(result), worked, {"style": "word" if as_story else "number"}
         )

@@ -12,6 +12,7 @@ from typing import Literal, NoReturn
 
 from pydantic import Field
 
+from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import DataError
 from posttrain.core.hooks import hookimpl
@@ -152,6 +153,15 @@ class JsonlTask(Task[JsonlConfig]):
             raise too_few(self.name, split, count, len(rows), mend)
         random.Random(f"jsonl|{split}|{seed}").shuffle(rows)
         return rows[:count]
+
+    def available(self, split: Split) -> int | None:
+        """How many rows the split has."""
+        return len(self._splits[split])
+
+    def fingerprint(self) -> str:
+        """Digest of the files, so that edited data are new data."""
+        paths = [self.config.path, self.config.held_out_path]
+        return combine_digests({str(i): file_digest(p) for i, p in enumerate(paths) if p})
 
     def verify(self, problem: Problem, text: str) -> Verdict:
         """Compare as `match` says."""

@@ -1,110 +1,37 @@
 """One suite for every rollout engine, on a tiny model in float32 against plain transformers.
 
-Engines start once per module: vLLM takes seconds. Axes: T response tokens, V vocabulary.
+Engines start once per module: vLLM takes seconds.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
-from posttrain.core.types import Completion, SamplingParams
-from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
-from posttrain.plugins.engines.vllm import VllmEngine, VllmEngineConfig
+from posttrain.core.types import SamplingParams
+from tests.helpers.engines import (
+    MAX_LEN,
+    STOP,
+    Host,
+    Running,
+    check_logprobs,
+    ids_of,
+    make_engine,
+    make_setup,
+    next_logprobs,
+    teacher_forced,
+)
 from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
-AnyEngine = RolloutEngine[Any]  # Any: engines of every config type
 TEXTS = ("What is 2+3?", "Hi", "Count: 1, 2, 3, 4, 5, 6, 7, 8", "Hi", "abc abc abc a")
-# The turn's end, and enough characters that a random model soon says one of them.
-STOP = (2, 30, 41, 52, 63, 74, 85, 96)
-MAX_LEN = 128
-LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3}
-
-
-@dataclass(frozen=True)
-class Host:
-    """What an engine must leave as it was in the process that it runs in."""
-
-    threads: int
-    set_num_threads: object
-    torch_random: list[int]
-    numpy_random: list[int]
-    python_random: object
-    interrupt_handler: object
-    cores: frozenset[int]
-    environment: dict[str, str]
-
-    @classmethod
-    def now(cls) -> Host:
-        """The present state."""
-        return cls(
-            threads=torch.get_num_threads(),
-            set_num_threads=torch.set_num_threads,
-            torch_random=torch.get_rng_state().tolist(),
-            numpy_random=np.random.get_state(legacy=False)["state"]["key"].tolist(),
-            python_random=random.getstate(),
-            interrupt_handler=signal.getsignal(signal.SIGINT),
-            cores=frozenset(os.sched_getaffinity(0)),
-            environment={
-                key: value
-                for key, value in os.environ.items()
-                if not key.startswith(("VLLM_", "PYTEST_", "_TORCHINDUCTOR"))
-            },
-        )
-
-
-@dataclass(frozen=True)
-class Running:
-    """A started engine with the models it is compared with."""
-
-    engine: AnyEngine
-    setup: EngineSetup
-    model: Any  # Any: transformers' model classes are not typed
-    other: Any  # the same architecture with other weights
-    prompts: list[list[int]]
-    host_before: Host
-    host_started: Host
-
-    @property
-    def tolerance(self) -> float:
-        return LOGPROB_TOLERANCE[self.engine.name]
-
-    def one(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        return self.engine.generate([prompt], params)[0]
-
-
-def make_engine(name: str, **fields: Any) -> AnyEngine:  # Any: config fields
-    if name == "vllm":
-        return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, **fields))
-    return TransformersEngine(TransformersEngineConfig(**fields))
-
-
-def make_setup(folder: Path, batch: int = 32) -> EngineSetup:
-    return EngineSetup(
-        model_dir=folder,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=MAX_LEN,
-        max_batch_size=batch,
-        stop_token_ids=STOP,
-        pad_token_id=0,
-        seed=3,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two tiny models; the first comes with sampling defaults that no engine may obey."""
     root = tmp_path_factory.mktemp("models")
     pair = tuple(make_tiny_model(root / f"{i}", seed=i, init_std=0.25) for i in range(2))
-    leak = {"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.2, "max_new_tokens": 3}
+    stop = {"max_new_tokens": 3, "eos_token_id": [2, 11, 35, 36, 47, 58, 69]}
+    leak = stop | {"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.2}
     (pair[0] / "generation_config.json").write_text(json.dumps(leak))
     return pair[0], pair[1]
 
@@ -133,44 +61,6 @@ def running(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Itera
     prompts = [tokenizer.encode(text) for text in TEXTS]
     yield Running(engine, setup, model, other, prompts, before, started)
     engine.close()
-
-
-def next_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-softmax(logits / temperature) [len(ids), V] of a plain forward pass over `ids`."""
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([ids])).logits[0]
-    return (logits / temperature).log_softmax(dim=-1)
-
-
-def teacher_forced(
-    model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0
-) -> Tensor:
-    """Distributions [T, V] that the tokens of `completion` are drawn from, without any cut."""
-    ids = [*prompt, *completion.token_ids]
-    return next_logprobs(model, ids, temperature)[len(prompt) - 1 : -1]
-
-
-def check_logprobs(
-    running: Running,
-    model: Any,
-    groups: list[list[Completion]],
-    temperature: float = 1.0,
-) -> None:
-    """The engine's log-probs are those of `model` at the sampled tokens."""
-    for prompt, group in zip(running.prompts, groups, strict=True):
-        for completion in group:
-            expected = teacher_forced(model, prompt, completion, temperature)
-            ids = torch.tensor(completion.token_ids)
-            torch.testing.assert_close(
-                torch.tensor(completion.logprobs),
-                expected.gather(-1, ids[:, None])[:, 0],
-                rtol=0,
-                atol=running.tolerance,
-            )
-
-
-def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def test_starting_and_sampling_leave_the_host_process_as_it_was(running: Running) -> None:
@@ -285,6 +175,26 @@ def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(running: Runn
         assert stopped or len(completion.token_ids) == 16
 
 
+def test_more_prompt_tokens_than_one_step_takes_are_served(running: Running) -> None:
+    # They differ from the start, or a cache of prefixes would make them few.
+    prompts = [[40 + i] + running.prompts[0] * 22 for i in range(24)]
+    groups = running.engine.generate(prompts, SamplingParams(max_tokens=3, seed=15))
+    assert sum(map(len, prompts)) > 6000
+    check_logprobs(running, running.model, groups, prompts=prompts)
+
+
+def test_keys_and_values_of_old_weights_do_not_serve_new_ones(running: Running) -> None:
+    prompts = [running.prompts[0] * 24]  # long enough for a cache of prefixes to keep it
+    params = SamplingParams(num_generations=2, max_tokens=3, seed=16)
+    running.engine.generate(prompts, params)
+    try:
+        running.engine.sync_weights(running.other.state_dict().items(), policy_version=1)
+        after = running.engine.generate(prompts, params)
+        check_logprobs(running, running.other, after, prompts=prompts)
+    finally:
+        running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
+
+
 def test_synced_weights_answer_and_stamp_the_next_samples(running: Running) -> None:
     params = SamplingParams(num_generations=3, max_tokens=12, seed=11)
     full = running.other.state_dict()
@@ -334,7 +244,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
 
 
 def test_requests_that_cannot_be_served_are_refused(running: Running) -> None:
-    longest = running.prompts[0] * 20
+    longest = running.prompts[0] * 40
     with pytest.raises(DataError, match="prompt 1 has"):
         running.engine.generate([running.prompts[0], longest[:MAX_LEN]], SamplingParams())
     with pytest.raises(ConfigError, match="temperature is -1"):

@@ -109,6 +109,13 @@ def test_a_model_directory_without_weights_is_code_4(tmp_path: Path, command: st
     assert "has no weights" in refused(tmp_path, [command, path], 4)
 
 
+def test_a_disk_without_space_is_code_4_before_anything_is_written(tmp_path: Path) -> None:
+    reserve = ["--set", "limits.min_free_gb=1000000"]
+    told = refused(tmp_path, ["run", write(tmp_path, GOOD), *reserve], 4)
+    assert "not enough disk space for a run" in told
+    assert "--home" in told
+
+
 def test_a_port_in_use_is_code_4_and_names_port_and_option(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

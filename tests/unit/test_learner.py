@@ -270,4 +270,3 @@ def test_the_schedule_warms_up_then_decays() -> None:
     cosine = section.model_copy(update={"schedule": "cosine"})
     assert schedule_factor(cosine, 9, 14) == pytest.approx(0.5)
     assert math.isclose(schedule_factor(cosine, 14, 14), 0.0, abs_tol=1e-12)
-

@@ -1,0 +1,177 @@
+"""The artifact store, stage identities, and checkpoints: complete or absent, never half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.core.artifacts import MANIFEST, Artifact, ArtifactStore, StageResult, check_free_disk
+from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.identity import explain_difference, identity_of, stage_parts
+from posttrain.core.training.checkpoint import (
+    LoopState,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from posttrain.core.training.optim import MasterOptimizer
+
+
+def stored(store: ArtifactStore, identity: str = "a" * 64) -> Path:
+    partial = store.begin("sft")
+    (partial / "model").mkdir()
+    (partial / "model" / "weights").write_text("w")
+    artifact = Artifact("model", str(partial / "model"), "d" * 64, "sft", parents=("p",))
+    result = StageResult("sft", "sft", "ran", (artifact,), {"sft/loss": 1.0}, 2.0)
+    return store.commit(partial, result, identity, {"steps": "3"})
+
+
+def test_a_stored_stage_is_found_again_with_its_files(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    folder = stored(store)
+    found, reason = store.lookup("sft", "a" * 64)
+    assert found is not None and reason == "cached"
+    assert found.artifact("model").path == folder / "model"
+    assert found.artifact("model").parents == ("p",)
+    assert not list(tmp_path.glob(".partial-*"))
+    assert store.lookup("sft", "b" * 64) == (None, "never computed")
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "added"])
+def test_a_damaged_stage_is_a_miss_that_says_so(tmp_path: Path, damage: str) -> None:
+    store = ArtifactStore(tmp_path)
+    weights = stored(store) / "model" / "weights"
+    if damage == "changed":
+        weights.write_text("x")
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        weights.with_name("more").write_text("x")
+    found, reason = store.lookup("sft", "a" * 64)
+    assert found is None and reason.startswith("damaged")
+
+
+def test_a_folder_without_a_manifest_is_not_a_result(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    (stored(store) / MANIFEST).unlink()
+    assert store.lookup("sft", "a" * 64)[0] is None
+
+
+RUN = {
+    "seed": 0,
+    "task": {"name": "arithmetic"},
+    "engine": "auto",
+    "model": {"source": "x", "dtype": "float32"},
+    "evaluation": {"num_problems": 4},
+    "name": "n",
+}
+STAGE = {"kind": "rl", "inputs": {"model": "sft"}, "steps": 3, "kl": {"coef": 0.1}}
+PLUGINS = [("reward", "accuracy", "posttrain", "1.2")]
+
+
+def parts(**changes: object) -> dict[str, str]:
+    run = {**RUN, **{k: v for k, v in changes.items() if k in RUN}}
+    stage = {**STAGE, **{k: v for k, v in changes.items() if k in STAGE}}
+    plugins = changes.get("plugins", PLUGINS)
+    digests = changes.get("digests", {"model": "d1"})
+    return stage_parts(run, stage, digests, plugins, "transformers", "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"steps": 4},
+        {"kl": {"coef": 0.2}},
+        {"digests": {"model": "d2"}},
+        {"plugins": [("reward", "accuracy", "posttrain", "1.3")]},
+        {"task": {"name": "arithmetic", "style": "word"}},
+        {"model": {"source": "x", "dtype": "bfloat16"}},
+    ],
+    ids=str,
+)
+def test_everything_that_decides_a_result_is_in_its_identity(change: dict[str, object]) -> None:
+    assert identity_of(parts(**change)) != identity_of(parts())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "other"}, {"model": {"source": "y", "dtype": "float32"}}, {"inputs": {"model": "b"}}],
+    ids=str,
+)
+def test_names_of_things_do_not_change_an_identity(change: dict[str, object]) -> None:
+    assert identity_of(parts(**change)) == identity_of(parts())
+
+
+def test_a_miss_names_what_changed() -> None:
+    now = parts(kl={"coef": 0.2}, plugins=[("reward", "accuracy", "posttrain", "1.3")])
+    told = explain_difference(now, [parts(steps=9, seed=5), parts()])
+    assert "kl.coef 0.1 -> 0.2" in told
+    assert "plugin reward accuracy posttrain 1.2 -> posttrain 1.3" in told
+    assert "steps" not in told
+    assert explain_difference(now, []) == "never computed"
+
+
+def make_optimizer(seed: int) -> MasterOptimizer:
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 2).to(torch.bfloat16)
+    return MasterOptimizer(module, OptimizerSection(learning_rate=0.1), 10)
+
+
+def train(optimizer: MasterOptimizer, steps: int) -> None:
+    for step in range(steps):
+        for param in optimizer._params:
+            param.backward(torch.full_like(param, 1.0 + step))  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def test_a_loaded_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
+    one = make_optimizer(0)
+    train(one, 3)
+    state = LoopState(3, {"coef": 0.5}, [{"step": 1.0}])
+    save_checkpoint(tmp_path / "step-000003", one, state)
+    two = make_optimizer(1)
+    assert load_checkpoint(tmp_path / "step-000003", two) == state
+    train(one, 2)
+    train(two, 2)
+    for left, right in zip(one._masters, two._masters, strict=True):
+        assert torch.equal(left, right)
+    for left, right in zip(one._params, two._params, strict=True):
+        assert torch.equal(left, right)
+    assert two.step_count == 5
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused_never_skipped(tmp_path: Path) -> None:
+    optimizer = make_optimizer(0)
+    folder = tmp_path / "step-000001"
+    save_checkpoint(folder, optimizer, LoopState(1, {}, []))
+    data = bytearray((folder / "exp_avg.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "exp_avg.safetensors").write_bytes(bytes(data))
+    with pytest.raises(RunError, match="damaged.*--fresh"):
+        load_checkpoint(folder, optimizer)
+    record = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(record | {"version": 99}))
+    with pytest.raises(RunError, match="schema version 99"):
+        load_checkpoint(folder, optimizer)
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    optimizer = make_optimizer(0)
+    assert newest_checkpoint(tmp_path) is None
+    for step in (2, 10):
+        save_checkpoint(tmp_path / f"step-{step:06d}", optimizer, LoopState(step, {}, []))
+    (tmp_path / "step-000011").mkdir()  # killed while it was written
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and newest.name == "step-000010"
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="not enough disk space for a run"):
+        check_free_disk(tmp_path / "home", 0.0, 1e9, "a run")
+    assert not (tmp_path / "home").exists()

@@ -1,0 +1,105 @@
+"""Rewards onto rows and tokens: what cannot be scored is never a zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
+from posttrain.core.data.packing import response_batch
+from posttrain.core.errors import RunError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.scoring import (
+    WeightedReward,
+    place_on_last_token,
+    rollout_metrics,
+    score_batch,
+    subtract_kl,
+)
+from posttrain.core.types import RewardSample, Score
+
+
+class Given(Reward[NoConfig]):
+    """R = what the test says."""
+
+    name, Config = "given", NoConfig
+
+    def __init__(self, values: list[float | None]) -> None:
+        super().__init__(NoConfig())
+        self.values = values
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+        return [Score(v) for v in self.values]
+
+
+@pytest.fixture
+def task(manager: PluginManager) -> Task[NoConfig]:
+    return manager.build(Task, "arithmetic")
+
+
+def batch_of(task: Task[NoConfig], texts: list[str]):  # type: ignore[no-untyped-def]
+    problem = task.problems("train", 1, 0)[0]
+    return response_batch(
+        prompts=[[5, 6, 7]] * len(texts),
+        responses=[[8] * (i + 1) for i in range(len(texts))],
+        group_ids=[0] * len(texts),
+        pad_token_id=0,
+        problems=[problem] * len(texts),
+        texts=[problem.answer if text == "right" else text for text in texts],
+    )
+
+
+def test_the_reward_is_the_weighted_sum_and_sits_on_the_last_sampled_token(
+    task: Task[NoConfig],
+) -> None:
+    batch = batch_of(task, ["right", "wrong"])
+    rewards = [WeightedReward(Given([1.0, 0.5]), 2.0), WeightedReward(Given([0.0, 1.0]), -1.0)]
+    scored = score_batch(batch, task, rewards)
+    assert scored.column("rewards").tolist() == [2.0, 0.0]
+    assert scored.column("acc").tolist() == [1.0, 0.0]
+    assert scored.column("token_rewards").tolist() == [[2.0, 0.0], [0.0, 0.0]]
+
+
+def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["a", "b", "c", "d"])
+    first = WeightedReward(Given([None, 1.0, math.inf, None]), 1.0)
+    second = WeightedReward(Given([None, None, 1.0, 0.25]), 1.0)
+    scored = score_batch(batch, task, [first, second])
+    assert scored.column("scored").tolist() == [False, True, False, True]
+    assert scored.column("rewards").tolist() == [0.0, 1.0, 0.0, 0.25]
+    assert scored.mask.sum(dim=1).tolist() == [0, 2, 0, 4]
+    metrics = rollout_metrics(scored, ["first", "second"])
+    assert metrics["reward/unscored_frac"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx(0.625)  # over the scored rows alone
+    assert metrics["reward/component/second"] == pytest.approx(0.625)
+
+
+def test_a_reward_that_returns_too_few_scores_is_refused(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["a", "b"])
+    with pytest.raises(RunError, match="returned 1 scores for 2 samples"):
+        score_batch(batch, task, [WeightedReward(Given([1.0]), 1.0)])
+
+
+def test_a_reward_is_never_placed_on_a_masked_token() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 0]])
+    placed = place_on_last_token(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
+    assert placed.tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 0], [4, 0, 0]]
+
+
+def test_kl_in_the_reward_can_make_a_middle_reward_positive(
+    task: Task[NoConfig], manager: PluginManager
+) -> None:
+    batch = batch_of(task, ["x", "x", "right"])
+    scored = score_batch(batch, task, [WeightedReward(Given([0.0, 0.0, 0.97]), 1.0)])
+    k1 = torch.tensor([[0.2, -0.1, 0.3]]).expand(3, 3)
+    shaped = subtract_kl(
+        scored.with_columns(old_logprobs=k1, ref_logprobs=torch.zeros(3, 3)),
+        manager.build(KlEstimator, "k1"),
+        0.1,
+    )
+    # R_RM = 1, a length penalty of 0.01 a token, k1 = (0.2, -0.1, 0.3), beta = 0.1.
+    torch.testing.assert_close(shaped.column("token_rewards")[2], torch.tensor([-0.02, 0.01, 0.94]))
+    assert shaped.column("token_rewards")[0, 1:].tolist() == [0.0, 0.0]
