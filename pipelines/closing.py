@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,7 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
         title = f"{pipeline.config.name}: held-out greedy accuracy"
         for path in before_after(bars, title, folder):
             tracker.log_file(path, "summary")
+        tracker.set_tags({"mlflow.note.content": note(pipeline, bars)})
     nodes = lineage_nodes(pipeline)
     (folder / "lineage.html").write_text(lineage_html(nodes))
     (folder / "lineage.md").write_text(lineage_markdown(nodes))
@@ -38,6 +39,24 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
         tracker.log_file(folder / name, "summary")
     for result in results.values():
         tracker.log_metrics({f"{result.name}/{k}": v for k, v in headline_metrics(result).items()})
+
+
+def note(pipeline: Pipeline, bars: Sequence[tuple[str, float, float, float]]) -> str:
+    """The description on top of the run's page, in Markdown."""
+    rows = [
+        f"| {n} | {100 * a:.1f} % | {100 * lo:.1f} to {100 * hi:.1f} % |" for n, a, lo, hi in bars
+    ]
+    return "\n".join(
+        [
+            pipeline.config.description or f"Pipeline `{pipeline.config.name}`.",
+            "",
+            "| evaluation | held-out accuracy | 95 % interval |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "Pictures: Artifacts > `summary` here; `plots` and `tables` in the child runs.",
+        ]
+    )
 
 
 def accuracies(results: Mapping[str, StageResult]) -> list[tuple[str, float, float, float]]:

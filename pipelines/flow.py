@@ -19,14 +19,19 @@ from posttrain.core.config.dag import dependencies
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.pipeline import Pipeline
 
+LiveResult = Live[StageResult]
+
 
 # Reuse across runs is decided by our own content hash, inside the task, so Prefect caches nothing.
 @task(task_run_name="{stage}", cache_policy=NO_CACHE, persist_result=False, retries=0)
-def run_stage(
-    stage: str, pipeline: Live[Pipeline], upstream: dict[str, StageResult]
-) -> StageResult:
-    """Run one stage, or reuse what an equal stage made before."""
-    return pipeline.value.run_stage(stage, upstream)
+def run_stage(stage: str, pipeline: Live[Pipeline], upstream: dict[str, LiveResult]) -> LiveResult:
+    """Run one stage, or reuse what an equal stage made before.
+
+    Results travel in handles, because Prefect draws its edges by the identity of values: two
+    results that hold one interned string would look connected.
+    """
+    inputs = {name: result.value for name, result in upstream.items()}
+    return Live(pipeline.value.run_stage(stage, inputs))
 
 
 @flow(
@@ -40,7 +45,7 @@ def post_training(name: str, config: dict[str, object], pipeline: Live[Pipeline]
     live = pipeline.value
     live.joined_flow(str(flow_run.id))
     parallel = live.config.limits.max_parallel_stages > 1
-    results: dict[str, StageResult | PrefectFuture[StageResult]] = {}
+    results: dict[str, LiveResult | PrefectFuture[LiveResult]] = {}
     for stage in live.resolved.order:
         upstream = {other: results[other] for other in dependencies(live.config.stages[stage])}
         if parallel:

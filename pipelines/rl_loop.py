@@ -70,9 +70,9 @@ class RlLoop:
         return range(self.first_step, self.stage.steps + 1)
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Every `evaluate_every` steps; the `evaluate` stage measures the last one."""
+        """Every `evaluate_every` steps, and after the last, so that the curve has both ends."""
         every = self.stage.evaluate_every
-        return every > 0 and step % every == 0 and step < self.stage.steps
+        return every > 0 and (step % every == 0 or step == self.stage.steps)
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Every `checkpoint_every` steps but the last, whose result is the stage's own artifact."""

@@ -183,8 +183,9 @@ def _traces(series: Series, group: str) -> list[go.Scatter]:
 def _curves_page(panels: Sequence[Panel]) -> go.Figure:
     titles = [f"<b>{html.escape(panel.title)}</b>" for panel in panels]
     figure = make_subplots(
-        rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.1, horizontal_spacing=0.1
+        rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.14, horizontal_spacing=0.1
     )
+    figure.update_annotations(yshift=22)
     for index, panel in enumerate(panels):
         row, column = index // 2 + 1, index % 2 + 1
         group = f"legend{index + 1}" if index else "legend"
@@ -193,14 +194,15 @@ def _curves_page(panels: Sequence[Panel]) -> go.Figure:
         figure.update_yaxes(title_text=panel.unit, row=row, col=column)
         figure.update_xaxes(title_text="optimizer step", row=row, col=column)
         axis = figure.get_subplot(row, column)
-        place = {"x": axis.xaxis.domain[0] + 0.01, "y": axis.yaxis.domain[1], "yanchor": "top"}
-        look = {"bgcolor": "rgba(255,255,255,0.7)", "font": {"size": 11}}
+        # Between title and panel, where no curve can be.
+        place = {"x": axis.xaxis.domain[0], "y": axis.yaxis.domain[1], "yanchor": "bottom"}
+        look = {"orientation": "h", "font": {"size": 11}}
         figure.update_layout({group: place | look})
         if not panel.series:
             figure.add_annotation(
                 text="not recorded", showarrow=False, x=0.5, y=0.5, row=row, col=column
             )
-    figure.update_layout(height=1080)
+    figure.update_layout(height=1180)
     return figure
 
 
@@ -233,7 +235,7 @@ def _page(figure: go.Figure, title: str, note: str) -> str:
         title={"text": f"<b>{html.escape(title)}</b><br><sub>{note}</sub>", "x": 0.02},
         template="plotly_white",
         font={"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 13},
-        margin={"l": 70, "r": 20, "t": 100, "b": 50},
+        margin={"l": 70, "r": 20, "t": 160, "b": 50},
     )
     config = {"displaylogo": False, "responsive": True}
     page: str = figure.to_html(include_plotlyjs=True, include_mathjax=False, config=config)

@@ -77,7 +77,7 @@ def test_stages_are_child_runs_with_a_metric_history_per_step(
         steps = [m.step for m in client.get_metric_history(rl, key)]
         assert steps == [1, 2, 3, 4], key
     evaluated = [m.step for m in client.get_metric_history(rl, "eval/greedy_accuracy")]
-    assert evaluated == [0, 2]
+    assert evaluated == [0, 2, 4]
 
 
 def test_engine_and_trainer_agree_on_every_step(first: Finished, client: MlflowClient) -> None:
