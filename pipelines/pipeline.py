@@ -157,7 +157,7 @@ class Pipeline:
             result = self._store(
                 name, kind, output, inputs, identity, parts, partial, tracker, began
             )
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the run is ended and the error goes on
             status: FinalStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
             self.store.discard(partial)
             tracker.finish(status)

@@ -1,0 +1,143 @@
+"""SFT and reward model on a tiny Llama: what takes loss, what is a pair, what is read where."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.core.config.schema import ModelSection, OptimizerSection
+from posttrain.core.contracts import PreferenceLoss, Reward, RewardContext, Task
+from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.models.loading import (
+    ModelRuntime,
+    load_policy,
+    load_reward_model,
+    save_model,
+)
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.reward_model import (
+    Pair,
+    make_pairs,
+    pair_hits,
+    preference_step,
+    score_batch_rows,
+    score_sequences,
+    split_pairs,
+)
+from posttrain.core.training.sft import sft_step, worked_batch
+from posttrain.core.types import Problem, RewardSample, Verdict
+from tests.helpers.tiny import make_tiny_model
+
+RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
+PROBLEM = Problem("k", "p", "a", "w")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_sft_takes_loss_on_the_response_and_its_end_only(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    tokenizer = ChatTokenizer.load(model_dir)
+    problems = manager.build(Task, "arithmetic").problems("train", 3, 0)
+    batch = worked_batch(tokenizer, problems)
+    for row, problem in enumerate(problems):
+        ids = batch.response_ids[row][batch.mask[row].bool()].tolist()
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode_response(ids) == problem.worked
+
+
+def test_sft_learns_a_worked_answer_and_does_not_depend_on_the_split(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    tokenizer = ChatTokenizer.load(model_dir)
+    problems = manager.build(Task, "arithmetic").problems("train", 5, 0)
+    curves = []
+    for micro in (5, 2):
+        model = load_policy(model_dir, RUNTIME)
+        optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-2), 20)
+        batch = worked_batch(tokenizer, problems)
+        steps = [sft_step(model, optimizer, batch, micro_batch_size=micro) for _ in range(20)]
+        curves.append([step["sft/loss"] for step in steps])
+    assert curves[0][-1] < 0.5 * curves[0][0]
+    assert curves[0][:3] == pytest.approx(curves[1][:3], rel=1e-3)
+
+
+def test_pairs_join_distinct_right_and_wrong_answers() -> None:
+    answers = [((1,), True), ((1,), True), ((2,), True), ((8,), False), ((9,), False)]
+    pairs = make_pairs("k", (5,), answers, max_pairs=3)
+    assert len(pairs) == len(set(pairs)) == 3
+    assert {p.chosen_ids for p in pairs} <= {(5, 1), (5, 2)}
+    assert {p.rejected_ids for p in pairs} <= {(5, 8), (5, 9)}
+    assert len(make_pairs("k", (5,), answers, max_pairs=99)) == 4
+    assert make_pairs("k", (5,), [((1,), True)], max_pairs=3) == []
+
+
+def test_held_out_pairs_are_of_other_problems() -> None:
+    pairs = [Pair(f"k{i % 5}", (i,), (i + 1,)) for i in range(20)]
+    train, held_out = split_pairs(pairs, 0.2)
+    assert {p.problem_key for p in held_out} == {"k4"}
+    assert not {p.problem_key for p in train} & {"k4"}
+    assert len(train) + len(held_out) == 20
+
+
+def test_a_new_reward_model_scores_0_and_its_first_loss_is_ln_2(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    model = load_reward_model(model_dir, RUNTIME, new_head=True)
+    pairs = [Pair("k", (4, 5, 10 + i), (4, 5, 40 + i, 7)) for i in range(6)]
+    loss = manager.build(PreferenceLoss, "bradley_terry")
+    optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-2), 10)
+    first = preference_step(model, optimizer, pairs, loss, micro_batch_size=4)
+    assert first["loss/preference"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rm/pair_accuracy"] == 0.0  # a tie is not a hit
+    for _ in range(9):
+        last = preference_step(model, optimizer, pairs, loss, micro_batch_size=4)
+    assert last["loss/preference"] < 0.3
+    assert pair_hits(model, pairs, batch_size=4) == 6
+
+
+def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
+    model_dir: Path, tmp_path: Path, manager: PluginManager
+) -> None:
+    model = load_reward_model(model_dir, RUNTIME, new_head=True)
+    torch.nn.init.normal_(model.get_submodule("score").weight)
+    prompts = [(10, 11, 12), (10, 11, 12), (20, 21)]
+    responses = [(30,), (31, 32, 33), (34, 35)]
+    batch = response_batch(
+        prompts=prompts,
+        responses=responses,
+        group_ids=[0, 0, 1],
+        pad_token_id=0,
+        problems=[PROBLEM] * 3,
+    )
+    rows = [p + r for p, r in zip(prompts, responses, strict=True)]
+    with torch.no_grad():
+        shared = score_batch_rows(model, batch)
+        apart = torch.cat([score_sequences(model, [row]) for row in rows])
+        together = score_sequences(model, rows)
+    torch.testing.assert_close(shared, apart, rtol=0, atol=1e-5)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+
+    save_model(model, ChatTokenizer.load(model_dir).tokenizer, tmp_path / "rm")
+    reward = manager.build(Reward, "reward_model", {"transform": "none"})
+    assert reward.needs_inputs == {"reward_model"}
+    inputs = {"reward_model": tmp_path / "rm"}
+    reward.setup(RewardContext(inputs, torch.float32, torch.device("cpu"), "eager", 2))
+    samples = [
+        RewardSample(PROBLEM, p, r, "", False, Verdict(0.0, None))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    values = [score.value for score in reward.score(samples)]
+    assert values == pytest.approx(apart.tolist(), abs=1e-5)
+
+
+def test_auto_attention_is_eager_on_a_cpu() -> None:
+    assert ModelRuntime.from_config(ModelSection(device="cpu")).attention == "eager"
