@@ -22,7 +22,7 @@ from posttrain.core.contracts import (
 from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import evaluate_policy
-from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.scoring import (
     WeightedReward,
@@ -155,6 +155,7 @@ class RlLoop:
             result = self.learner.update(
                 batch, step, coef if self.stage.kl.place == "loss" else 0.0, self.context.check
             )
+            trim_heap()
         self.metrics |= result.metrics
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]

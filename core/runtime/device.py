@@ -65,10 +65,18 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give glibc's free pages back to the kernel.
+
+    Once a step is cheap. Without it, buffers of ever new sizes leave holes that no later one fits,
+    and resident memory grows by a third over 30 steps.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def peak_memory_gb() -> float:
