@@ -270,3 +270,15 @@ def test_the_schedule_warms_up_then_decays() -> None:
     cosine = section.model_copy(update={"schedule": "cosine"})
     assert schedule_factor(cosine, 9, 14) == pytest.approx(0.5)
     assert math.isclose(schedule_factor(cosine, 14, 14), 0.0, abs_tol=1e-12)
+
+
+def test_gradients_of_micro_batches_add_up_in_the_float32_masters(model_dir: Path) -> None:
+    model = load(model_dir, torch.bfloat16)
+    optimizer = MasterOptimizer(model, OptimizerSection(), 10)
+    for value in (1.0, 2.0**-10):  # in bfloat16 the sum would be 1
+        for param in model.parameters():
+            param.backward(torch.full_like(param, value))  # type: ignore[no-untyped-call]
+    for master, param in zip(optimizer._masters, model.parameters(), strict=True):
+        assert param.grad is None
+        assert master.grad is not None and master.grad.dtype == torch.float32
+        assert torch.equal(master.grad, torch.full_like(master, 1.0 + 2.0**-10))
