@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from transformers import (
 from posttrain.core.config.schema import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
+
+# transformers swaps global state (default dtype, weight initialisers) while it loads a model, so
+# two stage threads must not load at once.
+LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +67,16 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
     try:
-        model = auto.from_pretrained(  # type: ignore[attr-defined]
-            path,
-            dtype=runtime.dtype,
-            attn_implementation=runtime.attention,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **extra,
-        )
+        with LOADING:
+            model = auto.from_pretrained(  # type: ignore[attr-defined]
+                path,
+                dtype=runtime.dtype,
+                attn_implementation=runtime.attention,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **extra,
+            )
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ResourceError(

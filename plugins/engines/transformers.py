@@ -111,19 +111,20 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             )
         from transformers import AutoModelForCausalLM, __version__
 
-        from posttrain.core.models.loading import refuse_scaled_logits
+        from posttrain.core.models.loading import LOADING, refuse_scaled_logits
 
         options: dict[str, Any] = {}  # Any: keyword arguments of from_pretrained
         if self.config.attention != "auto":
             options["attn_implementation"] = self.config.attention
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            setup.model_dir,
-            dtype=setup.dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **options,
-        )
+        with LOADING:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                setup.model_dir,
+                dtype=setup.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **options,
+            )
         refuse_scaled_logits(model)
         if self.config.attention == "auto" and setup.device.type == "cpu" and _can_group(model):
             _use_grouped_attention(model)

@@ -106,3 +106,16 @@ def history(run: Finished) -> dict[str, list[tuple[int, float]]]:
         for key in sorted(rl.data.metrics)
         if not key.startswith(measured)
     }
+
+
+def test_a_stage_that_cannot_go_on_says_so_in_one_sentence(config: Path, tmp_path: Path) -> None:
+    """A prompt longer than the model allows is found when the stage has begun."""
+    home = tmp_path / "home"
+    limit = "model.max_model_len=20"
+    done = run_command("run", str(config), "--set", limit, "--home", str(home))
+    assert done.code == 3, done.text
+    assert "exceeds model.max_model_len 20" in done.text
+    assert "Traceback" not in done.text
+    assert done.text.count("error: ") == 1
+    assert set(statuses(home)) == {"FAILED"}
+    assert not list((home / "artifacts").glob("*"))

@@ -42,7 +42,8 @@ def first(workspace: Path) -> Finished:
 
 @pytest.fixture(scope="module")
 def client(first: Finished) -> MlflowClient:
-    return MlflowClient(first.result["mlflow_uri"])
+    uri = first.result["mlflow_uri"]
+    return MlflowClient(uri, registry_uri=uri)
 
 
 def children(client: MlflowClient, first: Finished) -> dict[str, Any]:
