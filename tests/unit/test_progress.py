@@ -41,7 +41,8 @@ def test_a_short_stage_prints_every_step_and_how_it_ended() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0] == "[rl] started (rl, 3 steps)"
     assert [line.split("  ")[0] for line in lines[1:4]] == [f"[rl] step {i}/3" for i in (1, 2, 3)]
-    assert "left" in lines[1] and "left" not in lines[3]
+    # One step says nothing of the pace: a stage may begin with slow work, or continue at step 20.
+    assert ["left" in line for line in lines[1:4]] == [False, True, False]
     assert lines[-1] == "[rl] ran in 1 min 1 s  held-out 50.0%"
 
 
