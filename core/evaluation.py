@@ -74,14 +74,14 @@ def _evaluate_part(
     )
     sampled_accuracy: list[float | None] = [None] * len(problems)
     if section.num_samples:
-        # The seed depends on the problems, so that batch_size does not change what is drawn.
+        # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
         sampled = engine.generate(
             prompts,
             SamplingParams(
                 num_generations=section.num_samples,
                 max_tokens=section.max_response_length,
                 temperature=section.temperature,
-                seed=derive_seed(seed, "evaluate", problems[0].key),
+                seed=derive_seed(seed, "evaluate"),
             ),
         )
         for i, (problem, completions) in enumerate(zip(problems, sampled, strict=True)):

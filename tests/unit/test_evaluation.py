@@ -1,0 +1,65 @@
+"""Evaluations on a real engine: what is drawn, and what room the engine makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.contracts import NoConfig, Task
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.evaluation import Evaluation, evaluate_policy
+from posttrain.core.types import Problem, Split, Verdict
+from posttrain.pipelines.engines import largest_request
+from tests.helpers.engines import make_engine, make_setup
+from tests.helpers.tiny import make_tiny_model
+
+PROBLEMS = [Problem(f"p{i}", f"say {i}", "", "") for i in range(6)]
+
+
+class EvenLength(Task[NoConfig]):
+    """An answer is right when it has an even number of characters: half of them, by chance."""
+
+    name = "even_length"
+    Config = NoConfig
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        return PROBLEMS[:count]
+
+    def verify(self, problem: Problem, text: str) -> Verdict:
+        return Verdict(float(len(text) % 2 == 0), text)
+
+
+def evaluate(folder: Path, batch_size: int) -> Evaluation:
+    engine = make_engine("transformers")
+    engine.start(make_setup(folder))
+    section = EvaluationSection(
+        num_problems=6, max_response_length=12, num_samples=16, batch_size=batch_size
+    )
+    tokenizer = ChatTokenizer.load(folder, None)
+    return evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), PROBLEMS, section, seed=3)
+
+
+def test_the_batch_size_changes_no_answer(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    whole, split = evaluate(folder, 6), evaluate(folder, 4)
+    assert split.rows == whole.rows
+    assert len({row.sampled_accuracy for row in whole.rows}) > 1  # otherwise it would show nothing
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        ([], 16 * 8),
+        (["stages.rl.prompts_per_step=40"], 320),
+        (["stages.reward_model.num_generations=9"], 16 * 9),
+        (["evaluation.batch_size=150"], 150),
+    ],
+)
+def test_the_engine_makes_room_for_the_largest_request_of_any_stage(
+    overrides: list[str], rows: int
+) -> None:
+    loaded = load_config([Path("quickstart")], overrides)
+    assert largest_request(loaded.config) == rows
