@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.schema import EvaluateStage, RewardModelStage, RlStage, RunConfig
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
@@ -44,6 +44,23 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
+PAIR_PROMPTS_PER_CALL = 16
+"""Problems that a reward-model stage samples answers to at once."""
+
+
+def largest_request(config: RunConfig) -> int:
+    """Most sequences that any stage samples at once: what the engine makes room for."""
+    sizes = [config.evaluation.batch_size]
+    for stage in config.stages.values():
+        if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
+            sizes.append(stage.evaluation.batch_size)
+        elif isinstance(stage, RewardModelStage):
+            sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
+        elif isinstance(stage, RlStage):
+            sizes.append(stage.prompts_per_step * stage.num_generations)
+    return max(sizes)
+
+
 class EnginePool:
     """Lends the run's engine to one stage at a time."""
 
@@ -54,11 +71,11 @@ class EnginePool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lease(self, model_dir: Path, max_batch_size: int) -> Iterator[RolloutEngine[Any]]:
+    def lease(self, model_dir: Path) -> Iterator[RolloutEngine[Any]]:
         """The engine with the weights of `model_dir`, at policy version 0."""
         with self._lock:
             if self._engine is None:
-                self._engine = self._start(model_dir, max_batch_size)
+                self._engine = self._start(model_dir)
             else:
                 self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
             yield self._engine
@@ -69,7 +86,7 @@ class EnginePool:
             self._engine.close()
             self._engine = None
 
-    def _start(self, model_dir: Path, max_batch_size: int) -> RolloutEngine[Any]:
+    def _start(self, model_dir: Path) -> RolloutEngine[Any]:
         fields = {} if isinstance(self.config.engine, str) else self.config.engine.fields()
         engine: RolloutEngine[Any] = self.manager.build(RolloutEngine, self.name, fields)
         reason = type(engine).unavailable_reason()
@@ -82,7 +99,7 @@ class EnginePool:
                 dtype=self.runtime.dtype,
                 device=self.runtime.device,
                 max_model_len=self.config.model.max_model_len,
-                max_batch_size=max_batch_size,
+                max_batch_size=largest_request(self.config),
                 stop_token_ids=(tokenizer.eos_token_id,),
                 pad_token_id=tokenizer.pad_token_id,
                 seed=derive_seed(self.config.seed, "engine") % 2**31,

@@ -30,7 +30,7 @@ def run_evaluate(context: StageContext) -> StageOutput:
         context.check()
         context.reporter.step_done(context.name, done, {})
 
-    with context.engines.lease(context.model_dir, section.batch_size) as engine:
+    with context.engines.lease(context.model_dir) as engine:
         evaluation = evaluate_policy(
             engine, tokenizer, context.task, problems, section, context.run.seed, progress
         )

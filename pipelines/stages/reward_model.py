@@ -23,9 +23,8 @@ from posttrain.core.training.reward_model import (
     split_pairs,
 )
 from posttrain.core.types import Problem, SamplingParams
+from posttrain.pipelines.engines import PAIR_PROMPTS_PER_CALL
 from posttrain.pipelines.stages.context import StageContext, StageOutput
-
-_PROMPTS_PER_CALL = 16
 
 
 def run_reward_model(context: StageContext) -> StageOutput:
@@ -35,8 +34,7 @@ def run_reward_model(context: StageContext) -> StageOutput:
     problems = context.training_problems(stage.num_prompts)
     tokenizer = context.tokenizer()
     context.check_lengths(tokenizer, problems, stage.generation.max_response_length)
-    rows_per_call = _PROMPTS_PER_CALL * stage.num_generations
-    with context.engines.lease(context.model_dir, rows_per_call) as engine:
+    with context.engines.lease(context.model_dir) as engine:
         pairs = sample_pairs(context, stage, engine, tokenizer, problems)
     train, held_out = split_pairs(pairs, stage.held_out_fraction)
     if not train or not held_out:
@@ -59,9 +57,9 @@ def sample_pairs(
     """(right, wrong) pairs of the engine's own answers to `problems`."""
     pairs: list[Pair] = []
     table: list[dict[str, object]] = []
-    for start in range(0, len(problems), _PROMPTS_PER_CALL):
+    for start in range(0, len(problems), PAIR_PROMPTS_PER_CALL):
         context.check()
-        part = problems[start : start + _PROMPTS_PER_CALL]
+        part = problems[start : start + PAIR_PROMPTS_PER_CALL]
         prompts = [tokenizer.encode_prompt(p) for p in part]
         params = SamplingParams(
             num_generations=stage.num_generations,

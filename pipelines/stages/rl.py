@@ -38,8 +38,7 @@ def run_rl(context: StageContext) -> StageOutput:
     """Train the input model with reinforcement learning; saves the result and the curves."""
     stage = context.stage
     assert isinstance(stage, RlStage)
-    rows = stage.prompts_per_step * stage.num_generations
-    with context.engines.lease(context.model_dir, rows) as engine:
+    with context.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine)
         found = newest_checkpoint(context.checkpoints)
         if found is not None:
