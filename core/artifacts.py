@@ -92,6 +92,14 @@ def tree_digests(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
 
+def digests_below(files: Mapping[str, str], path: str) -> dict[str, str]:
+    """The part of `files` (of `tree_digests`) that is the file or folder at relative `path`."""
+    if path in files:
+        return {Path(path).name: files[path]}
+    start = f"{path}/"
+    return {n.removeprefix(start): digest for n, digest in files.items() if n.startswith(start)}
+
+
 def combine_digests(digests: Mapping[str, str]) -> str:
     """One sha256 over names and digests, independent of their order."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
@@ -137,11 +145,17 @@ class ArtifactStore:
         shutil.rmtree(partial, ignore_errors=True)
 
     def commit(
-        self, partial: Path, result: StageResult, identity: str, why: dict[str, str]
+        self,
+        partial: Path,
+        result: StageResult,
+        identity: str,
+        why: Mapping[str, str],
+        files: Mapping[str, str],
     ) -> Path:
         """Write the manifest (last) and rename `partial` into place; returns the final folder.
 
-        `why` holds the named parts of the identity, so that a later miss can be explained.
+        `why` holds the named parts of the identity, so that a later miss can be explained; `files`
+        are the `tree_digests` of `partial`.
         """
         final = self.folder(result.name, identity)
         moved = [
@@ -151,14 +165,14 @@ class ArtifactStore:
         manifest = {
             "version": MANIFEST_VERSION,
             "identity": identity,
-            "parts": why,
+            "parts": dict(why),
             "stage": result.name,
             "kind": result.kind,
             "metrics": dict(result.metrics),
             "seconds": result.seconds,
             "mlflow_run_id": result.mlflow_run_id,
             "artifacts": moved,
-            "files": tree_digests(partial),
+            "files": dict(files),
         }
         temporary = partial / f"{MANIFEST}.tmp"
         with temporary.open("w") as stream:

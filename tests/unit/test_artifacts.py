@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.artifacts import MANIFEST, Artifact, ArtifactStore, StageResult, check_free_disk
+from posttrain.core.artifacts import (
+    MANIFEST,
+    Artifact,
+    ArtifactStore,
+    StageResult,
+    check_free_disk,
+    digests_below,
+    tree_digests,
+)
 from posttrain.core.config.schema import OptimizerSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.identity import explain_difference, identity_of, stage_parts
@@ -28,7 +36,7 @@ def stored(store: ArtifactStore, identity: str = "a" * 64) -> Path:
     (partial / "model" / "weights").write_text("w")
     artifact = Artifact("model", str(partial / "model"), "d" * 64, "sft", parents=("p",))
     result = StageResult("sft", "sft", "ran", (artifact,), {"sft/loss": 1.0}, 2.0)
-    return store.commit(partial, result, identity, {"steps": "3"})
+    return store.commit(partial, result, identity, {"steps": "3"}, tree_digests(partial))
 
 
 def test_a_stored_stage_is_found_again_with_its_files(tmp_path: Path) -> None:
@@ -40,6 +48,16 @@ def test_a_stored_stage_is_found_again_with_its_files(tmp_path: Path) -> None:
     assert found.artifact("model").parents == ("p",)
     assert not list(tmp_path.glob(".partial-*"))
     assert store.lookup("sft", "b" * 64) == (None, "never computed")
+
+
+def test_the_digest_of_a_part_is_that_of_the_part_alone(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("a/one", "a/b/two", "ab", "a.json"):
+        (tmp_path / name).write_text(name)
+    files = tree_digests(tmp_path)
+    assert digests_below(files, "a") == tree_digests(tmp_path / "a")
+    assert digests_below(files, "a/b") == tree_digests(tmp_path / "a" / "b")
+    assert digests_below(files, "a.json") == {"a.json": files["a.json"]}
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "added"])
