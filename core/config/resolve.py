@@ -235,14 +235,13 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
             f"{loaded.where((*place, 'rewards'))}: stages.{name}.rewards: every reward has weight "
             "0, so nothing can be learned; give at least one a weight other than 0"
         )
-    sequences = stage.prompts_per_step * stage.num_generations
-    if sequences % stage.num_mini_batches:
-        fits = [n for n in range(1, min(sequences, 64) + 1) if sequences % n == 0]
+    prompts = stage.prompts_per_step
+    if prompts % stage.num_mini_batches:
+        fits = [n for n in range(1, min(prompts, 64) + 1) if prompts % n == 0]
         yield (
             f"{loaded.where((*place, 'num_mini_batches'))}: stages.{name}.num_mini_batches: "
-            f"{stage.prompts_per_step} prompts x {stage.num_generations} generations = {sequences} "
-            f"sequences do not divide into {stage.num_mini_batches} mini-batches; choose one of "
-            f"{fits}"
+            f"{prompts} prompts per step do not divide into {stage.num_mini_batches} mini-batches "
+            f"(the responses of a prompt stay together); choose one of {fits}"
         )
     kl = stage.kl
     if kl.place == "reward" and kl.estimator.name != "k1" and not kl.allow_biased_reward_kl:

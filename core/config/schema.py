@@ -179,7 +179,9 @@ class RlStage(StageBase):
     prompts_per_step: int = Field(default=16, ge=1)
     num_generations: int = Field(default=8, ge=1, description="responses per prompt (group size)")
     epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
-    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
+    num_mini_batches: int = Field(
+        default=1, ge=1, description="optimizer steps per pass; divides prompts_per_step"
+    )
     micro_batch_size: int = Field(
         default=32, ge=1, description="sequences per forward and backward; memory only, never maths"
     )
