@@ -41,4 +41,4 @@ def posttrain_on_step_end(stage: str, step: int, metrics: Mapping[str, float]) -
 
 @hookspec
 def posttrain_on_stage_end(stage: str, status: str, metrics: Mapping[str, float]) -> None:
-    """Called once a stage has finished; `status` is `ran`, `cached` or `failed`."""
+    """Called once a stage has ended: `ran`, `cached`, `resumed`, `failed` or `killed`."""

@@ -165,10 +165,10 @@ class RichReporter(AbstractContextManager["RichReporter"]):
     def stage_finished(
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Fill the bar unless the stage failed, and show how it ended."""
+        """Fill the bar unless the stage failed or was killed, and show how it ended."""
         task = self._task(stage, 1)
         shown = f"{status} in {duration(seconds)}  {describe(metrics)}".rstrip()
-        if status == "failed":
+        if status in ("failed", "killed"):
             self._progress.stop_task(task)
             self._progress.update(task, shown=shown)
             return

@@ -18,7 +18,7 @@ class Reporter(Protocol):
     def stage_finished(
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """A stage ended as `ran`, `cached`, `resumed` or `failed`."""
+        """A stage ended as `ran`, `cached`, `resumed`, `failed` or `killed`."""
 
     def say(self, text: str) -> None:
         """A line worth reading."""

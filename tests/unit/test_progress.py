@@ -77,6 +77,17 @@ def test_the_live_display_shows_stage_metrics_and_end() -> None:
         assert text in shown
 
 
+@pytest.mark.parametrize(("status", "filled"), [("ran", 5), ("failed", 2), ("killed", 2)])
+def test_a_stage_that_did_not_end_keeps_its_bar_where_it_was(status: str, filled: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with RichReporter(console) as reporter:
+        reporter.stage_started("rl", "rl", 5)
+        reporter.step_done("rl", 2, {})
+        reporter.stage_finished("rl", status, 3.0, {})
+        (task,) = reporter._progress.tasks
+        assert task.completed == filled
+
+
 def test_away_from_a_terminal_or_on_request_the_lines_are_plain() -> None:
     assert isinstance(progress.make_reporter(json=False, plain=True), PlainReporter)
     reporter: Reporter = progress.make_reporter(json=True, plain=True)
