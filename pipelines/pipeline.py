@@ -16,6 +16,7 @@ from posttrain.core.artifacts import (
     StageResult,
     check_free_disk,
     combine_digests,
+    digests_below,
     tree_digests,
 )
 from posttrain.core.config.dag import makes
@@ -78,6 +79,11 @@ class Pipeline:
         """The resolved config."""
         return self.resolved.config
 
+    def warn(self, text: str) -> None:
+        """Show a warning now, and again in the run's summary."""
+        self.warnings.append(text)
+        self.reporter.warn(text)
+
     def check(self) -> None:
         """Raise `Stop` once somebody asked to stop; called between pieces of work."""
         if self.stop_requested.is_set():
@@ -103,7 +109,7 @@ class Pipeline:
             if found is not None:
                 return self._reuse(found)
             if reason.startswith("damaged"):
-                self.reporter.warn(f"{name}: computed again, because its stored result is {reason}")
+                self.warn(f"{name}: computed again, because its stored result is {reason}")
         result = self._compute(name, stage, inputs, identity, parts)
         self.results[name] = result
         return result
@@ -158,11 +164,12 @@ class Pipeline:
                 name, kind, output, inputs, identity, parts, partial, tracker, began
             )
         except BaseException as error:  # Ctrl-C too: the run is ended and the error goes on
-            status: FinalStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
+            killed = self.stop_requested.is_set() or not isinstance(error, Exception)
+            status: FinalStatus = "KILLED" if killed else "FAILED"
             self.store.discard(partial)
             tracker.finish(status)
             self.reporter.stage_finished(name, status.lower(), time.perf_counter() - began, {})
-            self._tell_listeners(name, "failed", {})
+            self._tell_listeners(name, status.lower(), {})
             raise
         shutil.rmtree(checkpoints, ignore_errors=True)
         tracker.finish("FINISHED")
@@ -193,6 +200,7 @@ class Pipeline:
             tracker=tracker,
             mlflow_uri=self.tracker.uri,
             reporter=self.reporter,
+            warn=self.warn,
             check=self.check,
         )
 
@@ -210,12 +218,12 @@ class Pipeline:
     ) -> StageResult:
         """Digest what was made, link it in MLflow, move it to its final place."""
         final = self.store.folder(name, identity)
+        files = tree_digests(partial)
         artifacts = []
         for made_kind, path in output.made.items():
-            digest = combine_digests(
-                tree_digests(path) if path.is_dir() else tree_digests(path.parent)
-            )
-            uri = str(final / path.relative_to(partial))
+            relative = path.relative_to(partial).as_posix()
+            digest = combine_digests(digests_below(files, relative))
+            uri = str(final / relative)
             model_id = ""
             if made_kind in ("model", "reward_model"):
                 model_id = tracker.log_model_output(name=name, uri=uri, digest=digest, step=0)
@@ -239,7 +247,7 @@ class Pipeline:
             seconds=time.perf_counter() - began,
             mlflow_run_id=tracker.run_id,
         )
-        folder = self.store.commit(partial, result, identity, parts)
+        folder = self.store.commit(partial, result, identity, parts, files)
         moved = tuple(
             replace(item, uri=str(folder / Path(item.uri).relative_to(partial)))
             for item in result.artifacts

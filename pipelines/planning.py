@@ -43,11 +43,10 @@ def parts_of_stage(
     )
 
 
-def plan_stages(resolved: ResolvedRun, home: Path) -> list[StagePlan]:
+def plan_stages(resolved: ResolvedRun, home: Path, manager: PluginManager) -> list[StagePlan]:
     """What `run` would do with each stage, in order. Reads only; a model is not downloaded."""
     store = ArtifactStore(home / "artifacts")
     config = resolved.config
-    manager = PluginManager()
     engine = choose_engine(config, manager, ModelRuntime.from_config(config.model))
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
     fingerprint = task.fingerprint()

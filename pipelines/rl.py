@@ -65,7 +65,7 @@ def checkpoint(loop: LiveLoop, step: int) -> None:
     loop.value.checkpoint(step)
 
 
-@flow(name="rl", validate_parameters=False, persist_result=False)
+@flow(name="rl", flow_run_name="{stage}", validate_parameters=False, persist_result=False)
 def rl_flow(stage: str, loop: LiveLoop) -> None:
     """All steps of one RL stage, from where the loop stands to its last step."""
     if loop.value.evaluates_before_first_step:

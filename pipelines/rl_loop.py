@@ -165,7 +165,7 @@ class RlLoop:
         names = [w.reward.name for w in self.rewards]
         self.context.tracker.log_table("samples", step, sample_rows(batch, names))
         if result.metrics.get("mismatch/k3", 0.0) > self.stage.mismatch_alarm:
-            self.context.reporter.warn(
+            self.context.warn(
                 f"step {step}: engine and trainer log-probs disagree (mismatch/k3 "
                 f"{result.metrics['mismatch/k3']:.4f} > {self.stage.mismatch_alarm}): check that "
                 "both use one precision and that weights are synced"

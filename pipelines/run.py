@@ -32,7 +32,9 @@ class RunOptions:
     no_cache: bool = False
 
 
-def execute(resolved: ResolvedRun, options: RunOptions, reporter: Reporter) -> RunResult:
+def execute(
+    resolved: ResolvedRun, manager: PluginManager, options: RunOptions, reporter: Reporter
+) -> RunResult:
     """Run the pipeline. Raises `PosttrainError` for what a user can mend.
 
     Whatever happens, MLflow runs are ended with the right status (KILLED after Ctrl-C or SIGTERM),
@@ -50,7 +52,7 @@ def execute(resolved: ResolvedRun, options: RunOptions, reporter: Reporter) -> R
     pipeline = assemble(
         resolved,
         options.home,
-        PluginManager(),
+        manager,
         reporter,
         no_cache=options.no_cache,
         fresh=options.fresh,
@@ -91,10 +93,16 @@ def _run_flow(pipeline: Pipeline) -> None:
     # Heartbeats find dead workers of a deployment; here they only cost a second of thread joining.
     with stop_on_signals(pipeline), temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
-            flow(config.name, config.model_dump(mode="json"), Live(pipeline))
+            flow(f"{config.name}-seed{config.seed}", config.model_dump(mode="json"), Live(pipeline))
         except TerminationSignal as error:
             pipeline.stop_requested.set()
             raise KeyboardInterrupt from error
+        except Exception as error:
+            # An interrupt can strike inside a library that makes an error of its own of it (Prefect
+            # does while a task run begins), so what follows a stop signal is the stop.
+            if pipeline.stop_requested.is_set():
+                raise KeyboardInterrupt from error
+            raise
 
 
 @contextmanager

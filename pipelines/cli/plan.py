@@ -42,12 +42,11 @@ def plan(
     home = home.expanduser().resolve()
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            resolved, _ = resolve_configs(configs, overrides)
+            resolved, manager = resolve_configs(configs, overrides)
             from posttrain.pipelines.planning import plan_stages
 
-            status = {
-                stage.name: (stage.cached, stage.reason) for stage in plan_stages(resolved, home)
-            }
+            plans = plan_stages(resolved, home, manager)
+            status = {stage.name: (stage.cached, stage.reason) for stage in plans}
         rows = stage_rows(resolved.config, resolved.order, status)
         known = model_note(resolved.config)
         print_plan(rows, known, text_console(as_json))

@@ -60,9 +60,8 @@ def run(
             from posttrain.pipelines.run import RunOptions, execute
 
             with make_reporter(json=as_json, plain=plain) as reporter:
-                result = execute(
-                    resolved, RunOptions(home=home, fresh=fresh, no_cache=no_cache), reporter
-                )
+                options = RunOptions(home=home, fresh=fresh, no_cache=no_cache)
+                result = execute(resolved, manager, options, reporter)
         from posttrain.pipelines.summary import print_summary, to_json
 
         print_summary(result, text_console(as_json))

@@ -54,6 +54,7 @@ class StageContext:
     tracker: StageTracker
     mlflow_uri: str
     reporter: Reporter
+    warn: Callable[[str], None]
     check: Callable[[], None]
 
     @property

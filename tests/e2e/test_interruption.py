@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 
 from tests.helpers.pipeline import Finished, run_command, start_command, tiny_config, write_config
@@ -67,6 +68,53 @@ def test_a_stop_signal_ends_within_seconds_and_marks_the_runs(
     assert found.count("KILLED") == 2, found  # the rl stage and the pipeline
     assert set(found) == {"KILLED", "FINISHED"}
     assert not list((tmp_path / "home" / "artifacts").glob(".partial-*"))
+
+
+LOST_INTERRUPT = '''
+import os, signal
+from posttrain.core.contracts import NoConfig, Reward
+from posttrain.core.hooks import hookimpl
+from posttrain.core.types import Score
+
+class Lost(Reward[NoConfig]):
+    """Is stopped by Ctrl-C, and makes an error of its own of it."""
+
+    name = "lost"
+    Config = NoConfig
+
+    def score(self, samples):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        except KeyboardInterrupt:
+            raise ValueError("Task run is not set") from None
+        return [Score(0.0) for _ in samples]
+
+@hookimpl
+def posttrain_register():
+    return [Lost]
+'''
+
+
+def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect does so while a task run begins; a plugin that an entry point offers does it here."""
+    made = yaml.safe_load(config.read_text())
+    made["stages"]["rl"]["rewards"] = ["lost"]
+    made["stages"]["rl"]["inputs"] = {"model": "sft"}
+    info = tmp_path / "site" / "lost-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[posttrain.plugins]\nlost = lost\n")
+    (tmp_path / "site" / "lost.py").write_text(LOST_INTERRUPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    home = tmp_path / "home"
+    done = run_command("run", str(write_config(tmp_path / "run.yaml", made)), "--home", str(home))
+    assert done.code == 130, done.text
+    assert "the same command continues" in done.text
+    assert statuses(home).count("KILLED") == 2, statuses(home)
+    assert "FAILED" not in statuses(home)
 
 
 def test_after_kill_9_the_same_command_ends_in_the_same_weights_and_metrics(

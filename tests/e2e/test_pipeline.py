@@ -204,6 +204,8 @@ def test_a_damaged_artifact_is_computed_again_with_a_warning(
     )
     assert done.code == 0, done.text
     assert "damaged" in done.text
+    (warning,) = done.result["warnings"]
+    assert warning.startswith("evaluate_base: computed again")
     status = {name: stage["status"] for name, stage in done.result["stages"].items()}
     assert status["evaluate_base"] == "ran"
     assert status["rl"] == "cached"
