@@ -1,9 +1,8 @@
 """What Prefect and MLflow add to an RL step, in milliseconds; prints one JSON line.
 
 Drives the real RL flow of `pipelines/rl.py` (real Prefect tasks, real SQLite MLflow, sample tables)
-over a loop whose phases do nothing, so that all of a step's time is orchestration and tracking.
-over a loop whose phases do nothing, so that a step takes what orchestration and tracking cost.
-busy it takes its time from the learner too.
+over a loop whose phases do nothing, so that all of a step's time is orchestration and tracking. The
+step pauses a tenth of a second for MLflow's writer thread, far less than a real step gives it.
 
     python tests/bench/overhead.py [--steps 100]
 """
