@@ -1,7 +1,8 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, K reward components. Prompts are padded on the left, responses on the right.
+L padded prompt width, K reward components, S scored steps of a response. Prompts are padded on the
+left, responses on the right.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ COLUMN_AXES: dict[str, str] = {
     "values": "BT",
     "advantages": "BT",
     "returns": "BT",
+    "bootstrap_value": "B",
+    "baseline_reward": "B",
+    "agent_id": "B",
+    "step_end": "BS",
+    "step_score": "BS",
+    "node_id": "BT",
+    "sum_pi_squared": "BT",
+    "is_weight": "BT",
+    "correction_mask": "BT",
+    "logprobs_now": "BT",
+    "entropy_keep": "BT",
 }
 
 
@@ -50,6 +62,14 @@ class RolloutBatch:
     the rows that take no loss (unscored ones). Log-probs are float32 nats, everything is
     detached. `rewards` [B] is the weighted sum of `reward_components` [B, K] (NaN = not scored).
     `acc` [B] is the verifier's verdict before any shaping.
+
+    For estimators and losses that ask for them: `bootstrap_value` [B] is the critic's value after
+    the last token; `baseline_reward` [B] the reward of the greedy answer (NaN = unscored);
+    `step_end` [B, S] the token index that ends each scored step (-1 = none), `step_score` [B, S]
+    its score; `node_id` [B, T] the tree node that generated a token; `sum_pi_squared` [B, T] the
+    sum of the old policy's squared probabilities over the vocabulary; `is_weight` and
+    `correction_mask` [B, T] the rollout correction; `logprobs_now` and `entropy` [B, T] the policy
+    at the start of an optimizer step; `entropy_keep` [B, T] the tokens an entropy mask keeps.
     """
 
     prompt_ids: Tensor
@@ -73,6 +93,17 @@ class RolloutBatch:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    bootstrap_value: Tensor | None = None
+    baseline_reward: Tensor | None = None
+    agent_id: Tensor | None = None
+    step_end: Tensor | None = None
+    step_score: Tensor | None = None
+    node_id: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    is_weight: Tensor | None = None
+    correction_mask: Tensor | None = None
+    logprobs_now: Tensor | None = None
+    entropy_keep: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)

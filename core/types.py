@@ -35,6 +35,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """The verdict on one step of an answer: `correct` in [0, 1]; `end` is the character after."""
+
+    end: int
+    correct: float
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How an engine draws responses. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
@@ -75,12 +83,17 @@ class RewardSample:
     text: str
     truncated: bool
     verdict: Verdict
+    steps: tuple[StepVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one sample; `value` None means it could not be scored: never a zero."""
+    """The reward of one sample; `value` None means it could not be scored: never a zero.
+
+    `steps` are the scores of the response's steps, from rewards that give them.
+    """
 
     value: float | None
     status: ScoreStatus = "ok"
     detail: str = ""
+    steps: tuple[StepVerdict, ...] = ()

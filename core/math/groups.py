@@ -43,6 +43,17 @@ def all_equal(values: Tensor, zero_tol: float) -> bool:
     return spread <= zero_tol * max(1.0, float(values.abs().max()))
 
 
+def equal_share(
+    rewards: Tensor, group_ids: Tensor, scored: Tensor, zero_tol: float = 1e-6
+) -> float:
+    """Share of groups whose scored `rewards` [B] are all equal, one alone included; 0 without any.
+
+    One `group_ids` [B] for all rows asks whether the whole batch is.
+    """
+    members = list(scored_groups(group_ids, scored))
+    return sum(all_equal(rewards[rows], zero_tol) for rows in members) / max(1, len(members))
+
+
 def sample_std(values: Tensor, ddof: int) -> float:
     """Standard deviation of `values` [G], divisor G - `ddof`; 0 when that is 0 or less."""
     if values.numel() <= ddof:
@@ -50,7 +61,38 @@ def sample_std(values: Tensor, ddof: int) -> float:
     return float(values.std(correction=ddof))
 
 
+def z_scores(values: Tensor, ddof: int, eps: float) -> Tensor:
+    """(x - mean) / (std + eps) of `values` [G]; ask `all_equal` first."""
+    return (values - values.mean()) / (sample_std(values, ddof) + eps)
+
+
 def leave_one_out(values: Tensor) -> Iterator[Tensor]:
     """For each of `values` [G] the others [G - 1], in order."""
     for index in range(values.numel()):
         yield torch.cat([values[:index], values[index + 1 :]])
+
+
+def mean_over_nodes(values: Tensor, node_id: Tensor, group_id: Tensor, mask: Tensor) -> Tensor:
+    """`values` [B, T] averaged over the rows of a group that share a tree node in that column.
+
+    `node_id` [B, T] names the node that generated each token: copies of a shared prefix share it in
+    the same columns. Masked rows take no part; with no shared node, `values` is returned unchanged.
+    """
+    totals, sharers = torch.zeros_like(values), node_sharers(node_id, group_id, mask)
+    for row in range(values.shape[0]):
+        same = _same_node(row, node_id, group_id, mask)
+        totals[row] = torch.where(same, values, torch.zeros_like(values)).sum(dim=0)
+    return torch.where(mask.bool(), totals / sharers, values)
+
+
+def node_sharers(node_id: Tensor, group_id: Tensor, mask: Tensor) -> Tensor:
+    """How many rows of a group share each token's tree node [B, T], float64; 1 under the mask."""
+    counts = torch.ones(node_id.shape, dtype=torch.float64)
+    for row in range(node_id.shape[0]):
+        counts[row] = _same_node(row, node_id, group_id, mask).sum(dim=0).clamp(min=1).double()
+    return torch.where(mask.bool(), counts, torch.ones_like(counts))
+
+
+def _same_node(row: int, node_id: Tensor, group_id: Tensor, mask: Tensor) -> Tensor:
+    """Which tokens [B, T] are copies of the token that `row` has in the same column."""
+    return (node_id == node_id[row]) & (group_id == group_id[row])[:, None] & mask.bool()

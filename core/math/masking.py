@@ -23,6 +23,11 @@ def row_sums(values: Tensor, mask: Tensor) -> Tensor:
     return masked(values, mask).sum(dim=1, dtype=torch.float64)
 
 
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row [B] of `values` [B, T] over its mask, in float64; an empty row gives 0."""
+    return row_sums(values, mask) / mask.double().sum(dim=1).clamp(min=1)
+
+
 def mask_weights(mask: Tensor) -> Tensor:
     """`mask` as numbers to compute with: its own dtype if floating, else float64."""
     return mask if mask.is_floating_point() else mask.to(torch.float64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+from collections.abc import Iterable
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Split
@@ -20,6 +21,17 @@ def stable_hash(text: str) -> int:
 def split_of(key: str, held_out_permille: int) -> Split:
     """The split of the problem with this key: `held_out` for `held_out_permille` in 1000 keys."""
     return "held_out" if stable_hash(key) % 1000 < held_out_permille else "train"
+
+
+def held_out_keys(keys: Iterable[str], fraction: float) -> frozenset[str]:
+    """The `fraction` of the distinct `keys` that is held out: those of the smallest hash.
+
+    At least one key is, and at least one is not, if there are two. When keys are added, nearly all
+    that were held out stay so.
+    """
+    distinct = sorted(set(keys), key=stable_hash)
+    count = min(max(1, round(len(distinct) * fraction)), max(0, len(distinct) - 1))
+    return frozenset(distinct[:count])
 
 
 def text_key(text: str) -> str:

@@ -1,0 +1,129 @@
+"""The contract of each plugin kind: what a plugin receives, what it returns, what it may declare.
+
+A plugin is a class with a `name`, a pydantic `Config`, a docstring (formula, shapes, source) and
+the methods of its kind. Everything a third party imports is here, whatever file it lives in.
+"""
+
+from __future__ import annotations
+
+from posttrain.core.contracts.advantages import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    Advantages,
+    ComparisonConfig,
+    GroupAdvantage,
+    GroupConfig,
+    RowAdvantage,
+    TokenAdvantage,
+)
+from posttrain.core.contracts.algorithm import Algorithm
+from posttrain.core.contracts.base import ConfigT, NoConfig, Plugin, PluginConfig
+from posttrain.core.contracts.correction import (
+    CorrectionConfig,
+    GeneralCorrection,
+    RejectConfig,
+    WeightedConfig,
+)
+from posttrain.core.contracts.kl import KlController, KlEstimator
+from posttrain.core.contracts.policy import (
+    SEQUENCE_AGGREGATORS,
+    Aggregator,
+    AggregatorConfig,
+    Correction,
+    Counts,
+    PolicyLoss,
+    Prepared,
+    RatioConfig,
+    RolloutCorrection,
+    SequenceRatioConfig,
+    TokenLoss,
+)
+from posttrain.core.contracts.preference import (
+    BetaConfig,
+    BetaPairLoss,
+    LabelledScores,
+    LabelLoss,
+    PairLoss,
+    PairScores,
+    PreferenceLoss,
+)
+from posttrain.core.contracts.rollout import (
+    EngineSetup,
+    PromptGroup,
+    Reward,
+    RewardContext,
+    RolloutEngine,
+    SampledGroup,
+    Sampler,
+    Task,
+)
+from posttrain.core.contracts.value_advantages import ValueAdvantage, ValueConfig
+
+CONTRACTS: dict[str, type[Plugin]] = {  # type: ignore[type-arg]
+    contract.kind: contract
+    for contract in (
+        AdvantageEstimator,
+        PolicyLoss,
+        Aggregator,
+        KlEstimator,
+        KlController,
+        RolloutCorrection,
+        PreferenceLoss,
+        Reward,
+        Sampler,
+        Task,
+        RolloutEngine,
+        Algorithm,
+    )
+}
+
+__all__ = [
+    "CONTRACTS",
+    "SEQUENCE_AGGREGATORS",
+    "AdvantageConfig",
+    "AdvantageEstimator",
+    "Advantages",
+    "Aggregator",
+    "AggregatorConfig",
+    "Algorithm",
+    "BetaConfig",
+    "BetaPairLoss",
+    "ComparisonConfig",
+    "ConfigT",
+    "Correction",
+    "CorrectionConfig",
+    "Counts",
+    "EngineSetup",
+    "GeneralCorrection",
+    "GroupAdvantage",
+    "GroupConfig",
+    "KlController",
+    "KlEstimator",
+    "LabelLoss",
+    "LabelledScores",
+    "NoConfig",
+    "PairLoss",
+    "PairScores",
+    "Plugin",
+    "PluginConfig",
+    "PolicyLoss",
+    "PreferenceLoss",
+    "Prepared",
+    "PromptGroup",
+    "RatioConfig",
+    "RejectConfig",
+    "Reward",
+    "RewardContext",
+    "RolloutCorrection",
+    "RolloutEngine",
+    "RowAdvantage",
+    "SampledGroup",
+    "Sampler",
+    "SequenceRatioConfig",
+    "Task",
+    "TokenAdvantage",
+    "TokenLoss",
+    "ValueAdvantage",
+    "ValueConfig",
+    "WeightedConfig",
+]

@@ -1,0 +1,277 @@
+"""Advantage estimators: rewards of a whole rollout batch to advantages per token.
+
+`AdvantageEstimator` is the contract. `TokenAdvantage` (a number per token), `RowAdvantage` (one
+number per response) and `GroupAdvantage` (compared with the other responses to the same prompt)
+spare an estimator the parts that all of their kind share: broadcasting, masking, whitening, groups
+of one, all-equal groups.
+
+Axes: B sequences, T response tokens, G compared sequences of one group.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.errors import RunError
+from posttrain.core.math import groups
+from posttrain.core.math.masking import masked
+from posttrain.core.math.whitening import whiten_row_means, whiten_rows, whiten_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """`advantages` [B, T], exactly 0 where `mask` is 0; `returns` [B, T] only for a critic."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class AdvantageEstimator(Plugin[ConfigT]):
+    """Turns the rewards of a whole rollout batch into per-token advantages, without gradient."""
+
+    kind = "advantage"
+    needs: ClassVar[frozenset[str]] = frozenset({"token_rewards", "scored"})
+
+    def required_columns(self) -> frozenset[str]:
+        """Columns of the batch that `estimate` reads; `needs`, and more if the config asks."""
+        return self.needs
+
+    def reads_token_rewards(self) -> bool:
+        """Whether rewards of single tokens, such as KL in the reward, reach the result.
+
+        False: they would be lost, so a batch that has them is refused.
+        """
+        return True
+
+    def smallest_group(self) -> int:
+        """Responses per prompt below which this estimator has nothing to compare (1 = any)."""
+        return 1
+
+    @abstractmethod
+    def estimate(self, batch: RolloutBatch) -> Advantages:
+        """Advantages of every row of `batch`; group statistics run over its scored rows."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must keep (moving averages)."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint's `state`."""
+
+
+class AdvantageConfig(PluginConfig):
+    """Settings of every built-in estimator: what happens to the advantages at the end."""
+
+    whiten: Literal["off", "tokens", "sequences"] = Field(
+        default="off",
+        description="shift and scale at the end: over all tokens (long responses weigh more), or "
+        "over responses",
+    )
+    whiten_ddof: Literal[0, 1] = Field(
+        default=1, description="variance of the whitening: 1 = unbiased, 0 = population (OpenRLHF)"
+    )
+    whiten_eps: float | None = Field(
+        default=None,
+        gt=0,
+        description="null = 1e-8 in the variance of tokens, 1e-4 on the deviation of sequences",
+    )
+
+
+AdvantageConfigT = TypeVar("AdvantageConfigT", bound=AdvantageConfig)
+
+
+class TokenAdvantage(AdvantageEstimator[AdvantageConfigT]):
+    """Estimators whose advantage may differ from token to token."""
+
+    def required_columns(self) -> frozenset[str]:
+        """`needs`, and `rewards` to tell whether token rewards hold more than the outcome."""
+        return self.needs if self.reads_token_rewards() else self.needs | {"rewards"}
+
+    @abstractmethod
+    def token_advantages(self, batch: RolloutBatch) -> Advantages:
+        """Advantages [B, T] in float64, not whitened; masked positions may hold anything."""
+
+    def estimate(self, batch: RolloutBatch) -> Advantages:
+        """Whiten as configured, and cut to the mask of the scored rows."""
+        if not self.reads_token_rewards():
+            _refuse_token_terms(batch, self.name)
+        found = self.token_advantages(batch)
+        # A row kept in the loss although nobody scored it still teaches nothing.
+        taken = masked(batch.mask.bool(), batch.column("scored")[:, None])
+        dtype = batch.column("token_rewards").dtype
+        returns = found.returns
+        return Advantages(
+            masked(self.whitened(found.advantages, taken).to(dtype), taken),
+            returns=None if returns is None else masked(returns.to(dtype), taken),
+            metrics=found.metrics,
+        )
+
+    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
+        """`tokens` [B, T] shifted and scaled over those `taken` [B, T], as `whiten` says."""
+        config, eps = self.config, self.config.whiten_eps
+        if config.whiten == "tokens":
+            floor = 1e-8 if eps is None else eps
+            return whiten_tokens(tokens, taken, ddof=config.whiten_ddof, eps=floor)
+        if config.whiten == "sequences":
+            added = 1e-4 if eps is None else eps
+            return whiten_row_means(tokens, taken, ddof=config.whiten_ddof, eps=added)
+        return tokens
+
+
+class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
+    """Estimators with one advantage per response, the same on each of its tokens."""
+
+    @abstractmethod
+    def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
+        """Advantages [B] in float64 (unscored rows may hold anything), and metrics."""
+
+    def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
+        """Advantages [B, T] from those of the rows [B]."""
+        return rows[:, None].expand(batch.response_mask.shape)
+
+    def token_advantages(self, batch: RolloutBatch) -> Advantages:
+        """Each response's number on all of its tokens."""
+        rows, metrics = self.row_advantages(batch)
+        config = self.config
+        if config.whiten == "sequences":
+            # Over scored rows, those without a token of loss included: they are in the groups too.
+            eps = 1e-4 if config.whiten_eps is None else config.whiten_eps
+            rows = whiten_rows(rows, batch.column("scored"), ddof=config.whiten_ddof, eps=eps)
+        return Advantages(self.per_token(rows, batch), metrics=metrics)
+
+    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
+        """Over tokens if asked for; rows were whitened as rows."""
+        return tokens if self.config.whiten == "sequences" else super().whitened(tokens, taken)
+
+
+class ComparisonConfig(AdvantageConfig):
+    """Settings of every estimator that compares a response with its group."""
+
+    singleton: Literal["zero", "raw"] = Field(
+        default="zero", description="a group of one: no signal, or its reward as it is (verl)"
+    )
+    zero_tol: float = Field(
+        default=1e-6, ge=0, description="max - min below this * max(1, max abs) is all-equal"
+    )
+
+
+class GroupConfig(ComparisonConfig):
+    """Settings of every estimator that gives a response one number, compared with its group."""
+
+    attribution: Literal["soft", "hard"] = Field(
+        default="soft",
+        description="tokens shared by several responses of a tree: each copy keeps its own "
+        "response's advantage, or all take their mean (ARPO)",
+    )
+    dedup_prefix: bool = Field(
+        default=False, description="weigh a token shared by d responses of a tree 1/d (ARPO)"
+    )
+
+
+GroupConfigT = TypeVar("GroupConfigT", bound=GroupConfig)
+
+
+class GroupAdvantage(RowAdvantage[GroupConfigT]):
+    """Estimators that compare each response with the others to its prompt.
+
+    An all-equal group gets exactly 0, by a test before any division. A group of one gets 0, or with
+    `singleton: raw` what `alone` says; so does any group smaller than `smallest_group`.
+    """
+
+    def required_columns(self) -> frozenset[str]:
+        """`needs`, and the tree's node ids when the config looks at shared prefixes."""
+        on_tree = self.config.attribution == "hard" or self.config.dedup_prefix
+        needs = super().required_columns()
+        return needs | {"node_id"} if on_tree else needs
+
+    def keeps_singletons(self) -> bool:
+        """Whether a group of one is given what `alone` says."""
+        return self.config.singleton == "raw"
+
+    def smallest_group(self) -> int:
+        """Two, unless a group of one keeps its reward."""
+        return 1 if self.keeps_singletons() else 2
+
+    def row_rewards(self, batch: RolloutBatch) -> Tensor:
+        """R [B] in float64: what is compared; the outcome reward unless overridden."""
+        return groups.outcome_rewards(batch)
+
+    def compared(self, batch: RolloutBatch) -> Tensor:
+        """Rows [B], boolean, that enter their group: the scored ones unless overridden."""
+        return batch.column("scored").bool()
+
+    @abstractmethod
+    def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
+        """Advantages [G] of a group with rewards [G] that differ, at least two; `rows` [G]."""
+
+    def alone(self, rewards: Tensor) -> Tensor:
+        """Advantage [1] of a group of one under `singleton: raw`."""
+        return rewards
+
+    def divisor(self, rewards: Tensor) -> float:
+        """What the advantages of all groups are divided by, from all compared rewards [N]."""
+        return 1.0
+
+    def compare(self, rewards: Tensor, compared: Tensor, batch: RolloutBatch) -> Tensor:
+        """Advantages [B] from `rewards` [B], read where `compared` [B]; 0 for the other rows."""
+        result = torch.zeros_like(rewards)
+        divisor, smallest = self.divisor(rewards[compared]), max(2, self.smallest_group())
+        for rows in groups.scored_groups(batch.group_id, compared):
+            values = rewards[rows]
+            if rows.numel() == 1 and self.keeps_singletons():
+                result[rows] = self.alone(values)
+            elif rows.numel() >= smallest and not groups.all_equal(values, self.config.zero_tol):
+                result[rows] = self.group_advantages(values, rows, batch) / divisor
+        return result
+
+    def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
+        """Advantages [B], and how many groups had no signal or too few rows."""
+        compared = self.compared(batch)
+        result = self.compare(self.row_rewards(batch), compared, batch)
+        return result, self.group_metrics(result, compared, batch)
+
+    def group_metrics(
+        self, advantages: Tensor, compared: Tensor, batch: RolloutBatch
+    ) -> dict[str, float]:
+        """Share of groups whose `advantages` [B] are all 0, and groups with too few rows."""
+        members = list(groups.scored_groups(batch.group_id, compared))
+        smallest = max(2, self.smallest_group())
+        num_zero = sum(not advantages[rows].any() for rows in members)
+        return {
+            "group/zero_adv_frac": num_zero / max(1, len(members)),
+            "adv/singleton_groups": float(sum(rows.numel() < smallest for rows in members)),
+        }
+
+    def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
+        """As `attribution` and `dedup_prefix` say; without a tree, the row's number everywhere."""
+        tokens = super().per_token(rows, batch)
+        taken = masked(batch.mask, batch.column("scored")[:, None])
+        if self.config.attribution == "hard":
+            tokens = groups.mean_over_nodes(tokens, batch.column("node_id"), batch.group_id, taken)
+        if self.config.dedup_prefix:
+            sharers = groups.node_sharers(batch.column("node_id"), batch.group_id, taken)
+            tokens = tokens / sharers
+        return tokens
+
+
+def _refuse_token_terms(batch: RolloutBatch, who: str) -> None:
+    """Raise `RunError` when the token rewards of a scored row are more than its outcome reward."""
+    has_tokens = batch.response_mask.bool().any(dim=1)
+    rows = batch.column("scored").bool() & has_tokens
+    outcome = batch.column("rewards")[rows].double()
+    total = groups.outcome_rewards(batch)[rows]
+    if not torch.allclose(total, outcome, rtol=1e-5, atol=1e-6):
+        raise RunError(
+            f"advantage '{who}' reads no rewards of single tokens, so KL in the reward would be "
+            "lost: use kl.place: loss, or an advantage such as 'rloo'"
+        )

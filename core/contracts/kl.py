@@ -1,0 +1,55 @@
+"""KL to the reference policy: estimates of it, and what decides its coefficient.
+
+Axes: B sequences, T response tokens, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from posttrain.core.contracts.base import ConfigT, Plugin
+
+
+class KlEstimator(Plugin[ConfigT]):
+    """Per-token estimate of KL(policy || reference) from the log-probs of sampled tokens."""
+
+    kind = "kl"
+    from_logits: ClassVar[bool] = False
+    """Whether it is exact over the vocabulary: then `kl_of_logits` is called instead of `kl`."""
+
+    def ratio_source(self) -> Literal["old", "rollout", "policy"] | None:
+        """Which importance ratio `kl` is to be given: against the old or the engine's log-probs, or
+        the policy loss's own. None = it takes none."""
+        return None
+
+    @abstractmethod
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
+        """KL [B, T] in nats; gradient flows through `logprobs` [B, T] and `ratio` [B, T]."""
+
+    def kl_of_logits(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
+        """KL [N] in nats of two vocabularies' logits [N, V]; only with `from_logits`."""
+        raise NotImplementedError(f"kl '{self.name}' works on sampled tokens")
+
+
+class KlController(Plugin[ConfigT]):
+    """Decides the KL coefficient; its `state` is checkpointed."""
+
+    kind = "kl_controller"
+
+    @abstractmethod
+    def coefficient(self) -> float:
+        """The coefficient in force."""
+
+    def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
+        """Told the measured KL (nats) after each rollout batch; a fixed controller ignores it."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must keep."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint's `state`."""

@@ -1,0 +1,82 @@
+"""Returns over time: rewards-to-go, generalised and n-step advantages.
+
+A position where the mask is 0 (tool output in the middle of a response) is no time step: the
+accumulators are carried past it, neither discounted nor reset, and 0 stands there. Everything is
+float64. Axes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.core.math.gaps import close_gaps, reopen_gaps
+from posttrain.core.math.masking import masked
+
+
+@dataclass(frozen=True, slots=True)
+class ValuedSteps:
+    """Rewards r_t and values V(s_t) [B, T], s_t being the prefix before token t, and the mask.
+
+    `bootstrap` [B] is the value of the state after the last token; 0 where the response ended.
+    What lies under the mask is ignored, NaN included.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    bootstrap: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each response [B], float64."""
+        return self.mask.double().sum(dim=1)
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = r_t + gamma * G_{t+1} [B, T] over the masked tokens of `rewards` [B, T]."""
+    valid, dense = mask.bool(), masked(rewards, mask).double()
+    total = dense.new_zeros(dense.shape[0])
+    result = torch.zeros_like(dense)
+    for t in reversed(range(dense.shape[1])):
+        total = torch.where(valid[:, t], dense[:, t] + gamma * total, total)
+        result[:, t] = total
+    return masked(result, mask)
+
+
+def gae(steps: ValuedSteps, gamma: float, lam: float | Tensor) -> Tensor:
+    """Generalised advantages A_t = delta_t + gamma * lam * A_{t+1} [B, T].
+
+    delta_t = r_t + gamma * V_{t+1} - V_t. `lam` is one number or one per row [B].
+    Source: arXiv:1506.02438, eq. 16.
+    """
+    valid = steps.mask.bool()
+    rewards, values = (masked(x, valid).double() for x in (steps.rewards, steps.values))
+    next_value = steps.bootstrap.double()
+    last = torch.zeros_like(next_value)
+    result = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        here = valid[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        last = torch.where(here, delta + gamma * lam * last, last)
+        next_value = torch.where(here, values[:, t], next_value)
+        result[:, t] = last
+    return masked(result, valid)
+
+
+def n_step(steps: ValuedSteps, gamma: float, n: int) -> Tensor:
+    """A_t = sum over l < n of gamma^l * delta_{t+l} [B, T]; t counts masked tokens only.
+
+    That is sum_{l<n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t, where nothing lies past the end but
+    `bootstrap`. Source: Sutton, Machine Learning 3 (1988).
+    """
+    ones = torch.ones_like(steps.rewards, dtype=torch.float64)
+    deltas, packed = (close_gaps(x, steps.mask) for x in (gae(steps, gamma, 0.0), ones))
+    # A window is the sum from t onwards less the discounted sum from t + n onwards.
+    onwards = rewards_to_go(deltas, packed, gamma)
+    beyond = torch.zeros_like(onwards)
+    if n < onwards.shape[1]:
+        beyond[:, :-n] = onwards[:, n:]
+    return reopen_gaps(onwards - gamma**n * beyond, steps.mask)
