@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.core.contracts import Aggregator, Counts, NoConfig
+from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
-class SeqMeanTokenMean(Aggregator[NoConfig]):
+class SeqMeanTokenMean(Aggregator[AggregatorConfig]):
     """loss = (1 / N_seq) sum_i (1 / n_i) sum_t m_it l_it, n_i the valid tokens of row i.
 
     Every non-empty response weighs 1 / N_seq; a token of a long one weighs less.
@@ -18,7 +18,7 @@ class SeqMeanTokenMean(Aggregator[NoConfig]):
     """
 
     name = "seq-mean-token-mean"
-    Config = NoConfig
+    Config = AggregatorConfig
 
     def weights(self, mask: Tensor, counts: Counts) -> Tensor:
         """1 / (N_seq * n_i) for each valid token; all 0 when N_seq is 0."""

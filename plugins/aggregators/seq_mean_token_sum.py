@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.core.contracts import Aggregator, Counts, NoConfig
+from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
-class SeqMeanTokenSum(Aggregator[NoConfig]):
+class SeqMeanTokenSum(Aggregator[AggregatorConfig]):
     """loss = (1 / N_seq) sum_i sum_t m_it l_it: the policy gradient of whole responses.
 
     A response's weight is n_i / N_seq. Source: REINFORCE over sequences, arXiv:2402.14740.
     """
 
     name = "seq-mean-token-sum"
-    Config = NoConfig
+    Config = AggregatorConfig
 
     def weights(self, mask: Tensor, counts: Counts) -> Tensor:
         """1 / N_seq for each valid token; all 0 when N_seq is 0."""

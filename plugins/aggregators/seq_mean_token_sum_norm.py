@@ -6,16 +6,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import Aggregator, Counts, PluginConfig
+from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
-class SeqMeanTokenSumNormConfig(PluginConfig):
+class SeqMeanTokenSumNormConfig(AggregatorConfig):
     """Settings of `seq-mean-token-sum-norm`."""
 
-    norm_length: int = Field(
-        ge=1, description="L, tokens; the paper's choice is generation.max_response_length"
+    norm_length: int | None = Field(
+        default=None, ge=1, description="L, tokens; null = the stage's max_response_length"
+    )
+    verl_compat: bool = Field(
+        default=False,
+        description="divide by L alone, not by N_seq, so that the loss grows with the mini-batch "
+        "(verl before 0.9.1)",
     )
 
 
@@ -31,9 +36,16 @@ class SeqMeanTokenSumNorm(Aggregator[SeqMeanTokenSumNormConfig]):
 
     def weights(self, mask: Tensor, counts: Counts) -> Tensor:
         """1 / (N_seq * L) for each valid token; all 0 when N_seq is 0."""
+        length = self.config.norm_length
+        if length is None:
+            raise ValueError(
+                "seq-mean-token-sum-norm divides by a fixed length: set norm_length, in tokens; a "
+                "stage fills in its max_response_length when it is null"
+            )
         if counts.num_seqs == 0:
             return torch.zeros_like(mask_weights(mask))
-        return mask_weights(mask) / (counts.num_seqs * self.config.norm_length)
+        rows = 1.0 if self.config.verl_compat else counts.num_seqs
+        return mask_weights(mask) / (rows * length)
 
 
 @hookimpl

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.core.contracts import Aggregator, Counts, NoConfig
+from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
-class SeqSumTokenMean(Aggregator[NoConfig]):
+class SeqSumTokenMean(Aggregator[AggregatorConfig]):
     """loss = sum_i (1 / n_i) sum_t m_it l_it, n_i the valid tokens of row i.
 
     Every non-empty response weighs 1, however many there are. Formula: `seq-mean-token-mean`
@@ -17,7 +17,7 @@ class SeqSumTokenMean(Aggregator[NoConfig]):
     """
 
     name = "seq-sum-token-mean"
-    Config = NoConfig
+    Config = AggregatorConfig
 
     def weights(self, mask: Tensor, counts: Counts) -> Tensor:
         """1 / n_i for each valid token of row i."""

@@ -19,7 +19,7 @@ class K1(KlEstimator[NoConfig]):
     name = "k1"
     Config = NoConfig
 
-    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
         return logprobs - ref_logprobs
 

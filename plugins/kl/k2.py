@@ -6,6 +6,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
 from posttrain.core.hooks import hookimpl
+from posttrain.core.math import kl
 
 
 class K2(KlEstimator[NoConfig]):
@@ -19,9 +20,9 @@ class K2(KlEstimator[NoConfig]):
     name = "k2"
     Config = NoConfig
 
-    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
-        return 0.5 * (logprobs - ref_logprobs).square()
+        return kl.k2(logprobs - ref_logprobs)
 
 
 @hookimpl

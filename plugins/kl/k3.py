@@ -7,13 +7,14 @@ from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, PluginConfig
 from posttrain.core.hooks import hookimpl
+from posttrain.core.math import kl
 
 
 class K3Config(PluginConfig):
-    """Settings of `k3`."""
+    """Settings of `k3` and of what is built on it."""
 
     input_clamp: float | None = Field(
-        default=20.0, gt=0, description="bound of |d|, nats; no gradient beyond; null = off"
+        default=20.0, gt=0, description="bound of |d|, nats; no gradient beyond; null = off (TRL)"
     )
     output_clamp: float | None = Field(
         default=None,
@@ -33,15 +34,9 @@ class K3(KlEstimator[K3Config]):
     name = "k3"
     Config = K3Config
 
-    def kl(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
-        gap = logprobs - ref_logprobs
-        if self.config.input_clamp is not None:
-            gap = gap.clamp(-self.config.input_clamp, self.config.input_clamp)
-        # expm1: near the reference exp(-d) - 1 would lose all digits of a float32.
-        value = (-gap).expm1() + gap
-        bound = self.config.output_clamp
-        return value if bound is None else value.clamp(-bound, bound)
+        return kl.k3(logprobs - ref_logprobs, self.config.input_clamp, self.config.output_clamp)
 
 
 @hookimpl

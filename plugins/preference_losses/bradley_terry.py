@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from posttrain.core.contracts import PluginConfig, PreferenceLoss
+from posttrain.core.contracts import PairLoss, PairScores, PluginConfig, Prepared
 from posttrain.core.hooks import hookimpl
 
 
@@ -21,7 +23,7 @@ class BradleyTerryConfig(PluginConfig):
     )
 
 
-class BradleyTerryLoss(PreferenceLoss[BradleyTerryConfig]):
+class BradleyTerryLoss(PairLoss[BradleyTerryConfig]):
     """l = -logsigmoid(chosen - rejected - margin) + centre_coef * (chosen + rejected)^2, all [B].
 
     Equal scores without a margin cost ln 2. The gradient in `chosen` is -(1 - sigmoid(chosen -
@@ -31,14 +33,17 @@ class BradleyTerryLoss(PreferenceLoss[BradleyTerryConfig]):
 
     name = "bradley_terry"
     Config = BradleyTerryConfig
+    trains: ClassVar[frozenset[str]] = frozenset({"reward_model"})
+    needs_reference = False
 
-    def pair_loss(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-        """Loss [B] of each pair."""
+    def pair_loss(self, pairs: PairScores, prepared: Prepared | None = None) -> Tensor:
+        """Loss [B] of each pair of rewards."""
         # softplus(-x) is -logsigmoid(x).
-        loss = softplus(-(chosen - rejected - margin - self.config.margin))
+        gap = pairs.chosen - pairs.rejected - pairs.margin - self.config.margin
+        loss = softplus(-gap)
         if self.config.centre_coef == 0:
             return loss
-        return loss + self.config.centre_coef * (chosen + rejected).square()
+        return loss + self.config.centre_coef * (pairs.chosen + pairs.rejected).square()
 
 
 @hookimpl

@@ -1,0 +1,35 @@
+"""A2C's one-step advantage (arXiv:1602.01783)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from posttrain.core.contracts import ValueAdvantage, ValueConfig
+from posttrain.core.hooks import hookimpl
+from posttrain.core.math.returns import ValuedSteps, gae
+
+
+class A2cConfig(ValueConfig):
+    """Settings of the `a2c` advantage."""
+
+
+class A2cAdvantage(ValueAdvantage[A2cConfig]):
+    """A_t = r_t + gamma * V_{t+1} - V_t; the critic's target is r_t + gamma * V_{t+1}.
+
+    V is detached [B, T] and 0 past the end. Equal to `gae` with lam 0, and to `n_step` with n 1,
+    unless they are whitened. Source: Mnih et al., arXiv:1602.01783, section 4.
+    """
+
+    name = "a2c"
+    Config = A2cConfig
+
+    def advantages_and_targets(self, steps: ValuedSteps) -> tuple[Tensor, Tensor]:
+        """The temporal difference, and the same + V."""
+        advantages = gae(steps, self.config.gamma, 0.0)
+        return advantages, advantages + steps.values.double()
+
+
+@hookimpl
+def posttrain_register() -> list[type[A2cAdvantage]]:
+    """Offer this plugin."""
+    return [A2cAdvantage]

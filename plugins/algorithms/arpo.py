@@ -1,0 +1,34 @@
+"""The ARPO preset: advantages over a tree of tool-using responses."""
+
+from __future__ import annotations
+
+from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.core.hooks import hookimpl
+
+
+class Arpo(Algorithm[NoConfig]):
+    """GRPO's advantages over all leaves of a prompt, clipped token loss, token mean, no KL.
+
+    Tokens that leaves share take each leaf's advantage in turn (`attribution: soft`) or the mean
+    (`hard`). The entropy-triggered branching is a sampler of its own; without one, every response
+    is a leaf and this is GRPO with a token mean.
+    Source: arXiv:2507.19849, section 3.2.
+    """
+
+    name = "arpo"
+    Config = NoConfig
+
+    def expand(self) -> dict[str, object]:
+        """Fields of an `rl` stage."""
+        return {
+            "advantage": {"name": "grpo", "attribution": "soft"},
+            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+            "aggregator": "token-mean",
+            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        }
+
+
+@hookimpl
+def posttrain_register() -> list[type[Arpo]]:
+    """Offer this plugin."""
+    return [Arpo]

@@ -1,0 +1,31 @@
+"""The Clip-Cov preset: keeps entropy by dropping a few high-covariance tokens."""
+
+from __future__ import annotations
+
+from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.core.hooks import hookimpl
+
+
+class ClipCov(Algorithm[NoConfig]):
+    """GRPO's loss, less the loss of 0.02 % of tokens drawn among those with 1 < cov(A, log pi) < 5.
+
+    Source: arXiv:2505.22617, eq. 10 to 12.
+    """
+
+    name = "clip_cov"
+    Config = NoConfig
+
+    def expand(self) -> dict[str, object]:
+        """Fields of an `rl` stage."""
+        return {
+            "advantage": "grpo",
+            "policy_loss": "clip_cov",
+            "aggregator": "token-mean",
+            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        }
+
+
+@hookimpl
+def posttrain_register() -> list[type[ClipCov]]:
+    """Offer this plugin."""
+    return [ClipCov]

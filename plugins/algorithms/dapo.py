@@ -1,0 +1,34 @@
+"""The DAPO preset: clip-higher, token mean, no KL, no prompt without a signal."""
+
+from __future__ import annotations
+
+from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.core.hooks import hookimpl
+
+
+class Dapo(Algorithm[NoConfig]):
+    """L = (1 / N_tok) sum_it clip loss(A_i, r_it; 0.2, 0.28), mixed groups only.
+
+    Prompts answered all right or all wrong take no part in the update. Refilling the batch with
+    others and the soft penalty on long answers are a sampler and a reward of their own.
+    Source: arXiv:2503.14476, eq. 8 and section 3.
+    """
+
+    name = "dapo"
+    Config = NoConfig
+
+    def expand(self) -> dict[str, object]:
+        """Fields of an `rl` stage."""
+        return {
+            "advantage": "grpo",
+            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+            "aggregator": "token-mean",
+            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+            "drop_groups": "equal_accuracy",
+        }
+
+
+@hookimpl
+def posttrain_register() -> list[type[Dapo]]:
+    """Offer this plugin."""
+    return [Dapo]

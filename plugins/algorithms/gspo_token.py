@@ -1,0 +1,32 @@
+"""The GSPO-token preset: GSPO's ratio with a gradient per token."""
+
+from __future__ import annotations
+
+from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.core.hooks import hookimpl
+
+
+class GspoToken(Algorithm[NoConfig]):
+    """GSPO with s_it = sg(s_i) pi_it / sg(pi_it), so that advantages may differ between tokens.
+
+    With one advantage per response, value and gradient are those of `gspo`.
+    Source: arXiv:2507.18071, eq. 13 and 14.
+    """
+
+    name = "gspo_token"
+    Config = NoConfig
+
+    def expand(self) -> dict[str, object]:
+        """Fields of an `rl` stage."""
+        return {
+            "advantage": "grpo",
+            "policy_loss": {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4},
+            "aggregator": "seq-mean-token-mean",
+            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+        }
+
+
+@hookimpl
+def posttrain_register() -> list[type[GspoToken]]:
+    """Offer this plugin."""
+    return [GspoToken]

@@ -1,0 +1,36 @@
+"""The KTO preset: labelled answers against a reference point."""
+
+from __future__ import annotations
+
+from posttrain.core.contracts import Algorithm, NoConfig
+from posttrain.core.hooks import hookimpl
+
+
+class Kto(Algorithm[NoConfig]):
+    """L = mean of 1 - sigmoid(0.1 (u - z_ref)); with the sign turned for unwanted answers.
+
+    Needs no pairs, only single answers with a label. z_ref estimates the KL from the reference.
+    Source: arXiv:2402.01306, eq. 8.
+    """
+
+    name = "kto"
+    Config = NoConfig
+    stage = "preference"
+
+    def expand(self) -> dict[str, object]:
+        """Fields of a `preference` stage."""
+        return {
+            "preference_loss": {
+                "name": "kto",
+                "beta": 0.1,
+                "desirable_weight": 1.0,
+                "undesirable_weight": 1.0,
+            },
+            "batch_size": 32,
+        }
+
+
+@hookimpl
+def posttrain_register() -> list[type[Kto]]:
+    """Offer this plugin."""
+    return [Kto]

@@ -1,0 +1,32 @@
+"""The value of `abs` with the gradient of `k2`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from posttrain.core.contracts import KlEstimator, NoConfig
+from posttrain.core.hooks import hookimpl
+from posttrain.core.math import kl
+from posttrain.core.math.straight_through import straight_through
+
+
+class AbsolutePlus(KlEstimator[NoConfig]):
+    """abs+ = |d| forward, gradient d backward, with d = logprobs - ref_logprobs, [B, T].
+
+    On on-policy samples the gradient is that of KL(policy || reference); the value is at least it.
+    Formula: sg(|d|) + k2 - sg(k2), `+` as in verl 0.9.1.
+    """
+
+    name = "abs+"
+    Config = NoConfig
+
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
+        """|d| [B, T], nats."""
+        gap = logprobs - ref_logprobs
+        return straight_through(gap.abs(), kl.k2(gap))
+
+
+@hookimpl
+def posttrain_register() -> list[type[AbsolutePlus]]:
+    """Offer this plugin."""
+    return [AbsolutePlus]

@@ -1,0 +1,93 @@
+"""Ziegler's proportional controller: the KL coefficient follows a target (arXiv:1909.08593)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.core.contracts import KlController, PluginConfig
+from posttrain.core.errors import RunError
+from posttrain.core.hooks import hookimpl
+from posttrain.core.math.kl_control import proportional_factor
+
+
+class AdaptiveConfig(PluginConfig):
+    """Settings of `adaptive`."""
+
+    coef: float = Field(
+        default=0.2, gt=0, description="coefficient before the first update (authors' runs: 0.15)"
+    )
+    target: float = Field(default=6.0, gt=0, description="KL to hold, nats per kl_unit (verl: 0.1)")
+    kl_unit: Literal["sequence", "token"] = Field(
+        default="sequence",
+        description="what target counts: nats of a whole response, or of one token (verl, SkyRL)",
+    )
+    horizon: float = Field(
+        default=10000.0,
+        gt=0,
+        description="responses; coef changes by the fraction error * rows / horizon",
+    )
+    clip: float = Field(
+        default=0.2, gt=0, description="bound of the relative error KL / target - 1"
+    )
+
+    @model_validator(mode="after")
+    def _target_has_the_unit(self) -> AdaptiveConfig:
+        if self.kl_unit == "token" and "target" not in self.model_fields_set:
+            raise ValueError(
+                "kl_unit: token needs a target of its own (say 0.1): the default of 6 nats is per "
+                "response"
+            )
+        return self
+
+
+class AdaptiveController(KlController[AdaptiveConfig]):
+    """coef_{n+1} = coef_n (1 + e n_rows / horizon), e = clip(KL / target - 1, -clip, clip).
+
+    KL above the target raises the coefficient, below it lowers it. A batch uses the coefficient
+    from before its own update. A KL that is not finite (nothing was measured) changes nothing.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    name = "adaptive"
+    Config = AdaptiveConfig
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        super().__init__(config)
+        self._coef = config.coef
+
+    def coefficient(self) -> float:
+        """The coefficient in force."""
+        return self._coef
+
+    def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
+        """Move the coefficient by the error of one rollout batch."""
+        config = self.config
+        measured = kl_per_token if config.kl_unit == "token" else kl_per_sequence
+        if num_rows * config.clip >= config.horizon:
+            raise RunError(
+                f"kl_controller 'adaptive': {num_rows} responses per step against a horizon of "
+                f"{config.horizon:g} could turn the coefficient negative: set horizon above "
+                f"{num_rows * config.clip:g}, better several times the responses of a step"
+            )
+        if math.isfinite(measured):
+            self._coef *= proportional_factor(
+                measured, config.target, num_rows, config.horizon, config.clip
+            )
+
+    def state(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self._coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue with a saved coefficient."""
+        self._coef = state["coef"]
+
+
+@hookimpl
+def posttrain_register() -> list[type[AdaptiveController]]:
+    """Offer this plugin."""
+    return [AdaptiveController]

@@ -1,0 +1,69 @@
+"""PPO's rule for its KL penalty: halve or double the coefficient (arXiv:1707.06347, section 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from posttrain.core.contracts import KlController, PluginConfig
+from posttrain.core.hooks import hookimpl
+from posttrain.core.math.kl_control import halving_factor
+
+
+class PpoHalvingConfig(PluginConfig):
+    """Settings of `ppo_halving`."""
+
+    coef: float = Field(default=1.0, gt=0, description="coefficient before the first update")
+    target: float = Field(
+        default=0.01, gt=0, description="KL to hold, nats per token (paper: 0.003, 0.01, 0.03)"
+    )
+    factor: float = Field(default=2.0, gt=1, description="what coef is multiplied or divided by")
+    band: float = Field(default=1.5, gt=1, description="no change within target / band .. * band")
+    min_coef: float = Field(
+        default=0.0, ge=0, description="floor; above 0 it keeps the way back up short (paper: none)"
+    )
+    max_coef: float | None = Field(default=None, gt=0, description="ceiling; null = none (paper)")
+
+
+class PpoHalvingController(KlController[PpoHalvingConfig]):
+    """coef / factor when KL < target / band, coef * factor when KL > target * band, else coef.
+
+    KL is the token mean of a rollout batch. A KL that is not finite (nothing was measured) changes
+    nothing. Source: PPO, arXiv:1707.06347, section 4.
+    """
+
+    name = "ppo_halving"
+    Config = PpoHalvingConfig
+
+    def __init__(self, config: PpoHalvingConfig) -> None:
+        super().__init__(config)
+        self._coef = config.coef
+
+    def coefficient(self) -> float:
+        """The coefficient in force."""
+        return self._coef
+
+    def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
+        """Halve, double or keep."""
+        config = self.config
+        if not math.isfinite(kl_per_token):
+            return
+        moved = self._coef * halving_factor(kl_per_token, config.target, config.factor, config.band)
+        ceiling = math.inf if config.max_coef is None else config.max_coef
+        self._coef = min(max(moved, config.min_coef), ceiling)
+
+    def state(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self._coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue with a saved coefficient."""
+        self._coef = state["coef"]
+
+
+@hookimpl
+def posttrain_register() -> list[type[PpoHalvingController]]:
+    """Offer this plugin."""
+    return [PpoHalvingController]

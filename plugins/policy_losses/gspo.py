@@ -1,0 +1,38 @@
+"""GSPO: one importance ratio per response, clipped as a whole (arXiv:2507.18071, eq. 5)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from posttrain.core.hooks import hookimpl
+from posttrain.plugins.policy_losses.ppo_clip import PpoClipConfig, PpoClipLoss
+
+
+class GspoConfig(PpoClipConfig):
+    """Settings of `gspo`: those of `ppo_clip`, with the paper's bounds."""
+
+    clip_low: float = Field(default=3e-4, ge=0, le=1, description="ratio floor is 1 - clip_low")
+    clip_high: float = Field(default=4e-4, ge=0, description="ratio ceiling is 1 + clip_high")
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="sequence", description="one ratio per response; token makes it ppo_clip"
+    )
+
+
+class GspoLoss(PpoClipLoss):
+    """l_i = max(-A_i s_i, -A_i clip(s_i, ...)), s_i = exp(mean_t(logprobs - old_logprobs)).
+
+    The response's value stands at each of its tokens [B, T]. The gradient in a token's log-prob is
+    -A_i s_i / |y_i| per unit of l_i; a clipped response has exactly none, in all of its tokens. It
+    is `ppo_clip` with `ratio_level: sequence`. Source: GSPO, arXiv:2507.18071, eq. 5 and 7.
+    """
+
+    name = "gspo"
+    Config = GspoConfig
+
+
+@hookimpl
+def posttrain_register() -> list[type[GspoLoss]]:
+    """Offer this plugin."""
+    return [GspoLoss]
