@@ -81,6 +81,7 @@ def _evaluate_part(
                 num_generations=section.num_samples,
                 max_tokens=section.max_response_length,
                 temperature=section.temperature,
+                top_p=section.top_p,
                 seed=derive_seed(seed, "evaluate"),
             ),
         )

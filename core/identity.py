@@ -13,13 +13,15 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from posttrain.core.artifacts import combine_digests, file_digest
+from posttrain.core.artifacts import combine_digests, file_digest, tree_digests
+from posttrain.core.errors import ConfigError
 
 # Sections of the run's config that decide results, by stage kind, beside the stage's own section.
 _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
     "evaluate": ("seed", "task", "engine", "model", "evaluation"),
     "sft": ("seed", "task", "model"),
     "reward_model": ("seed", "task", "engine", "model"),
+    "preference": ("seed", "task", "engine", "model"),
     "rl": ("seed", "task", "engine", "model", "evaluation"),
     "register": ("name",),
 }
@@ -34,12 +36,14 @@ def stage_parts(
     plugins: Sequence[tuple[str, str, str, str]],
     engine: str,
     task_fingerprint: str,
+    outside: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The named parts of a stage's identity.
 
     `run` and `stage` are the resolved config as JSON-like mappings, `input_digests` maps roles to
     digests, `plugins` are (kind, name, package, version), `engine` is the engine that `auto` chose,
-    `task_fingerprint` the digest of outside data the task reads.
+    `task_fingerprint` the digest of outside data the task reads, `outside` maps the stage's fields
+    that name a file or folder to digests of what is in it.
     """
     kind = str(stage["kind"])
     shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
@@ -49,10 +53,30 @@ def stage_parts(
         shared["task_data"] = task_fingerprint
     parts = _flatten({**shared, **{k: v for k, v in stage.items() if k != "kind"}})
     parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
+    outside = outside or {}
+    parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
+    parts |= {f"file {field}": digest for field, digest in outside.items()}
     parts |= {f"input {role}": digest for role, digest in input_digests.items()}
     parts |= {f"plugin {kind} {name}": f"{pkg} {ver}" for kind, name, pkg, ver in plugins}
     parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
     return parts
+
+
+def outside_digests(paths: Mapping[str, str]) -> dict[str, str]:
+    """Digest of each file or folder, by the field that names it; raises `ConfigError` if absent."""
+    found = {}
+    for field, name in paths.items():
+        path = Path(name).expanduser()
+        if path.is_file():
+            found[field] = file_digest(path)
+        elif path.is_dir():
+            found[field] = combine_digests(tree_digests(path))
+        else:
+            raise ConfigError(
+                f"{field}: there is no file or folder '{path}'; correct the path, which is "
+                "relative to the folder the command was started in"
+            )
+    return found
 
 
 def identity_of(parts: Mapping[str, str]) -> str:

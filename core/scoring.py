@@ -15,7 +15,11 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import KlEstimator, Reward, Task
+from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.math import groups
+from posttrain.core.math.masking import masked
+from posttrain.core.step_scores import fill_steps
 from posttrain.core.types import RewardSample, Score
 
 
@@ -27,8 +31,10 @@ class WeightedReward:
     weight: float
 
 
-def reward_samples(batch: RolloutBatch, task: Task[Any]) -> tuple[RewardSample, ...]:
-    """What rewards see of each row, the task's verdict included."""
+def reward_samples(
+    batch: RolloutBatch, task: Task[Any], *, with_steps: bool = False
+) -> tuple[RewardSample, ...]:
+    """What rewards see of each row, the task's verdict included, and that on its steps if asked."""
     samples = []
     for row, (problem, text) in enumerate(zip(batch.problems, batch.texts, strict=True)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
@@ -41,27 +47,34 @@ def reward_samples(batch: RolloutBatch, task: Task[Any]) -> tuple[RewardSample, 
                 text=text,
                 truncated=bool(batch.truncated[row]),
                 verdict=task.verify(problem, text),
+                steps=task.verify_steps(problem, text) if with_steps else (),
             )
         )
     return tuple(samples)
 
 
 def score_batch(
-    batch: RolloutBatch, task: Task[Any], rewards: Sequence[WeightedReward]
+    batch: RolloutBatch,
+    task: Task[Any],
+    rewards: Sequence[WeightedReward],
+    tokenizer: ChatTokenizer | None = None,
+    clip: tuple[float | None, float | None] = (None, None),
 ) -> RolloutBatch:
     """Fill `reward_components`, `rewards`, `scored`, `acc`, `token_rewards`, and narrow `mask`.
 
     The reward is the weighted sum of the components that could be scored. A row that none could
     score, or whose sum is not finite, is unscored: its reward is 0, its mask empty, and it takes no
-    part in group statistics. The reward sits on the last sampled token.
+    part in group statistics. The sum is kept within `clip` and sits on the last sampled token. With
+    a `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
     """
-    samples = reward_samples(batch, task)
-    columns = [_component(weighted.reward, samples) for weighted in rewards]
-    components = torch.stack(columns, dim=1)
-    weights = torch.tensor([weighted.weight for weighted in rewards], dtype=components.dtype)
-    total = (components.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf) * weights).sum(dim=1)
-    scored = torch.isfinite(total) & ~components.isnan().all(dim=1)
-    total = torch.where(scored, total, torch.zeros_like(total)).float()
+    by_steps = next((i for i, w in enumerate(rewards) if w.reward.gives_steps), None)
+    samples = reward_samples(batch, task, with_steps=by_steps is not None)
+    scores = [_scores(weighted.reward, samples) for weighted in rewards]
+    components = torch.stack([_component(column) for column in scores], dim=1)
+    if by_steps is not None and tokenizer is not None:
+        batch = fill_steps(batch, scores[by_steps], tokenizer)
+    total, scored = weighted_sum(components, [weighted.weight for weighted in rewards])
+    total = clip_rewards(total, *clip).float()
     filled = batch.with_columns(
         reward_components=components,
         rewards=total,
@@ -73,15 +86,39 @@ def score_batch(
     return replace(filled, samples=samples)
 
 
-def _component(reward: Reward[Any], samples: Sequence[RewardSample]) -> Tensor:
+def _scores(reward: Reward[Any], samples: Sequence[RewardSample]) -> list[Score]:
+    """A reward's scores, one per sample."""
     scores: list[Score] = reward.score(samples)
     if len(scores) != len(samples):
         raise RunError(
             f"reward '{reward.name}' returned {len(scores)} scores for {len(samples)} samples: it "
             "must return one Score per sample, in order"
         )
+    return scores
+
+
+def _component(scores: Sequence[Score]) -> Tensor:
+    """Values [B] in float64; NaN where a sample could not be scored."""
     values = [math.nan if s.value is None else float(s.value) for s in scores]
     return torch.tensor(values, dtype=torch.float64)
+
+
+def weighted_sum(components: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Rewards [B] of `components` [B, K], and which of them are scored [B].
+
+    A missing component (NaN) adds nothing. A row without any, or whose sum is not finite, is not
+    scored: its reward is 0.
+    """
+    factors = torch.tensor(list(weights), dtype=components.dtype)
+    given = components.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    total = (given * factors).sum(dim=1)
+    scored = torch.isfinite(total) & ~components.isnan().all(dim=1)
+    return masked(total, scored), scored
+
+
+def clip_rewards(rewards: Tensor, low: float | None, high: float | None) -> Tensor:
+    """`rewards` [B] between `low` and `high`; null = no bound. Comes before KL in the reward."""
+    return rewards if low is None and high is None else rewards.clamp(low, high)
 
 
 def place_on_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -108,8 +145,7 @@ def subtract_kl(batch: RolloutBatch, estimator: KlEstimator[Any], coef: float) -
 def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
     """Rewards, accuracy, groups and lengths of a scored batch; unscored rows are counted apart."""
     scored = batch.column("scored").bool()
-    rewards = batch.column("rewards")[scored].double()
-    acc, components = batch.column("acc"), batch.column("reward_components")
+    acc = batch.column("acc")
     lengths = batch.response_mask.sum(dim=1).double()
     metrics = {
         "reward/unscored_frac": 1.0 - float(scored.double().mean()),
@@ -120,28 +156,45 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
         "resp_len/truncated_frac": float(batch.truncated.double().mean()),
         "tokens/response": float(lengths.sum()),
     }
-    if rewards.numel():
-        metrics |= {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std(correction=0)),
-            "reward/min": float(rewards.min()),
-            "reward/max": float(rewards.max()),
-        }
-    for k, name in enumerate(names):
-        values = components[:, k][~components[:, k].isnan()]
-        if values.numel():
-            metrics[f"reward/component/{name}"] = float(values.mean())
+    metrics |= reward_metrics(batch.column("rewards"), scored)
+    metrics |= component_metrics(batch.column("reward_components"), names)
     return metrics | _group_metrics(batch, acc)
 
 
-def _group_metrics(batch: RolloutBatch, acc: Tensor) -> dict[str, float]:
-    groups = list(batch.groups())
-    rewards = batch.column("rewards")
-    equal = sum(float(rewards[g].max() - rewards[g].min()) <= 1e-6 for g in groups)
+def reward_metrics(rewards: Tensor, scored: Tensor, ddof: int = 0) -> dict[str, float]:
+    """Mean, deviation and range of the scored `rewards` [B]; empty if none is scored.
+
+    `ddof` 0 is the deviation of the batch itself, 1 the unbiased one (TRL).
+    """
+    values = rewards[scored.bool()].double()
+    if values.numel() == 0:
+        return {}
     return {
-        "group/zero_adv_frac": equal / len(groups),
-        "group/all_correct_frac": sum(bool((acc[g] >= 1).all()) for g in groups) / len(groups),
-        "group/all_wrong_frac": sum(bool((acc[g] < 1).all()) for g in groups) / len(groups),
+        "reward/mean": float(values.mean()),
+        "reward/std": groups.sample_std(values, ddof),
+        "reward/min": float(values.min()),
+        "reward/max": float(values.max()),
+    }
+
+
+def component_metrics(components: Tensor, names: Sequence[str], ddof: int = 0) -> dict[str, float]:
+    """Mean and deviation of each of `components` [B, K] before its weight; NaN is left out."""
+    metrics = {}
+    for name, column in zip(names, components.unbind(1), strict=True):
+        values = column[~column.isnan()].double()
+        if values.numel():
+            metrics[f"reward/component/{name}"] = float(values.mean())
+            metrics[f"reward/component_std/{name}"] = groups.sample_std(values, ddof)
+    return metrics
+
+
+def _group_metrics(batch: RolloutBatch, acc: Tensor) -> dict[str, float]:
+    members = list(batch.groups())
+    equal = groups.equal_share(batch.column("rewards"), batch.group_id, batch.column("scored"))
+    return {
+        "group/zero_adv_frac": equal,
+        "group/all_correct_frac": sum(bool((acc[g] >= 1).all()) for g in members) / len(members),
+        "group/all_wrong_frac": sum(bool((acc[g] < 1).all()) for g in members) / len(members),
     }
 
 

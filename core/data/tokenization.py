@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -39,14 +39,22 @@ class ChatTokenizer:
 
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
         """Token ids of the prompt, up to where the assistant's answer begins."""
+        return self.encode_chat([{"role": "user", "content": problem.prompt}])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant's next answer begins.
+
+        A model without a chat template gets the messages' texts, a line each. The system prompt of
+        the run is put first unless the messages bring their own.
+        """
         if self.tokenizer.chat_template is None:
-            text = problem.prompt + "\n"
+            text = "".join(message["content"] + "\n" for message in messages)
             return tuple(self.tokenizer(text)["input_ids"])
-        messages = [{"role": "user", "content": problem.prompt}]
-        if self.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        chat_messages = [dict(message) for message in messages]
+        if self.system_prompt is not None and chat_messages[0]["role"] != "system":
+            chat_messages.insert(0, {"role": "system", "content": self.system_prompt})
         chat = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
+            chat_messages, add_generation_prompt=True, tokenize=False
         )
         # The template writes the special tokens itself.
         return tuple(self.tokenizer(str(chat), add_special_tokens=False)["input_ids"])

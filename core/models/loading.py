@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import (
@@ -55,6 +56,40 @@ def load_reward_model(path: Path, runtime: ModelRuntime, *, new_head: bool) -> P
     if new_head:
         head: torch.nn.Linear = model.get_submodule("score")  # type: ignore[assignment]
         torch.nn.init.zeros_(head.weight)
+    return model
+
+
+def load_value_model(
+    path: Path,
+    runtime: ModelRuntime,
+    head: Literal["keep", "zero", "normal"],
+    *,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A sequence classifier with one label whose score is a state's value.
+
+    `keep` takes a reward model or a saved critic as it is. `zero` and `normal` give any model's
+    backbone a new head: zeros, so every first value is 0, or N(0, 1 / (hidden size + 1)) drawn from
+    `seed` (arXiv:2009.01325).
+    """
+    if head == "keep":
+        model = load_reward_model(path, runtime, new_head=False)
+        architectures = model.config.architectures or []
+        classifies = any(name.endswith("ForSequenceClassification") for name in architectures)
+        if model.config.num_labels != 1 or not classifies:
+            raise ResourceError(
+                f"model directory '{path}' holds {', '.join(architectures) or 'no known head'}, "
+                "not a model with a scalar head: name a reward model or a saved critic, or start "
+                "the critic with a new head"
+            )
+        return model
+    model = load_reward_model(path, runtime, new_head=True)
+    if head == "normal":
+        score: torch.nn.Linear = model.get_submodule("score")  # type: ignore[assignment]
+        chance = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(score.weight.shape, generator=chance) / (score.in_features + 1) ** 0.5
+        with torch.no_grad():
+            score.weight.copy_(drawn)
     return model
 
 

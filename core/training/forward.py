@@ -5,6 +5,7 @@ Axes: B rows, L padded prompt width, T padded response width, P distinct prompts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,26 @@ def response_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
 ) -> ResponseForward:
     """Log-probs and entropy of each response token of `batch` at the sampling temperature."""
-    hidden, ids, mask = response_states(model, batch, include_last=False)
-    return _project(model, hidden, ids, mask, batch.response_ids.shape, temperature)
+    states = response_states(model, batch, include_last=False)
+    return project_states(model, states, batch.response_ids.shape, temperature=temperature)
+
+
+@torch.no_grad()
+def forward_only(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    micro_batch_size: int,
+    temperature: float,
+    check: Callable[[], None] = lambda: None,
+) -> ResponseForward:
+    """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches."""
+    parts = []
+    for rows in torch.split(torch.arange(len(batch)), micro_batch_size):
+        check()
+        parts.append(response_logprobs(model, batch.select(rows), temperature=temperature))
+    return ResponseForward(
+        torch.cat([p.logprobs for p in parts]).cpu(), torch.cat([p.entropy for p in parts]).cpu()
+    )
 
 
 def response_states(
@@ -79,24 +98,45 @@ def response_states(
     return hidden, ids, mask
 
 
-def _project(
+def project_states(
     model: PreTrainedModel,
-    hidden: Tensor,
-    ids: Tensor,
-    mask: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
     shape: torch.Size,
+    *,
     temperature: float,
 ) -> ResponseForward:
-    """Hidden states [B, length, H] that predict `ids` [B, length] to log-probs of `shape`."""
-    weight = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    """Log-probs and entropy of `shape` [B, T] from what `response_states` gave."""
+    hidden, ids, mask = states
     flat = mask.nonzero(as_tuple=True)
     values, entropies = token_logprobs(
-        hidden[:, : ids.shape[1]][flat], weight, ids[flat], temperature=temperature
+        hidden[:, : ids.shape[1]][flat], head_weight(model), ids[flat], temperature=temperature
     )
-    rows, columns = (index.to(values.device) for index in flat)
-    logprobs = values.new_zeros(shape).index_put((rows, columns), values)
-    entropy = entropies.new_zeros(shape).index_put((rows, columns), entropies)
-    return ResponseForward(logprobs, entropy)
+    return ResponseForward(to_rows(values, mask, shape), to_rows(entropies, mask, shape))
+
+
+def head_weight(model: PreTrainedModel) -> Tensor:
+    """The matrix [V, H] that makes logits of hidden states."""
+    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    return weight
+
+
+def to_rows(values: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
+    """`values` [N] at the N true places of `mask` [B, n], in order, in a tensor of `shape` [B, T].
+
+    All else is 0; n is at most T.
+    """
+    rows, columns = (index.to(values.device) for index in mask.nonzero(as_tuple=True))
+    return values.new_zeros(shape).index_put((rows, columns), values)
+
+
+def after_last(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The state [B, H] after each row's last sampled token; after the prompt if it has none.
+
+    `hidden` [B, n + 1, H] and `mask` [B, n] are of `response_states` with `include_last`.
+    """
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
+    return hidden[torch.arange(len(last), device=hidden.device), last]
 
 
 def _distinct_prompts(group_id: Tensor) -> tuple[Tensor, Tensor]:

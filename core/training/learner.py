@@ -1,212 +1,271 @@
 """The learner: one rollout batch in, optimizer steps out, exact however the work is split.
 
 Every term of the loss is divided by counts of the *global* mini-batch, taken before its first
-micro-batch, so the summed micro-batch gradients equal the gradient of one big batch.
+micro-batch, so the summed micro-batch gradients equal the gradient of one big batch. What the loss
+is made of is the objective's business; here are the epochs, mini-batches and micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import Aggregator, Counts, KlEstimator, PolicyLoss, TokenLoss
+from posttrain.core.math.mismatch import mismatch_metrics
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.training.forward import ResponseForward, response_logprobs
-from posttrain.core.training.metrics import MetricSums, mismatch_metrics
+from posttrain.core.training.collision import response_sum_pi_squared
+from posttrain.core.training.exact_kl import response_exact_kl
+from posttrain.core.training.forward import (
+    ResponseForward,
+    forward_only,
+    project_states,
+    response_states,
+)
+from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.natural_gradient import NaturalGradient
+from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.ptx import PtxTerm
+from posttrain.core.training.records import record_micro, update_metrics
+from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
+
+Check = Callable[[], None]
+States = tuple[Tensor, Tensor, Tensor]
+"""Hidden states, ids and mask of the responses, as `response_states` gives them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerms:
-    """The plugins that make the loss, and the KL term's estimator (None = no KL in the loss)."""
-
-    policy_loss: PolicyLoss[Any]
-    aggregator: Aggregator[Any]
-    kl: KlEstimator[Any] | None
-    entropy_coef: float
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """How one rollout batch is cut up. `micro_batch_size` changes memory, never the result."""
-
-    epochs: int
-    num_mini_batches: int
-    micro_batch_size: int
-    temperature: float
-    seed: int
-
-    @property
-    def updates_per_batch(self) -> int:
-        """Optimizer steps taken on each rollout batch."""
-        return self.epochs * self.num_mini_batches
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Metrics of an update, and the log-probs [B, T] of the policy it started from."""
-
-    metrics: dict[str, float]
-    old_logprobs: Tensor
+def _nothing() -> None:
+    """A check that never stops anything."""
 
 
 class Learner:
-    """Owns the policy, its frozen reference (when a KL term needs it) and the optimizer."""
+    """Owns the policy, its frozen reference (when a KL term needs it) and the optimizer.
+
+    `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
+    pre-training term; `guard` bounds how far one batch may move the policy.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         optimizer: MasterOptimizer,
-        terms: LossTerms,
+        objective: Objective,
         settings: UpdateSettings,
         reference: PreTrainedModel | None = None,
+        *,
+        guard: KlGuard | None = None,
+        ptx: PtxTerm | None = None,
+        trust_region: NaturalGradient | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.terms, self.settings, self.reference = terms, settings, reference
+        self.objective, self.settings, self.reference = objective, settings, reference
+        self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
 
     def update(
-        self,
-        batch: RolloutBatch,
-        step: int,
-        kl_coef: float,
-        check: Callable[[], None] = lambda: None,
+        self, batch: RolloutBatch, step: int, kl_coef: float, check: Check = _nothing
     ) -> UpdateResult:
         """All epochs and mini-batches over `batch`.
 
         Needs `advantages`, and fills `old_logprobs` itself: from a forward pass before the first
-        update, or, when there is only one update, from that update's own forward, which is the
-        same policy. `check` runs between micro-batches (it raises to stop).
+        update, or, when there is only one update and nothing else reads them, from that update's
+        own forward, which is the same policy. `check` runs between micro-batches (it raises to
+        stop).
         """
         batch.require(["advantages", "mask"], "the learner")
-        settings = self.settings
-        if settings.updates_per_batch > 1 and batch.old_logprobs is None:
-            old = self.forward_only(self.model, batch, check)
-            batch = batch.with_columns(old_logprobs=old.logprobs, entropy=old.entropy)
-        if kl_coef > 0 and self.terms.kl is not None and batch.ref_logprobs is None:
-            batch = batch.with_columns(ref_logprobs=self.reference_logprobs(batch, check))
-        sums = MetricSums()
-        norms: list[float] = []
-        report, first_logprobs = None, batch.old_logprobs
-        for epoch in range(settings.epochs):
-            for mini in self._mini_batches(batch, step, epoch):
-                seen = self._accumulate(mini, kl_coef, sums, check)
-                first_logprobs = seen if first_logprobs is None else first_logprobs
-                report = self.optimizer.step()
-                norms.append(report.grad_norm)
-                sums.add_scalar("train/skipped_empty", float(report.skipped))
-                sums.add_scalar("grad/clipped", float(report.grad_clipped))
-        assert report is not None and first_logprobs is not None, "at least one update is made"
-        metrics = sums.result()
-        num_updates = settings.updates_per_batch
-        for name in [n for n in metrics if n.startswith("loss/")] + ["grad/clipped"]:
-            metrics[name] /= num_updates
-        metrics |= {"grad/norm": sum(norms) / len(norms), "lr": report.learning_rate}
-        metrics |= mismatch_metrics(first_logprobs, batch.rollout_logprobs, batch.mask)
-        return UpdateResult(metrics, first_logprobs)
+        batch, metrics = self._ready(batch, kl_coef, check)
+        settings, done = self.settings, Progress(batch.old_logprobs)
+        parts = mini_batches(
+            batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
+        )
+        for number, mini in enumerate(parts):
+            mini, prepared = self._prepare(mini, step, number, check)
+            done.sums.add_means(prepared.metrics)
+            if self.trust_region is not None:
+                draw = generator(settings.seed, "trust_region", step, number)
+                record = partial(record_micro, done.sums)
+                taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
+                done.sums.add_means(taken)
+                done.num_updates += 1
+            elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check):
+                break
+        metrics |= update_metrics(done.sums, done.num_updates)
+        if done.report is not None:
+            metrics |= {"grad/norm": done.mean_norm, "lr": done.report.learning_rate}
+        if self.guard is not None:
+            metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
+            metrics["guard/rate_factor"] = done.rate_factor
+        first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
+        if not self.objective.bypass_old:
+            metrics |= mismatch_metrics(first, batch.rollout_logprobs, batch.mask)
+        metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
+        return UpdateResult(metrics, first)
 
-    def reference_logprobs(
-        self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
-    ) -> Tensor:
+    def _one_update(
+        self,
+        mini: RolloutBatch,
+        prepared: PreparedMini,
+        place: tuple[int, int],
+        kl_coef: float,
+        done: Progress,
+        check: Check,
+    ) -> bool:
+        """One optimizer step on a mini-batch; False when the guard gives up the rest of the batch.
+
+        `place` is the rollout batch's step and the update's number on it.
+        """
+        own = MetricSums()
+        seen = self._accumulate(mini, prepared, kl_coef, own, check)
+        if done.first_logprobs is None:
+            done.first_logprobs = seen
+        if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
+            done.sums.add_scalar("guard/exceeded", 1.0)
+            if self.guard.action == "stop":
+                self.optimizer.zero_grad()
+                return False
+            done.rate_factor *= self.guard.factor
+        if self.ptx is not None:
+            self.ptx.accumulate(self.model, *place, own, check)
+        done.sums.merge(own)
+        report = self.optimizer.step(done.rate_factor)
+        done.took(report)
+        return True
+
+    def _ready(
+        self, batch: RolloutBatch, kl_coef: float, check: Check
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """Fill `old_logprobs` and `ref_logprobs` where they are needed, and the correction."""
+        objective = self.objective
+        needs_old = (
+            self.settings.updates_per_batch > 1
+            or objective.correction is not None
+            or objective.needs_prepare()
+            or self.trust_region is not None
+        )
+        if needs_old or objective.bypass_old:
+            batch = self.with_old_logprobs(batch, check)
+        exact = objective.kl is not None and objective.kl.from_logits
+        if kl_coef > 0 and objective.kl is not None and batch.ref_logprobs is None and not exact:
+            batch = batch.with_columns(ref_logprobs=self.reference_logprobs(batch, check))
+        corrected = batch.is_weight is not None or batch.correction_mask is not None
+        return (batch, {}) if corrected else objective.correct(batch)
+
+    def with_old_logprobs(self, batch: RolloutBatch, check: Check = _nothing) -> RolloutBatch:
+        """`batch` with `old_logprobs` and `entropy` of the present policy, unless it has them."""
+        if batch.old_logprobs is not None:
+            return batch
+        if self.objective.bypass_old:
+            return batch.with_columns(old_logprobs=batch.rollout_logprobs)
+        old = self.forward_only(self.model, batch, check)
+        return batch.with_columns(old_logprobs=old.logprobs, entropy=old.entropy)
+
+    def _prepare(
+        self, mini: RolloutBatch, step: int, number: int, check: Check
+    ) -> tuple[RolloutBatch, PreparedMini]:
+        """Counts and whole-mini-batch statistics; the policy's present log-probs if asked for."""
+        if self.objective.needs_prepare():
+            # Before the first update the old policy *is* the present one.
+            if number == 0 and mini.entropy is not None and not self.objective.bypass_old:
+                mini = mini.with_columns(logprobs_now=mini.column("old_logprobs"))
+            else:
+                now = self.forward_only(self.model, mini, check)
+                mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
+        draw = generator(self.settings.seed, "prepare", step, number)
+        num_parts = -(-len(mini) // self.settings.micro_batch_size)
+        return mini, self.objective.prepare(mini, draw, num_parts)
+
+    def _phase_end(
+        self, batch: RolloutBatch, metrics: dict[str, float], check: Check
+    ) -> dict[str, float]:
+        """Tell the losses that this batch is done; measure how far it moved the policy if asked."""
+        losses = [term.loss for term in self.objective.terms]
+        found: dict[str, float] = {}
+        if any(loss.wants_phase_kl() for loss in losses):
+            now = self.forward_only(self.model, batch, check)
+            gap = (now.logprobs - batch.column("old_logprobs"))[batch.mask.bool()].double()
+            if gap.numel():
+                found["kl/phase_k3"] = float((gap.clamp(-20, 20).expm1() - gap).mean())
+        for loss in losses:
+            loss.on_phase_end(metrics | found)
+        return found
+
+    def refresh_reference(self) -> None:
+        """Make the present policy the reference."""
+        assert self.reference is not None, "there is no reference to refresh"
+        self.reference.load_state_dict(self.model.state_dict())
+
+    def reference_logprobs(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
         """Log-probs [B, T] of the frozen reference policy."""
         assert self.reference is not None, "a KL term needs a reference model"
         return self.forward_only(self.reference, batch, check).logprobs
 
-    @torch.no_grad()
     def forward_only(
-        self, model: PreTrainedModel, batch: RolloutBatch, check: Callable[[], None]
+        self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
+        settings = self.settings
+        return forward_only(model, batch, settings.micro_batch_size, settings.temperature, check)
+
+    def sum_pi_squared(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
+        """The policy's sum of squared probabilities [B, T] at each response token."""
         parts = []
-        for rows in self._micro_rows(batch):
+        for rows in micro_rows(batch, self.settings.micro_batch_size):
             check()
-            micro = batch.select(rows)
-            parts.append(response_logprobs(model, micro, temperature=self.settings.temperature))
-        return ResponseForward(
-            torch.cat([p.logprobs for p in parts]).cpu(),
-            torch.cat([p.entropy for p in parts]).cpu(),
-        )
-
-    def _mini_batches(self, batch: RolloutBatch, step: int, epoch: int) -> Iterator[RolloutBatch]:
-        """The batch's groups in `num_mini_batches` parts, shuffled anew in every epoch."""
-        if self.settings.num_mini_batches == 1:
-            yield batch
-            return
-        groups = list(batch.groups())
-        order = torch.randperm(
-            len(groups), generator=generator(self.settings.seed, "mini_batches", step, epoch)
-        ).tolist()
-        for part in torch.tensor(order).tensor_split(self.settings.num_mini_batches):
-            yield batch.select(torch.cat([groups[i] for i in part.tolist()]))
-
-    def _micro_rows(self, batch: RolloutBatch) -> Iterator[Tensor]:
-        """Row indices of each micro-batch.
-
-        Rows stay in order, so a group's rows mostly share one micro-batch and one prompt forward.
-        """
-        yield from torch.split(torch.arange(len(batch)), self.settings.micro_batch_size)
+            micro, temperature = batch.select(rows), self.settings.temperature
+            parts.append(response_sum_pi_squared(self.model, micro, temperature=temperature))
+        return torch.cat(parts)
 
     def _accumulate(
-        self, mini: RolloutBatch, kl_coef: float, sums: MetricSums, check: Callable[[], None]
+        self,
+        mini: RolloutBatch,
+        prepared: PreparedMini,
+        kl_coef: float,
+        sums: MetricSums,
+        check: Check = _nothing,
     ) -> Tensor:
         """Forward and backward over the micro-batches of one mini-batch.
 
         Returns the log-probs [B, T] that the forward passes saw; rows without loss stay 0.
         """
         seen = torch.zeros_like(mini.rollout_logprobs)
-        row_tokens = mini.mask.sum(dim=1)
-        counts = Counts(float(row_tokens.sum()), float((row_tokens > 0).sum()))
-        if counts.num_tokens == 0:
-            return seen
-        for rows in self._micro_rows(mini):
+        for rows in micro_rows(mini, self.settings.micro_batch_size):
             check()
             micro = mini.select(rows)
             if not micro.mask.any():
                 continue
-            out = response_logprobs(self.model, micro, temperature=self.settings.temperature)
+            states = response_states(self.model, micro, include_last=False)
+            out = project_states(
+                self.model,
+                states,
+                micro.response_ids.shape,
+                temperature=self.settings.temperature,
+            )
             seen[rows] = out.logprobs.detach().to(seen)
             if micro.old_logprobs is None:
                 micro = micro.with_columns(old_logprobs=out.logprobs.cpu())
-            self._loss(out, micro, counts, kl_coef, sums).backward()  # type: ignore[no-untyped-call]
+            loss = self.objective.loss(
+                out.logprobs.cpu(),
+                out.entropy.cpu(),
+                micro,
+                prepared.rows(rows),
+                kl_coef,
+                self._exact_kl(micro, states, kl_coef),
+            )
+            record_micro(sums, loss, out, micro)
+            loss.total.backward()  # type: ignore[no-untyped-call]
         return seen
 
-    def _loss(
-        self,
-        out: ResponseForward,
-        micro: RolloutBatch,
-        counts: Counts,
-        kl_coef: float,
-        sums: MetricSums,
-    ) -> Tensor:
-        """This micro-batch's share of the loss; shares add up to the mini-batch's loss."""
-        logprobs, mask, terms = out.logprobs.cpu(), micro.mask, self.terms
-        token_loss = terms.policy_loss.token_loss(logprobs, micro)
-        policy = terms.aggregator.aggregate(token_loss, mask, counts)
-        total = policy
-        sums.add_scalar("loss/policy", policy.detach())
-        if kl_coef > 0 and terms.kl is not None:
-            kl = terms.kl.kl(logprobs, micro.column("ref_logprobs"))
-            kl_loss = kl_coef * terms.aggregator.aggregate(TokenLoss(kl, mask), mask, counts)
-            total = total + kl_loss
-            sums.add_scalar("loss/kl", kl_loss.detach())
-        entropy = out.entropy.cpu()
-        if terms.entropy_coef > 0:
-            bonus = terms.aggregator.aggregate(TokenLoss(entropy, mask), mask, counts)
-            total = total - terms.entropy_coef * bonus
-            sums.add_scalar("loss/entropy", -terms.entropy_coef * bonus.detach())
-        sums.add_scalar("loss/total", total.detach())
-        sums.add("entropy/mean", entropy, mask)
-        if micro.ref_logprobs is not None:
-            gap = (logprobs - micro.ref_logprobs).detach()
-            sums.add("kl/ref_k1", gap, mask)
-            sums.add("kl/ref_k3", (-gap).clamp(-20, 20).exp() - 1 + gap, mask)
-        for name, value in token_loss.metrics.items():
-            sums.add("ratio/mean" if name == "ratio" else name, value, mask)
-            if name == "ratio":
-                sums.add_extremes("ratio", value, mask)
-        return total
+    def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
+        """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""
+        kl, temperature = self.objective.kl, self.settings.temperature
+        if kl is None or not kl.from_logits or kl_coef <= 0:
+            return None
+        assert self.reference is not None, "a KL term needs a reference model"
+        return response_exact_kl(
+            self.model, self.reference, micro, temperature, kl.kl_of_logits, states=states
+        ).cpu()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.math.masking import masked
+
 DEFAULT_CHUNK = 1024
 
 
@@ -95,3 +97,13 @@ def token_logprobs(
         hidden, weight, targets, 1.0 / temperature, chunk
     )
     return logprobs, entropy
+
+
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient.
+
+    Tokens of probability 0 (a logit of -inf) add nothing.
+    """
+    logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+    probs = logp.exp()
+    return -(probs * masked(logp, probs > 0)).sum(dim=-1)

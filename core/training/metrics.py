@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from torch import Tensor
 
 
@@ -14,6 +15,7 @@ class MetricSums:
         self._counts: dict[str, float] = {}
         self._max: dict[str, float] = {}
         self._min: dict[str, float] = {}
+        self._shares: set[str] = set()
 
     def add(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add the values [B, T] at the positions where `mask` [B, T] is 1."""
@@ -34,28 +36,34 @@ class MetricSums:
         """Add a micro-batch's share of a quantity that sums over micro-batches (a loss)."""
         self._sums[name] = self._sums.get(name, 0.0) + float(value)
         self._counts[name] = 1.0
+        self._shares.add(name)
+
+    def add_means(self, values: Mapping[str, float]) -> None:
+        """Add one measurement each of quantities that are averaged over measurements."""
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0.0) + 1.0
+
+    def merge(self, other: MetricSums) -> None:
+        """Add everything that `other` has accumulated; shares of a sum stay a sum."""
+        for name, value in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            shares = name in other._shares
+            self._counts[name] = (
+                1.0 if shares else self._counts.get(name, 0.0) + other._counts[name]
+            )
+        self._shares |= other._shares
+        for name, value in other._max.items():
+            self._max[name] = max(value, self._max.get(name, value))
+        for name, value in other._min.items():
+            self._min[name] = min(value, self._min.get(name, value))
+
+    def mean(self, name: str, *, default: float) -> float:
+        """One metric as it stands; `default` when nothing was added."""
+        count = self._counts.get(name, 0.0)
+        return self._sums[name] / count if count else default
 
     def result(self) -> dict[str, float]:
         """Every metric; means of nothing are left out."""
         means = {n: s / self._counts[n] for n, s in self._sums.items() if self._counts[n] > 0}
         return means | self._min | self._max
-
-
-def mismatch_metrics(trainer: Tensor, engine: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the engine's log-probs [B, T] are from the trainer's for the same weights.
-
-    d = trainer - engine over `mask`; `mismatch/k3` = mean(e^d - 1 - d) estimates KL(engine ||
-    trainer) in nats per token; `ess/token` = (sum w)^2 / (n sum w^2) with w = e^d.
-    """
-    d = (trainer - engine)[mask.bool()].double()
-    d = d[torch.isfinite(d)]
-    if d.numel() == 0:
-        return {}
-    weight = d.clamp(-20, 20).exp()
-    return {
-        "mismatch/k1": float(-d.mean()),
-        "mismatch/k3": float((weight - 1 - d).mean()),
-        "mismatch/abs_max": float(d.abs().max()),
-        "mismatch/abs_mean": float(d.abs().mean()),
-        "ess/token": float(weight.sum() ** 2 / (d.numel() * (weight**2).sum())),
-    }

@@ -63,13 +63,16 @@ class MasterOptimizer:
             fused=True,
         )
 
-    def step(self) -> StepReport:
+    def step(self, rate_factor: float = 1.0) -> StepReport:
         """Clip, step, copy the masters into the model, clear gradients.
 
-        A step without any gradient is skipped; the schedule advances all the same.
+        A step without any gradient is skipped; the schedule advances all the same. `rate_factor`
+        multiplies the scheduled learning rate.
         """
-        rate = self.section.learning_rate * schedule_factor(
-            self.section, self.step_count, self.total_steps
+        rate = (
+            rate_factor
+            * self.section.learning_rate
+            * schedule_factor(self.section, self.step_count, self.total_steps)
         )
         self.step_count += 1
         with_grad = [m for m in self._masters if m.grad is not None]

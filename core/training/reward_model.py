@@ -1,13 +1,12 @@
-"""Reward model: scores of whole responses, and one Bradley-Terry step on (right, wrong) pairs.
+"""Reward model: scores of whole responses, and one step on pairs of answers.
 
 N sequences, B pairs, S padded width of prompt and response together.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PreferenceLoss
+from posttrain.core.contracts import PairLoss, PairScores
 from posttrain.core.data.packing import pad_right
+from posttrain.core.data.preference import Pair
 from posttrain.core.training.forward import response_states
+from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Token ids of a right and a wrong answer to one problem, prompt included."""
-
-    problem_key: str
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
 
 
 def score_sequences(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -54,82 +46,50 @@ def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     return scores.squeeze(-1).float()
 
 
-def split_pairs(pairs: Sequence[Pair], held_out_fraction: float) -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out pairs; all pairs of one problem land on the same side."""
-    keys = list(dict.fromkeys(pair.problem_key for pair in pairs))
-    num_held_out = max(1, round(len(keys) * held_out_fraction))
-    held_out_keys = set(keys[-num_held_out:])
-    train = [p for p in pairs if p.problem_key not in held_out_keys]
-    return train, [p for p in pairs if p.problem_key in held_out_keys]
+def score_pairs(model: PreTrainedModel, pairs: Sequence[Pair]) -> PairScores:
+    """Rewards [B] of the pairs' answers, with the pairs' own margins."""
+    rows = [p.prompt_ids + p.chosen_ids for p in pairs]
+    rows += [p.prompt_ids + p.rejected_ids for p in pairs]
+    chosen, rejected = score_sequences(model, rows).chunk(2)
+    margin = torch.tensor([pair.margin for pair in pairs]).to(chosen)
+    return PairScores.of_rewards(chosen, rejected, margin)
 
 
-def _balanced(
-    count: int, right: Sequence[tuple[int, ...]], wrong: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Up to `count` (right, wrong) combinations that reuse each answer as evenly as possible."""
-    limit = min(count, len(right) * len(wrong))
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for chosen, rejected in zip(itertools.cycle(right), itertools.cycle(wrong), strict=False):
-        if len(seen) >= limit:
-            return
-        if (chosen, rejected) in seen:  # both cycles came round: walk the rest in order
-            for pair in itertools.product(right, wrong):
-                if len(seen) < limit and pair not in seen:
-                    seen.add(pair)
-                    yield pair
-            return
-        seen.add((chosen, rejected))
-        yield chosen, rejected
+def reward_loss(loss: PairLoss[Any], scores: PairScores, sums: MetricSums) -> Tensor:
+    """These pairs' share of the mini-batch's mean loss; adds what they measure to `sums`.
+
+    `scores.num_pairs` counts the whole mini-batch.
+    """
+    share = loss.pair_loss(scores).sum() / scores.num_pairs
+    chosen, rejected = scores.chosen.detach(), scores.rejected.detach()
+    everywhere = torch.ones_like(chosen, dtype=torch.bool)
+    both, twice = torch.cat([chosen, rejected]), torch.cat([everywhere, everywhere])
+    sums.add_scalar("loss/preference", share.detach())
+    sums.add("rm/pair_accuracy", (chosen > rejected).double(), everywhere)
+    sums.add("rm/margin", chosen - rejected, everywhere)
+    sums.add("rm/reward_mean", both, twice)
+    sums.add_extremes("rm/reward", both, twice)
+    return share
 
 
-def make_pairs(
-    problem_key: str,
-    prompt_ids: Sequence[int],
-    answers: Sequence[tuple[tuple[int, ...], bool]],
-    max_pairs: int,
-) -> list[Pair]:
-    """Pairs of distinct (right, wrong) answers of one problem; none when all are alike."""
-    distinct = dict(answers)
-    right = [ids for ids, correct in distinct.items() if correct]
-    wrong = [ids for ids, correct in distinct.items() if not correct]
-    if not right or not wrong:
-        return []
-    prompt = tuple(prompt_ids)
-    return [
-        Pair(problem_key, prompt + chosen, prompt + rejected)
-        for chosen, rejected in _balanced(max_pairs, right, wrong)
-    ]
-
-
-def preference_step(
+def reward_step(
     model: PreTrainedModel,
     optimizer: MasterOptimizer,
     pairs: Sequence[Pair],
-    loss: PreferenceLoss[Any],
+    loss: PairLoss[Any],
     *,
     micro_batch_size: int,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """One optimizer step on the mean pair loss over `pairs`, however it is split."""
-    total, hits, margin = 0.0, 0, 0.0
+    """One optimizer step on the mean loss over `pairs`, however it is split."""
+    sums = MetricSums()
     for start in range(0, len(pairs), micro_batch_size):
         check()
-        part = pairs[start : start + micro_batch_size]
-        rows = [p.chosen_ids for p in part] + [p.rejected_ids for p in part]
-        chosen, rejected = score_sequences(model, rows).chunk(2)
-        micro_loss = loss.pair_loss(chosen, rejected, torch.zeros_like(chosen)).sum() / len(pairs)
-        micro_loss.backward()  # type: ignore[no-untyped-call]
-        total += float(micro_loss.detach())
-        hits += int((chosen > rejected).sum())
-        margin += float((chosen - rejected).detach().sum()) / len(pairs)
+        scores = score_pairs(model, pairs[start : start + micro_batch_size])
+        share = reward_loss(loss, replace(scores, num_pairs=float(len(pairs))), sums)
+        share.backward()  # type: ignore[no-untyped-call]
     report = optimizer.step()
-    return {
-        "loss/preference": total,
-        "rm/pair_accuracy": hits / len(pairs),
-        "rm/margin": margin,
-        "grad/norm": report.grad_norm,
-        "lr": report.learning_rate,
-    }
+    return sums.result() | {"grad/norm": report.grad_norm, "lr": report.learning_rate}
 
 
 @torch.no_grad()
@@ -143,8 +103,6 @@ def pair_hits(
     hits = 0
     for start in range(0, len(pairs), batch_size):
         check()
-        part = pairs[start : start + batch_size]
-        rows = [p.chosen_ids for p in part] + [p.rejected_ids for p in part]
-        chosen, rejected = score_sequences(model, rows).chunk(2)
-        hits += int((chosen > rejected).sum())
+        scores = score_pairs(model, pairs[start : start + batch_size])
+        hits += int((scores.chosen > scores.rejected).sum())
     return hits

@@ -1,0 +1,65 @@
+"""JSON Lines files: one object per line, with errors that name file, line and what was expected.
+
+Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from posttrain.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRow:
+    """One line: `where` is `file:line`, for messages; `values` are the object's fields."""
+
+    where: str
+    values: dict[str, object]
+
+
+def read_json_lines(path: Path, setting: str, example: str) -> list[JsonRow]:
+    """Every object of the file, blank lines left out; raises `DataError` for anything else.
+
+    `setting` is what names the file in the config, `example` what a line should look like.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path} ({error.strerror}), expected a JSON Lines file: correct "
+            f"{setting}; relative paths start at {Path.cwd()}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 (byte {error.start}): save the file as UTF-8"
+        ) from error
+    rows = list(_rows(text, path, example))
+    if not rows:
+        raise DataError(f"{path} has no rows, expected at least one line such as {example}")
+    return rows
+
+
+def _rows(text: str, path: Path, example: str) -> Iterator[JsonRow]:
+    # Not splitlines: JSON strings may hold U+2028 and other line breaks of Unicode.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            value = json.loads(line, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON ({error}): correct this line") from error
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{where} holds {line.strip()[:40]!r}, expected a JSON object such as {example}"
+            )
+        yield JsonRow(where, value)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,177 @@
+"""Pairs and labelled answers as token ids: from a file's rows, or from a model's own answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+from jinja2 import TemplateError
+
+from posttrain.core.data.preference_rows import PreferenceRow
+from posttrain.core.errors import DataError
+from posttrain.core.math.splits import held_out_keys
+
+if TYPE_CHECKING:
+    from posttrain.core.data.tokenization import ChatTokenizer
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Token ids of a prompt and of two answers to it, the better one first.
+
+    `key` names the prompt; `margin` is by how much chosen is better, in the data's own unit (0 =
+    not said).
+    """
+
+    key: str
+    prompt_ids: Ids
+    chosen_ids: Ids
+    rejected_ids: Ids
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledAnswer:
+    """Token ids of a prompt and of one answer, and whether the answer is wanted."""
+
+    key: str
+    prompt_ids: Ids
+    answer_ids: Ids
+    desirable: bool
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+KeyedT = TypeVar("KeyedT", bound=_Keyed)
+
+
+def tokenise_pairs(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
+) -> tuple[list[Pair], int]:
+    """Pairs of at most `max_length` tokens each (prompt and answer), and how many were longer."""
+    pairs = []
+    for row in rows:
+        prompt = _prompt_ids(row, tokenizer)
+        chosen, rejected = (tokenizer.encode_response(text) for text in row.answers)
+        if len(prompt) + max(len(chosen), len(rejected)) <= max_length:
+            pairs.append(Pair(row.key, prompt, chosen, rejected, row.margin))
+    return pairs, len(rows) - len(pairs)
+
+
+def tokenise_labelled(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
+) -> tuple[list[LabelledAnswer], int]:
+    """Answers of at most `max_length` tokens each, prompt included, and how many were longer."""
+    answers = []
+    for row in rows:
+        prompt, answer = _prompt_ids(row, tokenizer), tokenizer.encode_response(row.answers[0])
+        if len(prompt) + len(answer) <= max_length:
+            answers.append(LabelledAnswer(row.key, prompt, answer, bool(row.label)))
+    return answers, len(rows) - len(answers)
+
+
+def _prompt_ids(row: PreferenceRow, tokenizer: ChatTokenizer) -> Ids:
+    try:
+        return tokenizer.encode_chat(row.prompt)
+    except TemplateError as error:
+        raise DataError(
+            f"{row.where}: the model's chat template refuses the prompt's messages ({error}): "
+            "correct their roles, or choose a model with another template"
+        ) from error
+
+
+def split_by_prompt(
+    rows: Sequence[KeyedT], held_out_fraction: float
+) -> tuple[list[KeyedT], list[KeyedT]]:
+    """Training and held-out rows; all rows of one prompt land on the same side."""
+    kept_out = held_out_keys([row.key for row in rows], held_out_fraction)
+    train = [row for row in rows if row.key not in kept_out]
+    return train, [row for row in rows if row.key in kept_out]
+
+
+def batches(num_rows: int, batch_size: int, generator: torch.Generator) -> list[list[int]]:
+    """Row indices of every mini-batch of an epoch: shuffled, of nearly equal size.
+
+    There are ceil(num_rows / batch_size) of them, so that no last batch of a row or two has the
+    weight of a full one.
+    """
+    order = torch.randperm(num_rows, generator=generator)
+    return [part.tolist() for part in order.tensor_split(-(-num_rows // batch_size))]
+
+
+def mismatched_answers(rows: Sequence[LabelledAnswer]) -> list[Ids]:
+    """For each row an answer to another prompt of the mini-batch: KTO's z_ref is measured on these.
+
+    Prompts are taken in order of appearance, and each row gets an answer to the next prompt. Raises
+    `DataError` when all rows have one prompt.
+    """
+    answers: dict[str, list[Ids]] = {}
+    for row in rows:
+        answers.setdefault(row.key, []).append(row.answer_ids)
+    if len(answers) < 2:
+        raise DataError(
+            f"a mini-batch of {len(rows)} row(s) holds one prompt only, but KTO's reference point "
+            "needs an answer to another prompt: raise batch_size, or add rows with other prompts"
+        )
+    keys = list(answers)
+    following = dict(zip(keys, keys[1:] + keys[:1], strict=True))
+    taken: dict[str, int] = dict.fromkeys(keys, 0)
+    found = []
+    for row in rows:
+        pool = answers[following[row.key]]
+        found.append(pool[taken[row.key] % len(pool)])
+        taken[row.key] += 1
+    return found
+
+
+def make_pairs(
+    key: str,
+    prompt_ids: Sequence[int],
+    answers: Sequence[tuple[Ids, bool]],
+    max_pairs: int,
+) -> list[Pair]:
+    """Pairs of distinct (right, wrong) answers to one prompt; none when all are alike."""
+    distinct = dict(answers)
+    right = [ids for ids, correct in distinct.items() if correct]
+    wrong = [ids for ids, correct in distinct.items() if not correct]
+    if not right or not wrong:
+        return []
+    return [
+        Pair(key, tuple(prompt_ids), chosen, rejected)
+        for chosen, rejected in _balanced(max_pairs, right, wrong)
+    ]
+
+
+def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterator[tuple[Ids, Ids]]:
+    """Up to `count` (right, wrong) combinations that reuse each answer as evenly as possible."""
+    limit = min(count, len(right) * len(wrong))
+    seen: set[tuple[Ids, Ids]] = set()
+    for chosen, rejected in zip(itertools.cycle(right), itertools.cycle(wrong), strict=False):
+        if len(seen) >= limit:
+            return
+        if (chosen, rejected) in seen:  # both cycles came round: walk the rest in order
+            for pair in itertools.product(right, wrong):
+                if len(seen) < limit and pair not in seen:
+                    seen.add(pair)
+                    yield pair
+            return
+        seen.add((chosen, rejected))
+        yield chosen, rejected
+
+
+def as_labelled(pairs: Sequence[Pair]) -> list[LabelledAnswer]:
+    """Every distinct answer of the pairs, by itself, with its label."""
+    rows = [
+        LabelledAnswer(pair.key, pair.prompt_ids, ids, desirable)
+        for pair in pairs
+        for ids, desirable in ((pair.chosen_ids, True), (pair.rejected_ids, False))
+    ]
+    return list(dict.fromkeys(rows))

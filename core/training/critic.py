@@ -1,0 +1,143 @@
+"""The critic: a value model beside the policy, with an optimizer of its own.
+
+Axes: B rows, T response tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, functional
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import Aggregator, Counts, TokenLoss
+from posttrain.core.math.values import explained_variance, value_loss
+from posttrain.core.training.forward import after_last, response_states, to_rows
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.splitting import micro_rows, mini_batches
+
+
+def response_values(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """V(s_t) [B, T], s_t the prefix *before* token t, and the value [B] after the last token.
+
+    0 where `response_mask` is 0; a row without tokens is valued at the end of its prompt. Both
+    carry gradients and are in at least float32: the head is applied in that precision, because a
+    bfloat16 value has but three digits.
+    """
+    hidden, _, mask = response_states(model, batch, include_last=True)
+    head: Linear = model.get_submodule("score")  # type: ignore[assignment]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    bias = None if head.bias is None else head.bias.to(dtype)
+
+    def read(states: Tensor) -> Tensor:
+        return functional.linear(states.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
+
+    before = hidden[:, : mask.shape[1]][mask]
+    return to_rows(read(before), mask, batch.response_ids.shape), read(after_last(hidden, mask))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """How the critic is trained on a rollout batch; `micro_batch_size` never changes the result.
+
+    `clip` bounds a value's move from the one the advantages were made of (None = off);
+    `huber_delta` makes the error linear beyond it (None = squared throughout).
+    """
+
+    epochs: int
+    num_mini_batches: int
+    micro_batch_size: int
+    aggregator: Aggregator[Any]
+    seed: int
+    clip: float | None = 0.2
+    huber_delta: float | None = None
+
+
+class Critic:
+    """A sequence classifier with the scalar head `score`, its optimizer, and its update."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: MasterOptimizer, settings: CriticSettings
+    ) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+
+    @torch.no_grad()
+    def values(
+        self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor]:
+        """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
+        values, bootstrap = [], []
+        for rows in micro_rows(batch, self.settings.micro_batch_size):
+            check()
+            found = response_values(self.model, batch.select(rows))
+            values.append(found[0].float().cpu())
+            bootstrap.append(found[1].float().cpu())
+        return torch.cat(values), torch.cat(bootstrap)
+
+    def update(
+        self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """All epochs and mini-batches of regression on `returns` [B, T], from `values` [B, T].
+
+        `value/ev` is of `values`, those the advantages were made of, before the update; it is left
+        out where the returns do not vary. `check` runs between micro-batches (it raises to stop).
+        """
+        batch.require(["values", "returns"], "the critic")
+        settings = self.settings
+        old, returns, mask = batch.column("values"), batch.column("returns"), batch.mask
+        sums, rate = MetricSums(), 0.0
+        sums.add("value/mean", old, mask)
+        for mini in mini_batches(
+            batch,
+            settings.epochs,
+            settings.num_mini_batches,
+            settings.seed,
+            "critic_mini_batches",
+            step,
+        ):
+            loss = self._accumulate(mini, sums, check)
+            report = self.optimizer.step()
+            sums.add_means({"loss/value": loss, "value/grad_norm": report.grad_norm})
+            rate = report.learning_rate
+        metrics = sums.result() | {"value/lr": rate}
+        explained = explained_variance(old, returns, mask)
+        return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
+
+    def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
+        """Forward and backward over one mini-batch; its loss, divided by its own counts."""
+        size, total = self.settings.micro_batch_size, 0.0
+        counts = self.settings.aggregator.count(mini.mask, mini.group_id)
+        counts = replace(counts, num_parts=-(-len(mini) // size))
+        for rows in micro_rows(mini, size):
+            check()
+            micro = mini.select(rows)
+            if not micro.mask.any():
+                continue
+            loss, clipped = self._loss(micro, counts.rows(rows))
+            sums.add("value/clip_frac", clipped.double(), micro.mask)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def _loss(self, micro: RolloutBatch, counts: Counts) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss, and where [B, T] the clip decided it."""
+        values, _ = response_values(self.model, micro)
+        loss, clipped = value_loss(
+            values.cpu(),
+            micro.column("values"),
+            micro.column("returns"),
+            micro.mask,
+            clip=self.settings.clip,
+            huber=self.settings.huber_delta,
+        )
+        share = self.settings.aggregator.aggregate(
+            TokenLoss(loss, micro.mask), micro.mask, counts, micro.group_id
+        )
+        return share, clipped

@@ -1,0 +1,99 @@
+"""The exact KL between two policies at each response token, without ever holding all logits.
+
+Axes: B rows, T response tokens, N response tokens of all rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.training.forward import head_weight, response_states, to_rows
+
+KlOfLogits = Callable[[Tensor, Tensor], Tensor]
+"""KL [n] in nats of a policy's logits [n, V] and another's [n, V]."""
+
+DEFAULT_CHUNK = 256  # rows: several [chunk, V] tensors live at a time, not one
+
+
+def kl_to_policy(logits: Tensor, old_logits: Tensor) -> Tensor:
+    """KL(old || policy) [n] in nats of logits [n, V]: a trust region's distance."""
+    old = torch.log_softmax(old_logits, dim=-1)
+    gap = old - torch.log_softmax(logits, dim=-1)
+    probs = old.exp()
+    # A probability of exactly 0 contributes 0, also where its log is -inf.
+    return torch.where(probs > 0, probs * gap, torch.zeros_like(gap)).sum(dim=-1)
+
+
+def token_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    kl_of_logits: KlOfLogits,
+    *,
+    temperature: float,
+    chunk: int = DEFAULT_CHUNK,
+) -> Tensor:
+    """`kl_of_logits` [N] of two policies' hidden states [N, H] and heads [V, H] at `temperature`.
+
+    Gradients flow into `hidden` and `weight`; the backward pass makes each chunk's logits again.
+    """
+    if hidden.shape[0] == 0:
+        return hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
+    # Gradients of many low-precision chunks are summed at this float32 copy, not at the weight.
+    shared = weight.float() if weight.dtype == torch.bfloat16 else weight
+
+    def of_chunk(h: Tensor, w: Tensor, other_h: Tensor) -> Tensor:
+        logits = _logits(h, w.to(weight.dtype), temperature)
+        return kl_of_logits(logits, _logits(other_h, other_weight, temperature))
+
+    parts: list[Tensor] = []
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        inputs = (hidden[rows], shared, other_hidden[rows])
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False))
+        else:
+            parts.append(of_chunk(*inputs))
+    return torch.cat(parts)
+
+
+def response_exact_kl(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    batch: RolloutBatch,
+    temperature: float,
+    kl_of_logits: KlOfLogits,
+    *,
+    states: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`kl_of_logits` of `model` and a frozen `reference` at each response token of `batch`.
+
+    The result [B, T] is 0 where `response_mask` is 0 and carries gradients for `model`. `states`
+    are what `response_states` gave for `model`, when a forward pass was made already.
+    """
+    hidden, ids, mask = states or response_states(model, batch, include_last=False)
+    with torch.no_grad():
+        other, _, _ = response_states(reference, batch, include_last=False)
+    length = ids.shape[1]
+    kl = token_kl(
+        hidden[:, :length][mask],
+        head_weight(model),
+        other[:, :length].to(hidden.device)[mask],
+        head_weight(reference).detach().to(hidden.device),
+        kl_of_logits,
+        temperature=temperature,
+    )
+    return to_rows(kl, mask, batch.response_ids.shape)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Logits [n, V] in at least float32."""
+    logits = hidden @ weight.t()
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

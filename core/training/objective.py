@@ -1,0 +1,290 @@
+"""The objective: every term of a policy loss, from log-probs to one scalar per micro-batch.
+
+It knows nothing of models. The order on a policy term is fixed: token loss, off-policy mask,
+entropy mask, rollout weight, aggregator; KL and entropy terms take neither mask nor weight. All
+counts come from the global mini-batch, so micro-batches' shares add up exactly.
+
+Axes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import (
+    Aggregator,
+    Counts,
+    KlEstimator,
+    PolicyLoss,
+    Prepared,
+    RolloutCorrection,
+    TokenLoss,
+)
+from posttrain.core.math.masking import masked
+from posttrain.core.math.mismatch import bounded_exp, known_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One policy loss of the sum, with its factor and its own aggregator and counts."""
+
+    loss: PolicyLoss[Any]
+    aggregator: Aggregator[Any]
+    coef: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMini:
+    """What was taken from a whole mini-batch before its first micro-batch.
+
+    `terms` and `term_counts` follow the objective's terms; `counts` are those of the KL term,
+    `entropy_counts` of the entropy term. `columns` are batch columns of the mini-batch's rows.
+    """
+
+    terms: tuple[Prepared | None, ...]
+    term_counts: tuple[Counts, ...]
+    counts: Counts
+    entropy_counts: Counts
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def rows(self, index: Tensor) -> PreparedMini:
+        """The same for the rows of a micro-batch."""
+        return replace(
+            self,
+            terms=tuple(term and term.rows(index) for term in self.terms),
+            term_counts=tuple(counts.rows(index) for counts in self.term_counts),
+            counts=self.counts.rows(index),
+            entropy_counts=self.entropy_counts.rows(index),
+            columns={name: column[index] for name, column in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """A micro-batch's share of the loss: `total` with gradient, and detached for the record.
+
+    `parts` are shares of each term; `tokens` are [B, T] or [B] values to be averaged over the mask
+    of that shape beside them.
+    """
+
+    total: Tensor
+    parts: Mapping[str, Tensor]
+    tokens: Mapping[str, tuple[Tensor, Tensor]]
+    ratio: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The plugins that make a policy's loss.
+
+    `aggregator` is of the KL term and, unless `entropy_aggregator` is set, of the entropy bonus.
+    With `bypass_old` the engine's log-probs stand for the old policy's, and a loss without an
+    importance ratio is weighed against the engine instead. `renormalise` counts only tokens that
+    the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
+    highest entropy (arXiv:2506.01939).
+    """
+
+    terms: tuple[LossTerm, ...]
+    aggregator: Aggregator[Any]
+    kl: KlEstimator[Any] | None = None
+    entropy_coef: float = 0.0
+    entropy_aggregator: Aggregator[Any] | None = None
+    correction: RolloutCorrection[Any] | None = None
+    bypass_old: bool = False
+    renormalise: bool = False
+    top_entropy: float = 1.0
+
+    def needs_prepare(self) -> bool:
+        """Whether the policy's log-probs on a whole mini-batch are needed before its update."""
+        bypassed = self.bypass_old and self.correction is not None
+        return (
+            bypassed
+            or self.top_entropy < 1
+            or any(term.loss.needs_prepare() for term in self.terms)
+        )
+
+    def required_columns(self) -> frozenset[str]:
+        """Columns that must be filled before an update; `old_logprobs` the learner can fill."""
+        return frozenset().union(*(term.loss.required_columns() for term in self.terms))
+
+    def correct(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """A rollout batch with `is_weight` and `correction_mask` of its rollout correction.
+
+        With `bypass_old` it is the mini-batch that is corrected, by `prepare`.
+        """
+        if self.correction is None or self.bypass_old:
+            return batch, {}
+        columns, metrics = self._correction(batch.column("old_logprobs"), batch)
+        return batch.with_columns(**columns), metrics
+
+    def _correction(
+        self, logprobs: Tensor, batch: RolloutBatch
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        assert self.correction is not None
+        found = self.correction.correct(logprobs, batch.rollout_logprobs, batch.mask)
+        columns = {"is_weight": found.weight, "correction_mask": found.keep}
+        return {k: v for k, v in columns.items() if v is not None}, dict(found.metrics)
+
+    @torch.no_grad()
+    def prepare(
+        self, mini: RolloutBatch, generator: torch.Generator, num_parts: int = 1
+    ) -> PreparedMini:
+        """Counts of the global mini-batch, and what its losses need to see all of it for.
+
+        `mini` has `logprobs_now` and `entropy` when `needs_prepare`. `num_parts` is the number of
+        its micro-batches.
+        """
+        columns: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
+        if self.correction is not None and self.bypass_old:
+            columns, metrics = self._correction(mini.column("logprobs_now"), mini)
+        if self.top_entropy < 1:
+            columns["entropy_keep"] = entropy_mask(
+                mini.column("entropy"), mini.mask, self.top_entropy
+            )
+        if columns:
+            mini = mini.with_columns(**columns)
+        terms, term_counts = [], []
+        for term in self.terms:
+            found = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
+            metrics |= found.metrics if found else {}
+            terms.append(found)
+            counted = self._counted(term.loss.loss_mask(mini), mini)
+            term_counts.append(term.aggregator.count(counted, mini.group_id))
+        entropy_aggregator = self.entropy_aggregator or self.aggregator
+
+        def parts(counts: Counts) -> Counts:
+            return replace(counts, num_parts=num_parts)
+
+        return PreparedMini(
+            tuple(terms),
+            tuple(parts(counts) for counts in term_counts),
+            parts(self.aggregator.count(mini.mask, mini.group_id)),
+            parts(entropy_aggregator.count(mini.mask, mini.group_id)),
+            columns,
+            metrics,
+        )
+
+    def _counted(self, mask: Tensor, batch: RolloutBatch) -> Tensor:
+        """The mask that a policy term's counts and lengths are taken from."""
+        if self.renormalise and batch.correction_mask is not None:
+            return masked(mask, batch.correction_mask)
+        return mask
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        micro: RolloutBatch,
+        prepared: PreparedMini,
+        kl_coef: float = 0.0,
+        exact_kl: Tensor | None = None,
+    ) -> MicroLoss:
+        """This micro-batch's share of the loss, from `logprobs` and `entropy` [B, T].
+
+        `prepared` is cut to the rows of `micro`. `exact_kl` [B, T] stands in for an estimate when
+        the KL plugin works on logits.
+        """
+        if prepared.columns:
+            micro = micro.with_columns(**prepared.columns)
+        parts: dict[str, Tensor] = {}
+        tokens: dict[str, tuple[Tensor, Tensor]] = {}
+        ratio = None
+        total = 0.0 * masked(logprobs, micro.mask).sum()  # keeps the graph when nothing takes loss
+        for term, found, counts in zip(
+            self.terms, prepared.terms, prepared.term_counts, strict=True
+        ):
+            result = term.loss.token_loss(logprobs, self._weighable(micro, term.loss), found)
+            ratio = result.ratio if ratio is None else ratio
+            kept = self._masked(result, term.loss, logprobs, micro)
+            counted = self._counted(term.loss.loss_mask(micro), micro)
+            value = term.coef * term.aggregator.aggregate(kept, counted, counts, micro.group_id)
+            name = "loss/policy" if not parts else f"loss/term/{term.loss.name}"
+            parts[name] = value.detach()
+            where = self._counted(result.mask, micro)
+            tokens |= {
+                n: (v.detach(), where if v.dim() == 2 else where.bool().any(dim=1))
+                for n, v in result.metrics.items()
+            }
+            total = total + value
+        if self.kl is not None and kl_coef > 0:
+            kl = exact_kl
+            if kl is None:
+                chosen = self._kl_ratio(logprobs, micro, ratio)
+                kl = self.kl.kl(
+                    masked(logprobs, micro.mask),
+                    masked(micro.column("ref_logprobs"), micro.mask),
+                    chosen,
+                )
+            term_value = self.aggregator.aggregate(
+                TokenLoss(kl, micro.mask), micro.mask, prepared.counts, micro.group_id
+            )
+            parts["loss/kl"] = kl_coef * term_value.detach()
+            tokens["kl/ref"] = (kl.detach(), micro.mask)
+            total = total + kl_coef * term_value
+        if self.entropy_coef > 0:
+            bonus = (self.entropy_aggregator or self.aggregator).aggregate(
+                TokenLoss(entropy, micro.mask), micro.mask, prepared.entropy_counts, micro.group_id
+            )
+            parts["loss/entropy"] = -self.entropy_coef * bonus.detach()
+            total = total - self.entropy_coef * bonus
+        return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach())
+
+    def _masked(
+        self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch
+    ) -> TokenLoss:
+        """Off-policy mask, entropy mask and rollout weight on a token loss."""
+        mask = result.mask
+        if self.correction is not None:
+            keeps = self.correction.keeps(logprobs.detach(), micro)
+            for keep in (keeps, micro.correction_mask):
+                mask = mask if keep is None else masked(mask, keep)
+        if micro.entropy_keep is not None and not loss.folds_entropy_mask:
+            mask = masked(mask, micro.entropy_keep)
+        weight = self._weighable(micro, loss).is_weight
+        if weight is None or loss.folds_weights:
+            return replace(result, mask=mask)
+        return replace(result, mask=mask, loss=result.loss * weight)
+
+    def _weighable(self, micro: RolloutBatch, loss: PolicyLoss[Any]) -> RolloutBatch:
+        """`micro`, without rollout weights where `loss` must not be given any.
+
+        With `bypass_old` the importance ratio is against the engine already: a weight would count
+        the difference twice.
+        """
+        if self.correction is None or (self.bypass_old and loss.uses_ratio):
+            return replace(micro, is_weight=None)
+        return micro
+
+    def _kl_ratio(
+        self, logprobs: Tensor, micro: RolloutBatch, ratio: Tensor | None
+    ) -> Tensor | None:
+        """The importance ratio [B, T] that the KL estimator asks for."""
+        assert self.kl is not None
+        source = self.kl.ratio_source()
+        if source is None:
+            return None
+        if source == "policy":
+            return ratio
+        behaviour = micro.column("old_logprobs") if source == "old" else micro.rollout_logprobs
+        known = known_tokens(behaviour, micro.mask)  # an engine may give none: a ratio of 1 there
+        return bounded_exp(masked(logprobs, known) - masked(behaviour, known))
+
+
+def entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """1 at the masked tokens [B, T] whose entropy reaches the (1 - `share`) quantile over them.
+
+    The quantile interpolates linearly. Source: arXiv:2506.01939, section 4.
+    """
+    valid = entropy[mask.bool()]
+    if valid.numel() == 0:
+        return torch.zeros_like(mask)
+    threshold = torch.quantile(valid.double(), 1 - share)
+    return ((masked(entropy, mask).double() >= threshold) & mask.bool()).to(mask.dtype)

@@ -1,0 +1,197 @@
+"""Preference learning on a model: one optimizer step over a mini-batch, and held-out ranking.
+
+Axes: N pairs or labelled rows of a mini-batch, B rows of its batch, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
+from posttrain.core.training.collision import response_sum_pi_squared
+from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.preference_batches import (
+    LabelMini,
+    Mini,
+    PairMini,
+    answer_batch,
+    with_mismatched,
+)
+from posttrain.core.training.preference_objective import (
+    PreferenceObjective,
+    PreparedTerms,
+    with_margin,
+)
+
+Rows = Sequence[Pair | LabelledAnswer]
+"""Pairs, or labelled answers; never both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How many answers the policy puts in the right order, and the mean gap of their rewards.
+
+    `total` counts pairs. Labelled rows make a pair of every wanted and unwanted answer to one
+    prompt; where no prompt has both, single rows are counted, right when the reward has the sign of
+    the label, and `by_pairs` is false.
+    """
+
+    hits: int
+    total: int
+    gap: float
+    by_pairs: bool = True
+
+    @classmethod
+    def of(cls, gaps: Sequence[float], *, by_pairs: bool = True) -> Ranking:
+        """From the gaps, right where positive; a tie counts as wrong."""
+        return cls(sum(gap > 0 for gap in gaps), len(gaps), sum(gaps) / len(gaps), by_pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLearner:
+    """A policy, its frozen reference (when a loss is relative to one) and the objective.
+
+    `micro_batch_size` counts pairs or labelled rows; it changes memory, never the result. `check`
+    runs between micro-batches (it raises to stop).
+    """
+
+    model: PreTrainedModel
+    objective: PreferenceObjective
+    pad_token_id: int
+    micro_batch_size: int
+    reference: PreTrainedModel | None = None
+    check: Callable[[], None] = lambda: None
+
+    def step(self, rows: Rows, optimizer: MasterOptimizer) -> dict[str, float]:
+        """One optimizer step on the mean loss over `rows`, however it is split."""
+        metrics = self.accumulate(rows)
+        report = optimizer.step()
+        clipped = float(report.grad_clipped)
+        return metrics | {
+            "grad/norm": report.grad_norm,
+            "grad/clipped": clipped,
+            "lr": report.learning_rate,
+        }
+
+    def accumulate(self, rows: Rows) -> dict[str, float]:
+        """Add the gradient of the mini-batch's loss to the model; returns the metrics."""
+        mini, sums = self._mini(rows), MetricSums()
+        counts, prepared = mini.counts(), self._prepare(rows, mini)
+        for index, micro in mini.micro_batches(self.micro_batch_size):
+            self.check()
+            out = response_logprobs(self.model, micro.batch, temperature=1.0)
+            tokens = micro.tokens(out.logprobs.cpu(), self._log_sum_sq(micro.batch))
+            share = self.objective.loss(tokens, counts, prepared.rows(index))
+            share.total.backward()  # type: ignore[no-untyped-call]
+            share.record(sums)
+        metrics = with_margin(sums.result()) | dict(prepared.metrics)
+        return metrics | {"tokens/response": float(mini.batch.mask.sum())}
+
+    def _mini(self, rows: Rows) -> Mini:
+        """The mini-batch, with the reference's log-probs if any loss reads them."""
+        mini: Mini
+        if isinstance(rows[0], Pair):
+            pairs = [row for row in rows if isinstance(row, Pair)]
+            mini = PairMini.of(pairs, self.pad_token_id)
+        else:
+            mini = LabelMini.of(_labelled(rows), self.pad_token_id)
+        return replace(mini, batch=self._with_reference(mini.batch))
+
+    def _with_reference(self, batch: RolloutBatch) -> RolloutBatch:
+        if not self.objective.needs_reference:
+            return batch
+        assert self.reference is not None, "a loss relative to a reference needs its model"
+        return batch.with_columns(ref_logprobs=self.forward_only(self.reference, batch))
+
+    def _prepare(self, rows: Rows, mini: Mini) -> PreparedTerms:
+        """What the losses take from the whole mini-batch; log-probs nobody asked for are NaN."""
+        objective = self.objective
+        if not (objective.needs_prepare or objective.needs_kl_completions):
+            return objective.nothing_prepared()
+        logprobs = torch.full(mini.batch.response_ids.shape, float("nan"))
+        if objective.needs_prepare:
+            logprobs = self.forward_only(self.model, mini.batch)
+        tokens = mini.tokens(logprobs)
+        if objective.needs_kl_completions:
+            labelled = _labelled(rows)
+            other = answer_batch(labelled, mismatched_answers(labelled), self.pad_token_id)
+            other = self._with_reference(other)
+            tokens = with_mismatched(tokens, self.forward_only(self.model, other), other)
+        return objective.prepare(tokens)
+
+    def _log_sum_sq(self, batch: RolloutBatch) -> Tensor | None:
+        """log sum_v pi(v)^2 [B, T] of the policy, for WPO."""
+        if not self.objective.scoring.wpo:
+            return None
+        return response_sum_pi_squared(self.model, batch, temperature=1.0).log()
+
+    @torch.no_grad()
+    def forward_only(self, model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
+        """Log-probs [B, T] of `model` without gradient, in micro-batches."""
+        parts = []
+        for rows in torch.split(torch.arange(len(batch)), 2 * self.micro_batch_size):
+            self.check()
+            parts.append(response_logprobs(model, batch.select(rows), temperature=1.0).logprobs)
+        return torch.cat(parts).cpu()
+
+    @torch.no_grad()
+    def rank(self, rows: Rows) -> Ranking:
+        """How well the implied rewards order held-out answers."""
+        mini, objective = self._mini(rows), self.objective
+        logprobs = self.forward_only(self.model, mini.batch)
+        if isinstance(mini, PairMini):
+            scores = objective.scoring.pairs(mini.tokens(logprobs), mini.counts())
+            chosen, rejected = objective.rewards.of(scores)
+            return Ranking.of((chosen - rejected).tolist())
+        scored = objective.scoring.labelled(mini.tokens(logprobs), mini.counts())
+        rewards = (objective.rewards.scale * scored.scores).tolist()
+        prompts: dict[str, tuple[list[float], list[float]]] = {}
+        signed = []
+        for row, reward in zip(_labelled(rows), rewards, strict=True):
+            prompts.setdefault(row.key, ([], []))[0 if row.desirable else 1].append(reward)
+            signed.append(reward if row.desirable else -reward)
+        gaps = [a - b for wanted, other in prompts.values() for a in wanted for b in other]
+        return Ranking.of(gaps) if gaps else Ranking.of(signed, by_pairs=False)
+
+
+def _labelled(rows: Rows) -> Sequence[LabelledAnswer]:
+    found = [row for row in rows if isinstance(row, LabelledAnswer)]
+    assert len(found) == len(rows), "a config check keeps pairs and labelled rows apart"
+    return found
+
+
+class BothFallingAlarm:
+    """Tells when the loss falls only because rejected answers lose more than chosen ones do.
+
+    It goes off, once, when `pref/both_falling` was above `limit` in each of the last `window`
+    steps.
+    """
+
+    def __init__(self, limit: float, window: int) -> None:
+        self.limit = limit
+        self._recent: deque[float] = deque(maxlen=window)
+        self._rung = False
+
+    def after(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """The warning, if this step makes it due."""
+        self._recent.append(metrics.get("pref/both_falling", 0.0))
+        full = len(self._recent) == self._recent.maxlen
+        if self._rung or not full or min(self._recent) <= self.limit:
+            return None
+        self._rung = True
+        return (
+            f"step {step}: in each of the last {len(self._recent)} steps more than "
+            f"{self.limit:.0%} of pairs lost probability in both answers (pref/both_falling "
+            f"{self._recent[-1]:.2f}): the chosen answers become less likely while the loss falls; "
+            "add the loss 'sft' to preference_loss, set dpop_lambda of 'dpo', or lower "
+            "optimizer.learning_rate"
+        )

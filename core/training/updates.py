@@ -1,0 +1,59 @@
+"""How a rollout batch is cut into updates, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.optim import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """How one rollout batch is cut up. `micro_batch_size` changes memory, never the result."""
+
+    epochs: int
+    num_mini_batches: int
+    micro_batch_size: int
+    temperature: float
+    seed: int
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps taken on each rollout batch."""
+        return self.epochs * self.num_mini_batches
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Metrics of an update, and the log-probs [B, T] of the policy it started from."""
+
+    metrics: dict[str, float]
+    old_logprobs: Tensor
+
+
+@dataclass
+class Progress:
+    """What the updates on one rollout batch have come to so far."""
+
+    first_logprobs: Tensor | None
+    sums: MetricSums = field(default_factory=MetricSums)
+    report: StepReport | None = None
+    norm_sum: float = 0.0
+    rate_factor: float = 1.0
+    num_updates: int = 0
+
+    @property
+    def mean_norm(self) -> float:
+        """Mean norm of the gradients before clipping."""
+        return self.norm_sum / self.num_updates
+
+    def took(self, report: StepReport) -> None:
+        """Count an optimizer step."""
+        self.report = report
+        self.norm_sum += report.grad_norm
+        self.num_updates += 1
+        self.sums.add_scalar("train/skipped_empty", float(report.skipped))
+        self.sums.add_scalar("grad/clipped", float(report.grad_clipped))
