@@ -75,7 +75,7 @@ def accuracies(results: Mapping[str, StageResult]) -> list[tuple[str, float, flo
 
 def headline_metrics(result: StageResult) -> dict[str, float]:
     """What of a stage belongs on the pipeline's own run."""
-    prefixes = ("eval/", "rm/held_out") if result.kind != "register" else ()
+    prefixes = ("eval/", "rm/held_out", "pref/held_out") if result.kind != "register" else ()
     return {k: v for k, v in result.metrics.items() if k.startswith(prefixes)} if prefixes else {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from posttrain.core.config.schema import EvaluateStage, RewardModelStage, RlStage, RunConfig
+from posttrain.core.config.schema import EvaluateStage, PreferenceDataStage, RlStage, RunConfig
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
@@ -45,7 +45,7 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 PAIR_PROMPTS_PER_CALL = 16
-"""Problems that a reward-model stage samples answers to at once."""
+"""Problems that a stage samples answers to at once, to make pairs of them."""
 
 
 def largest_request(config: RunConfig) -> int:
@@ -54,7 +54,7 @@ def largest_request(config: RunConfig) -> int:
     for stage in config.stages.values():
         if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
             sizes.append(stage.evaluation.batch_size)
-        elif isinstance(stage, RewardModelStage):
+        elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
         elif isinstance(stage, RlStage):
             sizes.append(stage.prompts_per_step * stage.num_generations)

@@ -35,6 +35,7 @@ from posttrain.pipelines.engines import EnginePool
 from posttrain.pipelines.planning import parts_of_stage
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.evaluate import run_evaluate
+from posttrain.pipelines.stages.preference import run_preference
 from posttrain.pipelines.stages.register import run_register
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import run_rl
@@ -44,6 +45,7 @@ STAGE_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
     "evaluate": run_evaluate,
     "sft": run_sft,
     "reward_model": run_reward_model,
+    "preference": run_preference,
     "rl": run_rl,
     "register": run_register,
 }

@@ -12,7 +12,7 @@ from posttrain.core.config.dag import makes
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.schema import BASE_MODEL
 from posttrain.core.contracts import Task
-from posttrain.core.identity import explain_difference, identity_of, stage_parts
+from posttrain.core.identity import explain_difference, identity_of, outside_digests, stage_parts
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import known_digest
 from posttrain.core.plugin_manager import PluginManager
@@ -38,8 +38,16 @@ def parts_of_stage(
     """The named parts of a stage's identity."""
     config = resolved.config.model_dump(mode="json")
     plugins = [(use.kind, use.name, use.package, use.version) for use in resolved.plugins[name]]
+    paths = resolved.config.stages[name].outside_paths()
+    outside = outside_digests({f"stages.{name}.{field}": path for field, path in paths.items()})
     return stage_parts(
-        config, config["stages"][name], input_digests, plugins, engine, task_fingerprint
+        config,
+        config["stages"][name],
+        input_digests,
+        plugins,
+        engine,
+        task_fingerprint,
+        {field: outside[f"stages.{name}.{field}"] for field in paths},
     )
 
 

@@ -28,6 +28,9 @@ SHOWN: dict[str, tuple[str, str]] = {
     "eval/greedy_accuracy": ("held-out", "{:.1%}"),
     "sft/loss": ("loss", "{:.4f}"),
     "rm/pair_accuracy": ("pairs right", "{:.1%}"),
+    "rewards/accuracy": ("pairs right", "{:.1%}"),
+    "pref/held_out_pair_accuracy": ("held-out pairs", "{:.1%}"),
+    "loss/preference": ("loss", "{:.4f}"),
     "loss/total": ("loss", "{:.4f}"),
     "throughput/rollout_tokens_per_s": ("tokens/s", "{:.0f}"),
 }

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from posttrain.core.baseline import greedy_rewards
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.schema import RlStage
 from posttrain.core.contracts import (
@@ -22,6 +25,8 @@ from posttrain.core.contracts import (
 from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.group_filter import drop_groups
+from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.scoring import (
@@ -34,6 +39,7 @@ from posttrain.core.scoring import (
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.checkpoint import LoopState, remove_older, save_checkpoint
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.value_phase import ValuePhase
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.pipelines.stages.context import StageContext, evaluation_table
 
@@ -54,6 +60,7 @@ class RlLoop:
     controller: KlController[Any]
     problems: Sequence[Problem]
     held_out: Sequence[Problem]
+    critic: ValuePhase | None = None
     first_step: int = 1
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -125,7 +132,9 @@ class RlLoop:
         """Fill the reward columns."""
         self.context.check()
         with self._timed("score_s"):
-            scored = score_batch(batch, self.context.task, self.rewards)
+            scored = score_batch(
+                batch, self.context.task, self.rewards, self.tokenizer, self.stage.reward_clip
+            )
         self.metrics |= rollout_metrics(scored, [w.reward.name for w in self.rewards])
         return scored
 
@@ -133,42 +142,80 @@ class RlLoop:
         """Fill `advantages`; with KL in the reward, after it has been subtracted."""
         coef = self.controller.coefficient()
         with self._timed("advantage_s"):
-            if self.stage.kl.place == "reward" and coef > 0:
-                learner, check = self.learner, self.context.check
-                old = learner.forward_only(learner.model, batch, check)
-                reference = learner.reference_logprobs(batch, check)
-                batch = batch.with_columns(old_logprobs=old.logprobs, ref_logprobs=reference)
-                batch = subtract_kl(batch, self.kl, coef)
-            batch.require(self.estimator.needs, f"advantage '{self.estimator.name}'")
+            batch, dropped = drop_groups(batch, self.stage.drop_groups)
+            batch = self._fill_columns(batch, coef)
+            batch.require(self.estimator.required_columns(), f"advantage '{self.estimator.name}'")
             estimate = self.estimator.estimate(batch)
             ready = batch.with_columns(advantages=estimate.advantages)
             if estimate.returns is not None:
                 ready = ready.with_columns(returns=estimate.returns)
-        self.metrics |= {**advantage_metrics(ready), **estimate.metrics, "kl/coef": coef}
+        self.metrics |= {**advantage_metrics(ready), **estimate.metrics, **dropped, "kl/coef": coef}
         return ready
+
+    def _fill_columns(self, batch: RolloutBatch, kl_coef: float) -> RolloutBatch:
+        """What the estimator reads beside rewards, and the KL penalty on the rewards."""
+        learner, check = self.learner, self.context.check
+        needed = self.estimator.required_columns()
+        in_reward = self.stage.kl.place == "reward" and kl_coef > 0
+        if in_reward or needed & {"old_logprobs", "is_weight", "ref_logprobs"}:
+            batch = learner.with_old_logprobs(batch, check)
+        if in_reward:
+            batch = batch.with_columns(ref_logprobs=learner.reference_logprobs(batch, check))
+            self.metrics |= kl_of_batch(batch, self.kl)
+            batch = subtract_kl(batch, self.kl, kl_coef)
+        if "is_weight" in needed:
+            batch, found = learner.objective.correct(batch)
+            self.metrics |= found
+        if "sum_pi_squared" in needed:
+            batch = batch.with_columns(sum_pi_squared=learner.sum_pi_squared(batch, check))
+        if "agent_id" in needed:  # one policy speaks in every row
+            batch = batch.with_columns(agent_id=torch.zeros(len(batch), dtype=torch.int64))
+        if "baseline_reward" in needed:
+            limit = self.stage.generation.max_response_length
+            greedy = greedy_rewards(
+                self.engine, self.tokenizer, self.context.task, self.rewards, batch, limit
+            )
+            batch = batch.with_columns(baseline_reward=greedy)
+        if self.critic is not None:
+            batch = self.critic.with_values(batch, check)
+        return batch
 
     def update_policy(self, batch: RolloutBatch, step: int) -> None:
         """Take the optimizer steps, and record the samples they were made of."""
         self.context.check()
-        coef = self.controller.coefficient()
-        with self._timed("update_s"):
-            result = self.learner.update(
-                batch, step, coef if self.stage.kl.place == "loss" else 0.0, self.context.check
-            )
-            trim_heap()
-        self.metrics |= result.metrics
-        trained = float(batch.mask.sum()) * self.learner.settings.epochs
-        self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
-        if "kl/ref_k1" in result.metrics:
-            per_token = result.metrics["kl/ref_k1"]
-            self.controller.update(per_token, per_token * self.metrics["resp_len/mean"], len(batch))
         names = [w.reward.name for w in self.rewards]
         self.context.tracker.log_table("samples", step, sample_rows(batch, names))
-        if result.metrics.get("mismatch/k3", 0.0) > self.stage.mismatch_alarm:
+        with self._timed("update_s"):
+            if self.critic is not None:
+                self.metrics |= self.critic.update(batch, step, self.context.check)
+            if self.critic is None or not self.critic.pretraining:
+                self._update_policy(batch, step)
+            trim_heap()
+        trained = float(batch.mask.sum()) * self.learner.settings.epochs
+        self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
+
+    def _update_policy(self, batch: RolloutBatch, step: int) -> None:
+        """The learner's part of an update, and what is told of it."""
+        coef, kl = self.controller.coefficient(), self.stage.kl
+        in_loss = kl.place == "loss"
+        result = self.learner.update(batch, step, coef if in_loss else 0.0, self.context.check)
+        found = result.metrics
+        if in_loss and "kl/ref_k1" in found:
+            per_token = found["kl/ref_k1"]
+            self.metrics["kl/ref_sequence"] = per_token * self.metrics["resp_len/mean"]
+            self.metrics["kl/ref_token"] = per_token
+        self.metrics |= found
+        if "kl/ref_sequence" in self.metrics:
+            self.controller.update(
+                self.metrics["kl/ref_token"], self.metrics["kl/ref_sequence"], len(batch)
+            )
+        if kl.refresh_every and step % kl.refresh_every == 0:
+            self.learner.refresh_reference()
+        if found.get("mismatch/k3", 0.0) > self.stage.mismatch_alarm:
             self.context.warn(
                 f"step {step}: engine and trainer log-probs disagree (mismatch/k3 "
-                f"{result.metrics['mismatch/k3']:.4f} > {self.stage.mismatch_alarm}): check that "
-                "both use one precision and that weights are synced"
+                f"{found['mismatch/k3']:.4f} > {self.stage.mismatch_alarm}): check that both use "
+                "one precision and that weights are synced"
             )
 
     def sync_weights(self, step: int) -> None:
@@ -201,13 +248,28 @@ class RlLoop:
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint, then drop older ones."""
         folder = self.context.checkpoints / f"step-{step:06d}"
-        state = LoopState(step, self.controller.state(), self.history)
-        save_checkpoint(folder, self.learner.optimizer, state)
+        terms = self.learner.objective.terms
+        state = LoopState(
+            step,
+            self.controller.state(),
+            self.history,
+            estimator=self.estimator.state(),
+            losses={term.loss.name: term.loss.state() for term in terms},
+            critic={} if self.critic is None else self.critic.state(),
+        )
+        critic = None if self.critic is None else self.critic.optimizer
+        refreshed = self.learner.reference if self.stage.kl.refresh_every else None
+        save_checkpoint(folder, self.learner.optimizer, state, critic=critic, reference=refreshed)
         remove_older(folder.parent, keep=folder)
 
     def resume(self, folder: Path, state: LoopState) -> None:
         """Stand where the checkpoint in `folder` stood."""
         self.controller.load_state(state.controller)
+        self.estimator.load_state(state.estimator)
+        for term in self.learner.objective.terms:
+            term.loss.load_state(state.losses.get(term.loss.name, {}))
+        if self.critic is not None:
+            self.critic.load_state(state.critic)
         self.first_step = state.step + 1
         self.history = list(state.history)
         self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]

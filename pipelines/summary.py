@@ -53,6 +53,7 @@ def _stage_json(stage: StageResult) -> dict[str, object]:
             {"kind": item.kind, "uri": item.uri, "digest": item.digest} for item in stage.artifacts
         ],
         "metrics": dict(stage.metrics),
+        "mlflow_run_id": stage.mlflow_run_id,
     }
 
 

@@ -16,6 +16,7 @@ MAKES: dict[str, ArtifactKind] = {
     "evaluate": "evaluation",
     "sft": "model",
     "reward_model": "reward_model",
+    "preference": "model",
     "rl": "model",
     "register": "registration",
 }
@@ -25,6 +26,7 @@ REQUIRED: dict[str, dict[str, ArtifactKind]] = {
     "evaluate": {"model": "model"},
     "sft": {"model": "model"},
     "reward_model": {"model": "model"},
+    "preference": {"model": "model"},
     "rl": {"model": "model"},
     "register": {"model": "model", "evaluation": "evaluation"},
 }

@@ -61,8 +61,10 @@ def shipped_folder() -> Path:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configurations that come with the package, by name."""
-    return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
+    """The configurations that come with the package, by name: `quickstart`, `recipes/dapo`."""
+    folder = shipped_folder()
+    found = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
 
 
 def find_config(name: Path) -> Path:
@@ -73,15 +75,18 @@ def find_config(name: Path) -> Path:
     if name.exists():
         return name
     shipped = shipped_configs()
-    if len(name.parts) == 1:
-        stem = name.stem if name.suffix in SUFFIXES else name.name
-        if stem in shipped:
-            return shipped[stem]
+    wanted = (name.with_suffix("") if name.suffix in SUFFIXES else name).as_posix()
+    if wanted in shipped:
+        return shipped[wanted]
     folder = name.parent
     if not folder.is_dir():
-        raise ConfigError(f"no config file {name}: the folder {folder} does not exist")
+        raise ConfigError(
+            f"no config file {name}: the folder {folder} does not exist{nearest(wanted, shipped)}"
+        )
     beside = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
-    guess = nearest(name.name, [*beside, *shipped])
+    recipe = f"recipes/{wanted}"
+    close = nearest(name.name, [*beside, *shipped])
+    guess = f"; did you mean '{recipe}'?" if recipe in shipped else close
     raise ConfigError(
         f"no config file {name}{guess} (YAML files in {folder}: {beside or 'none'}; "
         f"shipped configs: {list(shipped) or 'none'})"

@@ -13,7 +13,10 @@ from posttrain.core.config.schema import Component, RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10
-STAGE_KINDS = ("evaluate", "sft", "reward_model", "rl", "register")
+STAGE_KINDS = ("evaluate", "sft", "reward_model", "preference", "rl", "register")
+
+# What pydantic puts into a place where one component or a list of them may stand.
+UNION_TAGS = ("one", "many")
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -122,6 +125,7 @@ def _schema_free(loc: Loc, root: type[BaseModel]) -> Loc:
         loc = (*loc[:2], *loc[3:])
     if root is RunConfig and loc[:1] == ("engine",):
         return ("engine",)
+    loc = tuple(part for part in loc if part not in UNION_TAGS)
     return loc[:-1] if loc and loc[-1] == "[key]" else loc
 
 
@@ -130,6 +134,8 @@ def _model_at(loc: Loc, root: type[BaseModel]) -> type[BaseModel] | None:
     current: Any = root  # Any: type annotations have no common type
     for part in loc:
         models = _models(current)
+        if part in UNION_TAGS or (models and isinstance(part, int)):
+            continue  # one component, or an item of a list of them
         if len(models) > 1:  # the union of stages, narrowed by the kind in `loc`
             current = next((m for m in models if part in get_args(_kind(m))), None)
         elif models:

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from posttrain.core.config import dag
+from posttrain.core.config import combinations, dag, preference_checks
+from posttrain.core.config.components import (
+    from_stage,
+    merge_fields,
+    preference_components,
+    put,
+    rl_components,
+)
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import Loc, dotted
 from posttrain.core.config.problems import explain, raise_problems
@@ -20,27 +27,22 @@ from posttrain.core.config.schema import (
     Component,
     EvaluateStage,
     GenerationSection,
+    PreferenceDataStage,
+    PreferenceStage,
     RegisterStage,
     RewardModelStage,
     RlStage,
     RunConfig,
+    SftStage,
     Stage,
 )
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
 
-# Places of an rl stage that hold a component, with the plugin kind each takes. `rewards` is a list.
-RL_COMPONENTS: dict[tuple[str, ...], str] = {
-    ("algorithm",): "algorithm",
-    ("sampler",): "sampler",
-    ("advantage",): "advantage",
-    ("policy_loss",): "policy_loss",
-    ("aggregator",): "aggregator",
-    ("kl", "estimator"): "kl",
-    ("kl", "controller"): "kl_controller",
-}
+
+PresetStageT = TypeVar("PresetStageT", RlStage, PreferenceStage)
 
 
 class PluginUse(NamedTuple):
@@ -74,7 +76,8 @@ class ResolvedRun:
 def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     """Expand presets, check every component, the inputs and the batch arithmetic.
 
-    Raises `ConfigError` with one line (file, line, place, value, what is allowed) per problem.
+    Raises `ConfigError` with one line (file, line, place, value, what is allowed) per problem, or,
+    when the configuration is right, `DataError` for a stage's file of preferences.
     """
     resolver = _Resolver(loaded, manager)
     values = loaded.config.model_dump(mode="json")
@@ -93,6 +96,8 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             filled, used = resolver.rl_stage(name)
         elif isinstance(stage, RewardModelStage):
             filled, used = resolver.reward_model_stage(name, stage)
+        elif isinstance(stage, PreferenceStage):
+            filled, used = resolver.preference_stage(name, stage)
         elif isinstance(stage, EvaluateStage) and stage.evaluation is None:
             filled = stage.model_copy(update={"evaluation": loaded.config.evaluation})
         else:
@@ -101,7 +106,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         values["stages"][name] = filled.model_dump(mode="json")
         if not isinstance(stage, RegisterStage):
             used = [*used_task, *used]
-        if isinstance(stage, EvaluateStage | RewardModelStage | RlStage):
+        if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage):
             used = [*used, *used_engine]
         plugins[name] = tuple(dict.fromkeys(used))
     problems = [
@@ -110,6 +115,8 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)
+    if resolver.data_errors:
+        raise resolver.data_errors[0]
     config = RunConfig.model_validate(values)
     return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
 
@@ -121,6 +128,7 @@ class _Resolver:
     loaded: LoadedConfig
     manager: PluginManager
     problems: list[str] = field(default_factory=list)
+    data_errors: list[DataError] = field(default_factory=list)
     reward_roles: dict[str, set[str]] = field(default_factory=dict)
 
     def component(
@@ -146,25 +154,53 @@ class _Resolver:
     def reward_model_stage(
         self, name: str, stage: RewardModelStage
     ) -> tuple[RewardModelStage, list[PluginUse]]:
-        """The stage with its preference loss checked."""
-        loc = ("stages", name, "preference_loss")
+        """The stage with its preference loss and its data checked."""
+        loc, before = ("stages", name, "preference_loss"), len(self.problems)
         loss, used = self.component("preference_loss", stage.preference_loss, loc)
         filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
+        if len(self.problems) == before:
+            self._keep(
+                preference_checks.check_reward_model(name, filled, self.loaded, self.manager)
+            )
         return filled, used
+
+    def preference_stage(
+        self, name: str, stage: PreferenceStage
+    ) -> tuple[PreferenceStage, list[PluginUse]]:
+        """The stage with its preset expanded, every loss and the data checked."""
+        before = len(self.problems)
+        expanded = self._expand(name, stage)
+        values: dict[str, Any] = expanded.model_dump(mode="json")  # Any: nested YAML values
+        used: list[PluginUse] = []
+        for path, kind, component in preference_components(expanded):
+            loc = ("stages", name, *path)
+            filled, use = self.component(kind, component, loc, expanded.algorithm.name)
+            put(values, path, filled)
+            used += use
+        filled_stage = PreferenceStage.model_validate(values)
+        if len(self.problems) == before:  # plugins that could not be built cannot be compared
+            self._keep(
+                preference_checks.check_preference(name, filled_stage, self.loaded, self.manager)
+            )
+        return filled_stage, used
+
+    def _keep(self, checked: preference_checks.Checked) -> None:
+        self.problems += checked.problems
+        if checked.data_error is not None:
+            self.data_errors.append(checked.data_error)
 
     def rl_stage(self, name: str) -> tuple[RlStage, list[PluginUse]]:
         """The stage with its preset expanded under what the user wrote, every plugin checked."""
-        stage = self.loaded.config.stages[name]
+        stage, before = self.loaded.config.stages[name], len(self.problems)
         assert isinstance(stage, RlStage)
         expanded = self._expand(name, stage)
         preset = expanded.algorithm.name
         values: dict[str, Any] = expanded.model_dump(mode="json")  # Any: nested YAML values
         used: list[PluginUse] = []
-        for path, kind in RL_COMPONENTS.items():
-            section = expanded.kl if path[0] == "kl" else expanded
-            value: Component = getattr(section, path[-1])
-            filled, use = self.component(kind, value, ("stages", name, *path), preset)
-            (values["kl"] if path[0] == "kl" else values)[path[-1]] = filled
+        for path, kind, component in rl_components(expanded):
+            loc = ("stages", name, *path)
+            filled, use = self.component(kind, component, loc, preset)
+            put(values, path, from_stage(kind, filled, expanded))
             used += use
         roles = self.reward_roles.setdefault(name, set())
         for index, reward in enumerate(expanded.rewards):
@@ -174,9 +210,14 @@ class _Resolver:
             if use:
                 cls = self.manager.find("reward", reward.name).cls
                 roles |= set(getattr(cls, "needs_inputs"))  # noqa: B009 - the contract of the kind
-        return RlStage.model_validate(values), used
+        if expanded.critic is not None and expanded.critic.init == "reward_model":
+            roles.add("reward_model")
+        filled_stage = RlStage.model_validate(values)
+        if len(self.problems) == before:  # plugins that could not be built cannot be compared
+            self.problems += combinations.check_rl(name, filled_stage, self.loaded, self.manager)
+        return filled_stage, used
 
-    def _expand(self, name: str, stage: RlStage) -> RlStage:
+    def _expand(self, name: str, stage: PresetStageT) -> PresetStageT:
         """The stage as its preset sets it, the fields the user wrote on top."""
         loc = ("stages", name, "algorithm")
         try:
@@ -184,16 +225,24 @@ class _Resolver:
             config = self.manager.config("algorithm", entry.name, stage.algorithm.fields())
         except (ConfigError, ValidationError):
             return stage  # `component` reports it
+        kind, made_for = dag.stage_kind(stage), str(getattr(entry.cls, "stage"))  # noqa: B009
+        if made_for != kind:
+            self.problems.append(
+                f"{self.loaded.where(loc)}: {dotted(loc)}: '{entry.name}' is an algorithm for a "
+                f"stage of kind '{made_for}', not '{kind}'; choose another algorithm, or set "
+                f"'kind: {made_for}'"
+            )
+            return stage
         expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
         stages = self.loaded.raw["stages"]
         assert isinstance(stages, dict)
         merged = merge_fields(expand(), stages[name])
         try:
-            return RlStage.model_validate(merged)
+            return type(stage).model_validate(merged)
         except ValidationError as error:
-            title = f"an rl stage (algorithm '{entry.name}' sets it)"
+            title = f"a stage of kind '{kind}' (algorithm '{entry.name}' sets it)"
             prefix = ("stages", name)
-            self.problems += explain(error, self.loaded.where, RlStage, prefix, title)
+            self.problems += explain(error, self.loaded.where, type(stage), prefix, title)
             self.problems.append(
                 f"{self.loaded.where(loc)}: {dotted(loc)}: what '{entry.name}' of package "
                 f"{entry.package} sets does not fit this stage; choose another algorithm"
@@ -201,32 +250,12 @@ class _Resolver:
             return stage
 
 
-def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins field by field. A component of another name replaces the whole component.
-
-    Any: nested YAML values. A component written as a bare name keeps the fields that `under` gives
-    the same name.
-    """
-    merged = dict(under)
-    for key, value in over.items():
-        known = merged.get(key)
-        if isinstance(known, str) and isinstance(value, Mapping) and "name" in value:
-            known = {"name": known}
-        if not isinstance(known, Mapping):
-            merged[key] = value
-            continue
-        fields = {"name": value} if isinstance(value, str) else value
-        if not isinstance(fields, Mapping) or fields.get("name") != known.get("name"):
-            merged[key] = value
-        else:
-            merged[key] = merge_fields(known, fields)
-    return merged
-
-
 def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:
     """Problems of one stage that no single field shows."""
     place = ("stages", name)
-    if isinstance(stage, RlStage | RewardModelStage):
+    if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
+        yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
+    if isinstance(stage, RlStage | PreferenceDataStage):
         yield from _check_generation(stage.generation, (*place, "generation"), loaded)
     if not isinstance(stage, RlStage):
         return

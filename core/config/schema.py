@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 BASE_MODEL = "base"
 """Name under which stages read the base model."""
@@ -35,6 +35,27 @@ class Component(BaseModel):
     def fields(self) -> dict[str, object]:
         """The plugin's own fields."""
         return dict(self.model_extra or {})
+
+
+class LossTermComponent(Component):
+    """A policy loss with its factor in the sum and, if it has one, its own aggregator."""
+
+    coef: float = Field(default=1.0, description="factor of this term in the loss")
+    aggregator: Component | None = Field(
+        default=None, description="how this term is averaged; null = the stage's own `aggregator`"
+    )
+
+
+def _one_or_many(value: Any) -> str:  # Any: whatever YAML held
+    return "many" if isinstance(value, list | tuple) else "one"
+
+
+LossTerms = Annotated[
+    Annotated[LossTermComponent, Tag("one")]
+    | Annotated[tuple[LossTermComponent, ...], Tag("many"), Field(min_length=1)],
+    Discriminator(_one_or_many),
+]
+"""One term, or a list of terms that are added."""
 
 
 class RewardComponent(Component):
@@ -87,7 +108,22 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="optimizer steps from 0 to the full rate"
     )
+    warmup_rollouts: int = Field(
+        default=0,
+        ge=0,
+        description="the same counted in rollout batches, whatever number of optimizer steps each "
+        "has; rl stages only, instead of warmup_steps",
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null = no clipping")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimizerSection:
+        if self.warmup_steps and self.warmup_rollouts:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_rollouts ({self.warmup_rollouts}) "
+                "are two ways to say one thing; set one of them to 0"
+            )
+        return self
 
 
 class GenerationSection(Section):
@@ -108,6 +144,7 @@ class EvaluationSection(Section):
         default=4, ge=0, description="sampled answers per problem for avg@k; 0 = greedy only"
     )
     temperature: float = Field(default=1.0, gt=0, description="of the sampled answers")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="of the sampled answers; 1 = off")
     batch_size: int = Field(default=64, ge=1, description="sequences decoded together")
 
 
@@ -118,6 +155,13 @@ class StageBase(Section):
         default_factory=dict,
         description="role -> stage that produces it, or 'base' for the base model",
     )
+
+    def outside_paths(self) -> dict[str, str]:
+        """Files and folders that the stage reads beside its inputs, by the field that names them.
+
+        Their contents are part of the stage's identity.
+        """
+        return {}
 
 
 class EvaluateStage(StageBase):
@@ -139,26 +183,119 @@ class SftStage(StageBase):
     optimizer: OptimizerSection = OptimizerSection()
 
 
-class RewardModelStage(StageBase):
-    """Bradley-Terry reward model on (right, wrong) answers sampled from `model`, which it reads."""
+class PreferenceDataStage(StageBase):
+    """What stages that learn from preferences share: where these come from, and how they are cut.
 
-    kind: Literal["reward_model"]
-    num_prompts: int = Field(default=64, ge=2, description="training problems sampled for pairs")
+    They come from a file, or the model answers the task's problems and its right answers are paired
+    with its wrong ones.
+    """
+
+    kind: Literal["reward_model", "preference"]
+    data: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON Lines with `prompt`, `chosen`, `rejected`, or `prompt`, `completion`, "
+        "`label`; null = the model's own answers",
+    )
+    num_prompts: int = Field(
+        default=64, ge=2, description="training problems sampled for pairs, when there is no file"
+    )
     num_generations: int = Field(default=8, ge=2, description="answers sampled per problem")
     pairs_per_prompt: int = Field(default=2, ge=1, description="at most, per problem")
-    held_out_fraction: float = Field(
-        default=0.2, gt=0, lt=1, description="of problems, not of pairs"
-    )
-    epochs: int = Field(default=1, ge=1)
-    batch_size: int = Field(default=16, ge=1, description="pairs per optimizer step")
-    micro_batch_size: int = Field(default=16, ge=1)
     generation: GenerationSection = GenerationSection()
+    held_out_fraction: float = Field(
+        default=0.2, gt=0, lt=1, description="of prompts, not of pairs; never trained on"
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="tokens of prompt and answer together; longer rows of a file are left out; "
+        "null = model.max_model_len",
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over the training rows")
+    batch_size: int = Field(
+        default=16, ge=1, description="pairs or labelled rows per optimizer step, at most"
+    )
+    micro_batch_size: int = Field(
+        default=16, ge=1, description="of these per forward and backward; memory only, never maths"
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        """The file of preferences."""
+        return {} if self.data is None else {"data": self.data}
+
+
+class RewardModelStage(PreferenceDataStage):
+    """Bradley-Terry reward model on pairs of answers. Reads `model`."""
+
+    kind: Literal["reward_model"]
     preference_loss: Component = Component(name="bradley_terry")
     optimizer: OptimizerSection = OptimizerSection()
 
 
+class PreferenceComponent(Component):
+    """A preference loss with its factor in the sum."""
+
+    coef: float = Field(default=1.0, description="factor of this term in the loss")
+
+
+PreferenceTerms = Annotated[
+    Annotated[PreferenceComponent, Tag("one")]
+    | Annotated[tuple[PreferenceComponent, ...], Tag("many"), Field(min_length=1)],
+    Discriminator(_one_or_many),
+]
+"""One preference loss, or a list of them that are added."""
+
+
+class PreferenceStage(PreferenceDataStage):
+    """Learning from preferences without sampling: DPO, IPO, KTO and their relatives. Reads `model`.
+
+    The reference policy of losses that need one is the stage's input model, frozen.
+    """
+
+    kind: Literal["preference"]
+    algorithm: Component = Component(name="dpo")
+    preference_loss: PreferenceTerms = PreferenceComponent(name="dpo")
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
+        default="reverse_kl", description="divergence from the reference that scores mean; pairs"
+    )
+    f_alpha: float = Field(
+        default=0.5, description="coefficient of the alpha-divergence (TRL: 0.5); 1 = reverse_kl"
+    )
+    ld_alpha: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="weight of tokens past the shorter answer of a pair (LD-DPO); null = 1",
+    )
+    wpo: bool = Field(
+        default=False, description="weigh pairs by how likely the policy itself is to say them"
+    )
+    reference_free: bool = Field(
+        default=False, description="scores are the policy's own log-probs; pairs"
+    )
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    evaluate_every: int = Field(
+        default=0, ge=0, description="steps between rankings of the held-out rows; 0 = at the end"
+    )
+    both_falling_alarm: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="warn when the share of pairs that lose probability in both answers stays "
+        "above it; 1 = never",
+    )
+    both_falling_window: int = Field(default=10, ge=1, description="steps in a row that make it")
+
+    @property
+    def loss_terms(self) -> tuple[PreferenceComponent, ...]:
+        """The preference losses, one or several."""
+        terms = self.preference_loss
+        return terms if isinstance(terms, tuple) else (terms,)
+
+
 class KlSection(Section):
-    """KL to the frozen reference policy (the stage's input model)."""
+    """KL to the reference policy: the stage's input model, frozen, unless it is refreshed."""
 
     estimator: Component = Component(name="k3")
     controller: Component = Component(name="fixed")
@@ -167,6 +304,84 @@ class KlSection(Section):
     )
     allow_biased_reward_kl: bool = Field(
         default=False, description="permit estimators other than k1 in the reward (biased gradient)"
+    )
+    refresh_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps after which the policy becomes its own reference; 0 = never",
+    )
+
+
+class CriticSection(Section):
+    """A value model beside the policy, for advantages that read `values`; its own optimizer."""
+
+    init: Literal["policy", "reward_model", "checkpoint"] = Field(
+        default="policy",
+        description="policy: the stage's model with a new head; reward_model: the input "
+        "`reward_model`, backbone and head; checkpoint: the directory `path`",
+    )
+    path: str | None = Field(default=None, description="directory of a saved critic")
+    head: Literal["zero", "normal"] = Field(
+        default="zero", description="a new head: zeros, or normal with variance 1/(hidden + 1)"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
+    clip: float | None = Field(
+        default=0.2, gt=0, description="bound on a value's move from the rollout's; null = off"
+    )
+    huber_delta: float | None = Field(
+        default=None, gt=0, description="linear beyond this error; null = squared throughout"
+    )
+    aggregator: Component = Component(name="token-mean")
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    pretrain_steps: int = Field(
+        default=0,
+        ge=0,
+        description="rollout batches, at most, that train the critic alone before the policy moves",
+    )
+    pretrain_slope: float = Field(
+        default=1e-3,
+        ge=0,
+        description="end that phase once explained variance rises by less than this per step over "
+        "ten steps",
+    )
+
+
+class PtxSection(Section):
+    """Where the `ptx` loss term takes its examples from: worked answers, or a file of texts."""
+
+    path: str | None = Field(
+        default=None,
+        description="JSON Lines with `prompt` and `completion`; null = the task's worked answers",
+    )
+    num_examples: int = Field(
+        default=1024, ge=1, description="examples of the task to draw from, when there is no file"
+    )
+    batch_size: int = Field(default=32, ge=1, description="examples per optimizer step")
+
+
+class KlGuardSection(Section):
+    """What to do when the updates on one rollout batch move the policy too far from its sampler."""
+
+    max_kl: float = Field(
+        default=0.1, gt=0, description="k3 to the rollout's policy on a mini-batch, nats per token"
+    )
+    action: Literal["stop", "lower_rate"] = Field(
+        default="stop",
+        description="give up the rest of the batch's updates, or multiply the rate by `factor`",
+    )
+    factor: float = Field(default=0.5, gt=0, lt=1, description="of lower_rate, each time")
+
+
+class CorrectionSection(Section):
+    """What to do about samples whose engine disagrees with the trainer's policy."""
+
+    plugin: Component = Component(name="none")
+    bypass_old: bool = Field(
+        default=False, description="take the engine's log-probs for the old policy's"
+    )
+    renormalise: bool = Field(
+        default=False, description="divide by the tokens that are kept (verl), not by all"
     )
 
 
@@ -190,17 +405,49 @@ class RlStage(StageBase):
     rewards: tuple[RewardComponent, ...] = Field(
         default=(RewardComponent(name="accuracy"),), min_length=1
     )
+    reward_clip: tuple[float | None, float | None] = Field(
+        default=(None, None), description="[low, high] of the summed reward, before KL; null = off"
+    )
+    drop_groups: Literal["none", "equal_accuracy", "zero_advantage"] = Field(
+        default="none",
+        description="prompts that take no part in the update: those whose responses are all right "
+        "or all wrong (DAPO), or all of one reward",
+    )
     advantage: Component = Component(name="grpo")
-    policy_loss: Component = Component(name="ppo_clip")
+    policy_loss: LossTerms = LossTermComponent(name="ppo_clip")
     aggregator: Component = Component(name="seq-mean-token-mean")
     kl: KlSection = KlSection()
     entropy_coef: float = Field(default=0.0, ge=0, description="entropy bonus")
+    entropy_aggregator: Component | None = Field(
+        default=None, description="how the bonus is averaged; null = as `aggregator`"
+    )
+    top_entropy: float = Field(
+        default=1.0, gt=0, le=1, description="share of tokens trained on, by entropy; 1 = all"
+    )
+    critic: CriticSection | None = Field(
+        default=None, description="needed by advantages that read `values`, such as gae"
+    )
+    ptx: PtxSection = PtxSection()
+    rollout_correction: CorrectionSection = CorrectionSection()
+    kl_guard: KlGuardSection | None = None
     optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
     mismatch_alarm: float = Field(
         default=0.02, gt=0, description="warn when k3 between engine and trainer (nats) exceeds it"
     )
+
+    def outside_paths(self) -> dict[str, str]:
+        """A saved critic and a file of pre-training examples, where the config names them."""
+        critic_path = None if self.critic is None else self.critic.path
+        named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
+        return {field: path for field, path in named.items() if path is not None}
+
+    @property
+    def loss_terms(self) -> tuple[LossTermComponent, ...]:
+        """The terms of the policy loss, one or several."""
+        terms = self.policy_loss
+        return terms if isinstance(terms, tuple) else (terms,)
 
 
 class RegisterStage(StageBase):
@@ -212,7 +459,7 @@ class RegisterStage(StageBase):
 
 
 Stage = Annotated[
-    EvaluateStage | SftStage | RewardModelStage | RlStage | RegisterStage,
+    EvaluateStage | SftStage | RewardModelStage | PreferenceStage | RlStage | RegisterStage,
     Field(discriminator="kind"),
 ]
 

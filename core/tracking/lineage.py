@@ -17,6 +17,7 @@ COLOURS = {  # Okabe and Ito's colour-blind-safe palette
     "base": "#7f7f7f",
     "sft": "#0072B2",
     "reward_model": "#CC79A7",
+    "preference": "#56B4E9",
     "rl": "#D55E00",
     "evaluate": "#009E73",
     "register": "#B8860B",
@@ -52,6 +53,9 @@ def headline(metrics: Mapping[str, float]) -> str:
     if "rm/held_out_pair_accuracy" in metrics:
         bounds = ("rm/held_out_low", "rm/held_out_high")
         return f"pairs {percent(metrics, 'rm/held_out_pair_accuracy', *bounds)}"
+    if "pref/held_out_pair_accuracy" in metrics:
+        bounds = ("pref/held_out_low", "pref/held_out_high")
+        return f"pairs {percent(metrics, 'pref/held_out_pair_accuracy', *bounds)}"
     for key, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("loss/sft", "loss")):
         if key in metrics:
             return f"{label} {metrics[key]:.3f}"

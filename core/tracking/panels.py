@@ -87,13 +87,16 @@ def line(
     return (Series(label, colour, steps, values),)
 
 
-def _held_out(evaluations: Sequence[Mapping[str, float]]) -> tuple[Series, ...]:
-    keys = ("step", "eval/greedy_accuracy", "eval/greedy_low", "eval/greedy_high")
-    points = [[row[key] for key in keys] for row in evaluations if all(k in row for k in keys)]
+def _with_bars(
+    rows: Sequence[Mapping[str, float]], key: str, bounds: str, label: str
+) -> tuple[Series, ...]:
+    """`key` by step with bars from `bounds`_low to `bounds`_high, as no series or one."""
+    keys = ("step", key, f"{bounds}_low", f"{bounds}_high")
+    points = [[row[key] for key in keys] for row in rows if all(k in row for k in keys)]
     if not points:
         return ()
     steps, values, low, high = zip(*points, strict=True)
-    return (Series("held-out, greedy, 95 % interval", ORANGE, steps, values, low, high),)
+    return (Series(label, ORANGE, steps, values, low, high),)
 
 
 def learning_panels(
@@ -119,7 +122,13 @@ def learning_panels(
         Panel(
             "Accuracy",
             "fraction correct",
-            line(history, "acc/mean", "training batch, sampled", BLUE) + _held_out(evaluations),
+            line(history, "acc/mean", "training batch, sampled", BLUE)
+            + _with_bars(
+                evaluations,
+                "eval/greedy_accuracy",
+                "eval/greedy",
+                "held-out, greedy, 95 % interval",
+            ),
         ),
         Panel("Entropy", "nats per token", line(history, "entropy/mean", "policy", BLUE)),
         Panel(
@@ -141,4 +150,39 @@ def learning_panels(
             line(history, "clip/high_frac", "upper bound", ORANGE)
             + line(history, "clip/low_frac", "lower bound", BLUE),
         ),
+    ]
+
+
+def preference_panels(
+    history: Sequence[Mapping[str, float]], rankings: Sequence[Mapping[str, float]]
+) -> list[Panel]:
+    """The six panels of learning from preferences; rows as in `learning_panels`."""
+    held_out = "held-out, 95 % interval"
+    return [
+        Panel("Loss", "loss", line(history, "loss/preference", "training batch", BLUE)),
+        Panel(
+            "Answers ranked right",
+            "fraction",
+            line(history, "rewards/accuracy", "training batch, pairs", BLUE)
+            + _with_bars(rankings, "pref/held_out_pair_accuracy", "pref/held_out", held_out)
+            + _with_bars(rankings, "pref/held_out_row_accuracy", "pref/held_out", held_out),
+        ),
+        Panel(
+            "Implied reward",
+            "reward",
+            line(history, "rewards/chosen", "chosen", BLUE)
+            + line(history, "rewards/rejected", "rejected", ORANGE),
+        ),
+        Panel(
+            "Log-prob of the answers",
+            "nats per token",
+            line(history, "logps/chosen_per_token", "chosen", BLUE)
+            + line(history, "logps/rejected_per_token", "rejected", ORANGE),
+        ),
+        Panel(
+            "Both answers less likely than under the reference",
+            "fraction of pairs",
+            line(history, "pref/both_falling", "training batch", BLUE),
+        ),
+        Panel("Gradient norm", "L2 norm", line(history, "grad/norm", "before clipping", BLUE)),
     ]

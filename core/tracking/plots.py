@@ -16,7 +16,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from plotly.subplots import make_subplots
 
-from posttrain.core.tracking.panels import BLUE, SKY, Bar, Panel, Series, learning_panels
+from posttrain.core.tracking.panels import (
+    BLUE,
+    SKY,
+    Bar,
+    Panel,
+    Series,
+    learning_panels,
+    preference_panels,
+)
 
 DPI = 150
 GREY = "#7f7f7f"
@@ -36,7 +44,24 @@ def learning_curves(
     Rows hold "step" and metrics by name. `evaluations` draws eval/greedy_accuracy with the bars
     from eval/greedy_low to eval/greedy_high. Returns both paths, the PNG first.
     """
-    panels = learning_panels(history, evaluations)
+    return _curves(learning_panels(history, evaluations), title, folder, stem)
+
+
+def preference_curves(
+    history: Sequence[Mapping[str, float]],
+    rankings: Sequence[Mapping[str, float]],
+    title: str,
+    folder: Path,
+    stem: str = "learning_curves",
+) -> list[Path]:
+    """The same for learning from preferences: loss, ranking, rewards, log-probs, both falling.
+
+    `rankings` draws pref/held_out_pair_accuracy (or _row_accuracy) with its bars.
+    """
+    return _curves(preference_panels(history, rankings), title, folder, stem)
+
+
+def _curves(panels: Sequence[Panel], title: str, folder: Path, stem: str) -> list[Path]:
     png, page = folder / f"{stem}.png", folder / f"{stem}.html"
     folder.mkdir(parents=True, exist_ok=True)
     _save(_curves_figure(panels, title), png)

@@ -42,7 +42,8 @@ ConfigsArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="CONFIG...",
-        help="YAML files, merged from left to right, or the name of a shipped one (quickstart).",
+        help="YAML files, merged from left to right, or the name of a shipped one "
+        "(quickstart, recipes/dapo).",
         show_default=False,
     ),
 ]

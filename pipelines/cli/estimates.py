@@ -19,12 +19,14 @@ from posttrain.core.config.schema import (
     EvaluateStage,
     EvaluationSection,
     ModelSection,
-    RewardModelStage,
+    PreferenceDataStage,
+    PreferenceStage,
     RlStage,
     RunConfig,
     SftStage,
     Stage,
 )
+from posttrain.core.data.preference_rows import read_preference_rows
 
 TRAIN_RATE_PER_CORE = 3e11  # operations per second
 SAMPLE_RATE_PER_CORE = 5e10
@@ -32,6 +34,8 @@ GPU_TRAIN_RATE = 1e14
 GPU_SAMPLE_RATE = 1e13
 PROMPT_TOKENS = 64
 """Assumed length of a prompt; the real one needs the tokenizer."""
+CHARACTERS_PER_TOKEN = 4
+"""Assumed of a file's text, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,11 @@ def estimate(stage: Stage, config: RunConfig, parameters: int, *, on_gpu: bool) 
     if isinstance(stage, SftStage):
         tokens = stage.steps * stage.batch_size * (PROMPT_TOKENS + 32)
         return Estimate(training / 1e9, copy / 1e9, 6 * parameters * tokens / train_rate)
-    if isinstance(stage, RewardModelStage):
-        sampled = stage.num_prompts * stage.num_generations * stage.generation.max_response_length
-        pairs = stage.num_prompts * stage.pairs_per_prompt * stage.epochs
-        trained = pairs * 2 * (PROMPT_TOKENS + stage.generation.max_response_length)
-        seconds = 2 * parameters * sampled / sample_rate + 6 * parameters * trained / train_rate
+    if isinstance(stage, PreferenceDataStage):
+        _, sampled, trained = preference_size(stage)
+        # A preference stage also runs its reference forward.
+        operations = (8 if isinstance(stage, PreferenceStage) else 6) * parameters * trained
+        seconds = 2 * parameters * sampled / sample_rate + operations / train_rate
         return Estimate((training + copy) / 1e9, copy / 1e9, seconds)
     if isinstance(stage, RlStage):
         sampled, trained = rl_tokens(stage)
@@ -108,6 +112,18 @@ def estimate(stage: Stage, config: RunConfig, parameters: int, *, on_gpu: bool) 
 def evaluation_tokens(section: EvaluationSection) -> int:
     """Response tokens of one evaluation, at most."""
     return section.num_problems * (1 + section.num_samples) * section.max_response_length
+
+
+def preference_size(stage: PreferenceDataStage) -> tuple[int, int, int]:
+    """Pairs (or labelled rows), tokens sampled for them, tokens trained on in all epochs."""
+    if stage.data is not None:
+        _, rows = read_preference_rows(Path(stage.data), "data", ("pairs", "labels"))
+        characters = sum(len(row.key) + len("".join(row.answers)) for row in rows)
+        return len(rows), 0, stage.epochs * characters // CHARACTERS_PER_TOKEN
+    pairs = stage.num_prompts * stage.pairs_per_prompt
+    length = stage.generation.max_response_length
+    sampled = stage.num_prompts * stage.num_generations * length
+    return pairs, sampled, stage.epochs * pairs * 2 * (PROMPT_TOKENS + length)
 
 
 def rl_tokens(stage: RlStage) -> tuple[int, int]:
@@ -133,13 +149,19 @@ def arithmetic(stage: Stage, config: RunConfig) -> str:
             f"{stage.steps} steps x {stage.batch_size} examples = "
             f"{stage.steps * stage.batch_size} examples; {micro} micro-batch(es) a step"
         )
-    if isinstance(stage, RewardModelStage):
-        pairs = stage.num_prompts * stage.pairs_per_prompt
-        train = pairs - round(pairs * stage.held_out_fraction)
+    if isinstance(stage, PreferenceDataStage):
+        rows = preference_size(stage)[0]
+        train = rows - round(rows * stage.held_out_fraction)
+        steps = stage.epochs * -(-train // stage.batch_size)
+        source = f"{rows} rows of {stage.data}"
+        if stage.data is None:
+            source = (
+                f"{stage.num_prompts} problems x {stage.num_generations} answers = "
+                f"{stage.num_prompts * stage.num_generations} sampled; at most {rows} pairs"
+            )
         return (
-            f"{stage.num_prompts} problems x {stage.num_generations} answers = "
-            f"{stage.num_prompts * stage.num_generations} sampled; at most {pairs} pairs, "
-            f"{train} to train on in batches of {stage.batch_size}, {stage.epochs} epoch(s)"
+            f"{source}, about {train} to train on in batches of {stage.batch_size}, "
+            f"{stage.epochs} epoch(s): {steps} optimizer step(s)"
         )
     if isinstance(stage, RlStage):
         sequences = stage.prompts_per_step * stage.num_generations

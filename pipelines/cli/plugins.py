@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_core import PydanticUndefined
 
+from posttrain.core.config.presets import axes_of
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.pipelines.cli.common import (
     DEFAULT_HOME,
@@ -21,7 +23,7 @@ from posttrain.pipelines.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from posttrain.core.plugin_manager import PluginEntry
+    from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
 app = typer.Typer(
     help="List and document plugins: tasks, rewards, algorithms, engines and the rest.",
@@ -30,14 +32,15 @@ app = typer.Typer(
 KindOption = Annotated[str | None, typer.Option("--kind", help="Only this kind of plugin.")]
 
 
-def _entries(kind: str | None) -> list[PluginEntry]:
+def _entries(kind: str | None) -> tuple[PluginManager, list[PluginEntry]]:
     from posttrain.core.contracts import CONTRACTS
     from posttrain.core.plugin_manager import PluginManager
 
     if kind is not None and kind not in CONTRACTS:
         hint = nearest(kind, CONTRACTS)
         raise ConfigError(f"no plugin kind '{kind}'{hint} (kinds: {sorted(CONTRACTS)})")
-    return PluginManager().entries(kind)
+    manager = PluginManager()
+    return manager, manager.entries(kind)
 
 
 def _first_line(entry: PluginEntry) -> str:
@@ -60,7 +63,7 @@ def list_plugins(
 
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            entries = _entries(kind)
+            _, entries = _entries(kind)
         table = Table()
         for heading in ("kind", "name", "package", "what it is"):
             table.add_column(heading, overflow="fold")
@@ -96,7 +99,7 @@ def show(
 
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            known = _entries(kind)
+            manager, known = _entries(kind)
             found = [entry for entry in known if entry.name == name]
             if not found:
                 names = sorted({entry.name for entry in known})
@@ -104,7 +107,7 @@ def show(
                 raise ConfigError(
                     f"no {what} named '{name}'{nearest(name, names)} (installed: {names})"
                 )
-            details = [describe(entry) for entry in found]
+            details = [describe(entry, manager) for entry in found]
         console = text_console(as_json)
         for entry, detail in zip(found, details, strict=True):
             console.print(f"{entry.kind} '{entry.name}'", style="bold", markup=False)
@@ -117,12 +120,17 @@ def show(
                 console.print("  it has no fields", markup=False)
             if detail["expands_to"] is not None:
                 text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
-                console.print(f"\nsets, as YAML of an rl stage:\n\n{text}", markup=False)
+                kind_of_stage = entry.cls.stage  # type: ignore[attr-defined]
+                console.print(
+                    f"\nsets, as YAML of a stage of kind '{kind_of_stage}':\n\n{text}", markup=False
+                )
+                for axis in detail["axes"]:
+                    console.print(_axis_text(axis), markup=False)
         if as_json:
             print_json({"plugins": details})
 
 
-def describe(entry: PluginEntry) -> dict[str, Any]:
+def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
     """All that `show` tells of one plugin. Any: it goes to JSON as it is."""
     fields = []
     for name, info in entry.cls.Config.model_fields.items():
@@ -139,9 +147,11 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
                 "constraints": [str(item) for item in info.metadata],
             }
         )
-    expands = None
+    expands, axes = None, []
     if entry.kind == "algorithm" and not any(field["required"] for field in fields):
-        expands = getattr(entry.cls(entry.cls.Config()), "expand")()  # noqa: B009 - its contract
+        preset: Any = entry.cls(entry.cls.Config())  # Any: `expand` is of its own contract
+        expands = preset.expand()
+        axes = [asdict(axis) for axis in axes_of(preset, manager)]
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -151,7 +161,15 @@ def describe(entry: PluginEntry) -> dict[str, Any]:
         "source": inspect.getsourcefile(entry.cls) or "unknown",
         "fields": fields,
         "expands_to": expands,
+        "axes": axes,
     }
+
+
+def _axis_text(axis: dict[str, Any]) -> str:
+    """One plugin of a preset: place, name, formula, and each field's value."""
+    fields = ", ".join(f"{name}: {value}" for name, value in axis["fields"].items())
+    lines = [f"{axis['place']}: {axis['name']}", f"  {axis['formula']}"]
+    return "\n".join([*lines, f"  {fields}"] if fields else lines) + "\n"
 
 
 def _field_line(field: dict[str, Any]) -> str:

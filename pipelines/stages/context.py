@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.core.artifacts import Artifact, ArtifactKind
-from posttrain.core.config.schema import EvaluationSection, RunConfig, StageBase
-from posttrain.core.contracts import Task
+from posttrain.core.config.schema import Component, EvaluationSection, RunConfig, StageBase
+from posttrain.core.contracts import Plugin, Task
 from posttrain.core.data.problems import (
     check_disjoint,
     held_out_problems,
@@ -26,6 +26,8 @@ from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_stage import StageTracker
 from posttrain.core.types import Problem
 from posttrain.pipelines.engines import EnginePool
+
+PluginT = TypeVar("PluginT", bound=Plugin[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ class StageContext:
     def model_dir(self) -> Path:
         """Directory of the model this stage reads."""
         return self.inputs["model"].path
+
+    def build(self, contract: type[PluginT], component: Component) -> PluginT:
+        """The plugin that a component of the config names."""
+        return self.manager.build(contract, component.name, component.fields())
 
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the model this stage reads."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from posttrain.core.config.schema import Component, RlStage
+from posttrain.core.config.schema import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
-    Aggregator,
     KlController,
     KlEstimator,
-    Plugin,
-    PolicyLoss,
     Reward,
     RewardContext,
     RolloutEngine,
@@ -24,14 +21,21 @@ from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.scoring import WeightedReward
 from posttrain.core.tracking.plots import learning_curves
 from posttrain.core.training.checkpoint import load_checkpoint, newest_checkpoint
-from posttrain.core.training.learner import Learner, LossTerms, UpdateSettings
+from posttrain.core.training.learner import Learner
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.updates import UpdateSettings
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.rl import rl_flow
 from posttrain.pipelines.rl_loop import RlLoop
 from posttrain.pipelines.stages.context import StageContext, StageOutput
-
-PluginT = TypeVar("PluginT", bound=Plugin[Any])
+from posttrain.pipelines.stages.rl_parts import (
+    build_critic,
+    build_guard,
+    build_objective,
+    build_ptx,
+    build_trust_region,
+    in_optimizer_steps,
+)
 
 
 def run_rl(context: StageContext) -> StageOutput:
@@ -42,10 +46,17 @@ def run_rl(context: StageContext) -> StageOutput:
         loop = build_loop(context, stage, engine)
         found = newest_checkpoint(context.checkpoints)
         if found is not None:
-            loop.resume(found, load_checkpoint(found, loop.learner.optimizer))
+            critic = None if loop.critic is None else loop.critic.optimizer
+            learner = loop.learner
+            state = load_checkpoint(
+                found, learner.optimizer, critic=critic, reference=learner.reference
+            )
+            loop.resume(found, state)
         context.started(stage.steps)
         rl_flow(context.name, Live(loop))
     loop.learner.optimizer.close()
+    if loop.critic is not None:
+        loop.critic.optimizer.close()
     save_model(loop.learner.model, loop.tokenizer.tokenizer, context.out / "model")
     plots = learning_curves(
         loop.history, loop.evaluations, f"{context.run.name}: {context.name}", context.out / "plots"
@@ -75,34 +86,37 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         temperature=stage.generation.temperature,
         seed=derive_seed(run.seed, context.name, "learner"),
     )
-    kl = _build(context, KlEstimator, stage.kl.estimator)
-    controller = _build(context, KlController, stage.kl.controller)
-    terms = LossTerms(
-        policy_loss=_build(context, PolicyLoss, stage.policy_loss),
-        aggregator=_build(context, Aggregator, stage.aggregator),
-        kl=kl if stage.kl.place == "loss" else None,
-        entropy_coef=stage.entropy_coef,
-    )
-    optimizer = MasterOptimizer(model, stage.optimizer, stage.steps * settings.updates_per_batch)
+    kl = context.build(KlEstimator, stage.kl.estimator)
+    controller = context.build(KlController, stage.kl.controller)
+    objective = build_objective(context, stage, kl if stage.kl.place == "loss" else None)
+    section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
+    optimizer = MasterOptimizer(model, section, stage.steps * settings.updates_per_batch)
     reference = _reference(context, needed=controller.coefficient() > 0)
+    learner = Learner(
+        model,
+        optimizer,
+        objective,
+        settings,
+        reference,
+        guard=build_guard(stage),
+        ptx=build_ptx(context, stage, tokenizer),
+        trust_region=build_trust_region(context, stage, model, settings),
+    )
     return RlLoop(
         context=context,
         stage=stage,
-        learner=Learner(model, optimizer, terms, settings, reference),
+        learner=learner,
         engine=engine,
         tokenizer=tokenizer,
-        sampler=_build(context, Sampler, stage.sampler),
+        sampler=context.build(Sampler, stage.sampler),
         rewards=_rewards(context, stage),
-        estimator=_build(context, AdvantageEstimator, stage.advantage),
+        estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
         problems=problems,
         held_out=held_out,
+        critic=build_critic(context, stage),
     )
-
-
-def _build(context: StageContext, contract: type[PluginT], component: Component) -> PluginT:
-    return context.manager.build(contract, component.name, component.fields())
 
 
 def _reference(context: StageContext, *, needed: bool) -> PreTrainedModel | None:
@@ -124,7 +138,7 @@ def _rewards(context: StageContext, stage: RlStage) -> list[WeightedReward]:
     )
     weighted = []
     for component in stage.rewards:
-        reward = _build(context, Reward, component)
+        reward = context.build(Reward, component)
         reward.setup(setup)
         weighted.append(WeightedReward(reward, component.weight))
     return weighted

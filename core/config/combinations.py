@@ -1,0 +1,232 @@
+"""Combinations of plugins and settings that cannot work together, each with what to change.
+
+Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.config.loading import LoadedConfig
+from posttrain.core.config.schema import Component, LossTermComponent, OptimizerSection, RlStage
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
+
+# Columns that every rl stage can fill before its update, whatever it is made of.
+ALWAYS = frozenset(
+    {
+        "token_rewards",
+        "scored",
+        "rewards",
+        "acc",
+        "reward_components",
+        "old_logprobs",
+        "rollout_logprobs",
+        "logprobs_now",
+        "entropy",
+        "advantages",
+        "baseline_reward",
+        "agent_id",
+        "sum_pi_squared",
+    }
+)
+# What fills a column that is not always there.
+FILLED_BY: dict[str, str] = {
+    "values": "a critic: add `critic: {}`, or choose an advantage without one, such as 'grpo'",
+    "bootstrap_value": "a critic: add `critic: {}`, or set bootstrap_truncated: false",
+    "step_end": "a reward that scores steps: add one to `rewards`, or choose another advantage",
+    "step_score": "a reward that scores steps: add one to `rewards`, or choose another advantage",
+    "node_id": "a sampler that branches: choose one, or leave attribution and dedup_prefix alone",
+    "ref_logprobs": "a reference policy: give `kl.controller` a coefficient above 0",
+    "is_weight": "a rollout correction: set `rollout_correction.plugin`",
+}
+
+
+def check_rl(
+    name: str, stage: RlStage, loaded: LoadedConfig, manager: PluginManager
+) -> Iterable[str]:
+    """One line (file, line, place, problem, mend) for each impossible combination of a stage."""
+    check = _Check(name, stage, loaded, manager)
+    yield from check.loss_terms()
+    yield from check.advantage()
+    yield from check.critic()
+    yield from check.kl()
+    yield from check.correction()
+    yield from check.trust_region()
+
+
+def check_optimizer(
+    section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
+) -> Iterable[str]:
+    """Warm-up in rollouts where there are none."""
+    if section.warmup_rollouts:
+        where = loaded.where((*place, "warmup_rollouts"))
+        yield (
+            f"{where}: {'.'.join(map(str, place))}.warmup_rollouts: this stage has no rollouts; "
+            f"use warmup_steps: {section.warmup_rollouts}"
+        )
+
+
+class _Check:
+    """The plugins of one stage, built, and its problems."""
+
+    def __init__(
+        self, name: str, stage: RlStage, loaded: LoadedConfig, manager: PluginManager
+    ) -> None:
+        self.name, self.stage, self.loaded = name, stage, loaded
+
+        def build(kind: str, component: Component) -> Any:  # Any: a plugin of whatever kind
+            config = manager.config(kind, component.name, component.fields())
+            return manager.find(kind, component.name).cls(config)
+
+        self.build: Callable[[str, Component], Any] = build
+        self.losses = [build("policy_loss", term) for term in stage.loss_terms]
+        self.estimator = build("advantage", stage.advantage)
+
+    def line(self, field: str, text: str) -> str:
+        """A problem at a field of the stage."""
+        place = ("stages", self.name, *field.split("."))
+        return f"{self.loaded.where(place)}: stages.{self.name}.{field}: {text}"
+
+    def columns(self) -> frozenset[str]:
+        """Columns that this stage can fill."""
+        stage, found = self.stage, set(ALWAYS)
+        if stage.critic is not None:
+            found |= {"values", "returns", "bootstrap_value"}
+        if self.controller_coefficient() > 0:
+            found.add("ref_logprobs")
+        if any(self.build("reward", reward).gives_steps for reward in stage.rewards):
+            found |= {"step_end", "step_score"}
+        if stage.rollout_correction.plugin.name != "none":
+            found |= {"is_weight", "correction_mask"}
+        return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
+
+    def controller_coefficient(self) -> float:
+        """The KL coefficient that the stage starts with."""
+        return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
+
+    def missing(self, field: str, who: str, needed: Iterable[str]) -> Iterable[str]:
+        """A line for each needed column that nothing in this stage fills."""
+        for column in sorted(set(needed) - self.columns()):
+            filled_by = FILLED_BY.get(column, "nothing that this version has")
+            yield self.line(field, f"{who} reads the column '{column}', filled by {filled_by}")
+
+    def loss_terms(self) -> Iterable[str]:
+        """Aggregators that a loss does not allow, columns that it misses."""
+        for term, loss in zip(self.stage.loss_terms, self.losses, strict=True):
+            allowed = loss.allowed_aggregators()
+            aggregator = _aggregator_of(term, self.stage)
+            if allowed is not None and aggregator.name not in allowed:
+                yield self.line(
+                    "aggregator",
+                    f"policy loss '{loss.name}' gives one number per response, so it takes "
+                    f"{sorted(allowed)}, not '{aggregator.name}'; change the aggregator, or set "
+                    "allow_any_agg: true on the loss to weigh long responses more",
+                )
+            if loss.source == "rollout":
+                who = f"policy loss '{loss.name}'"
+                yield from self.missing("policy_loss", who, loss.required_columns())
+        if all(loss.source == "ptx" for loss in self.losses):
+            yield self.line(
+                "policy_loss",
+                "only reads pre-training examples, so no reward has any effect; add a policy loss "
+                "such as 'ppo_clip', or use an sft stage",
+            )
+
+    def advantage(self) -> Iterable[str]:
+        """Columns that the estimator misses, and groups too small for it."""
+        who = f"advantage '{self.estimator.name}'"
+        yield from self.missing("advantage", who, self.estimator.required_columns())
+        in_reward = self.stage.kl.place == "reward" and self.controller_coefficient() > 0
+        if in_reward and not self.estimator.reads_token_rewards():
+            yield self.line(
+                "kl.place",
+                f"{who} reads scores of its own, so a KL in the reward would be lost; use place: "
+                "loss, or set kl.controller.coef to 0",
+            )
+        smallest, size = self.estimator.smallest_group(), self.stage.num_generations
+        if size < smallest:
+            yield self.line(
+                "num_generations",
+                f"{who} compares the responses to a prompt, and a group of {size} has nothing to "
+                f"compare; use num_generations: {smallest} or more, or an advantage for single "
+                "responses such as 'reinforce_baseline'",
+            )
+
+    def critic(self) -> Iterable[str]:
+        """A critic nobody reads, or one without its source."""
+        critic = self.stage.critic
+        if critic is None:
+            return
+        if "values" not in self.estimator.required_columns():
+            yield self.line(
+                "critic",
+                f"advantage '{self.estimator.name}' reads no values, so the critic would be "
+                "trained for nothing; set critic: null, or use an advantage such as 'gae'",
+            )
+        if (critic.init == "checkpoint") != (critic.path is not None):
+            yield self.line(
+                "critic.path",
+                "`init: checkpoint` and `path: <directory>` belong together; set both or neither",
+            )
+
+    def kl(self) -> Iterable[str]:
+        """KL settings without a KL term, and an exact KL where only sampled ones can stand."""
+        kl = self.stage.kl
+        if kl.refresh_every and self.controller_coefficient() == 0:
+            yield self.line(
+                "kl.refresh_every",
+                "there is no reference policy to refresh, because the KL coefficient is 0; set "
+                "kl.controller.coef above 0, or refresh_every: 0",
+            )
+        estimator = self.build("kl", kl.estimator)
+        if kl.place == "reward" and estimator.from_logits:
+            yield self.line(
+                "kl.estimator",
+                f"'{kl.estimator.name}' needs both models' logits, which a reward does not have; "
+                "use 'k1' in the reward, or place: loss",
+            )
+
+    def correction(self) -> Iterable[str]:
+        """Counts that would have to be known before they can be."""
+        from posttrain.core.contracts import RolloutCorrection
+
+        section = self.stage.rollout_correction
+        plugin = self.build("rollout_correction", section.plugin)
+        if section.renormalise and type(plugin).keeps is not RolloutCorrection.keeps:
+            yield self.line(
+                "rollout_correction.renormalise",
+                f"'{plugin.name}' decides in each micro-batch what it keeps, so the count of kept "
+                "tokens is not known before the first; set renormalise: false",
+            )
+
+    def trust_region(self) -> Iterable[str]:
+        """What a loss with its own optimizer step cannot be combined with."""
+        owners = [loss for loss in self.losses if loss.owns_update]
+        if not owners:
+            return
+        name = owners[0].name
+        if len(self.losses) > 1:
+            yield self.line(
+                "policy_loss",
+                f"'{name}' takes its own optimizer step, so no other term can be added to it; keep "
+                "one of them",
+            )
+        if self.controller_coefficient() > 0 and self.stage.kl.place == "loss":
+            yield self.line(
+                "kl",
+                f"'{name}' bounds its step by a KL to the rollout's policy and takes no KL term in "
+                "the loss; set kl.controller: {name: fixed, coef: 0}, or place: reward",
+            )
+        if self.loaded.config.model.dtype != "float32":
+            where = self.loaded.where(("model", "dtype"))
+            yield (
+                f"{where}: model.dtype: policy loss '{name}' solves for its step, which bfloat16 "
+                "is too coarse for; use float32"
+            )
+
+
+def _aggregator_of(term: LossTermComponent, stage: RlStage) -> Component:
+    return term.aggregator or stage.aggregator

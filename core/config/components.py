@@ -1,0 +1,100 @@
+"""The components of an rl stage: where they stand, and how a preset's fields lie under a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.core.config.marks import Loc
+from posttrain.core.config.schema import (
+    Component,
+    LossTermComponent,
+    PreferenceStage,
+    RlStage,
+)
+
+# Places of an rl stage that hold a component, with the plugin kind each takes. Places that are null
+# are left alone; `rewards` and a list of policy losses are walked item by item.
+RL_COMPONENTS: dict[tuple[str, ...], str] = {
+    ("algorithm",): "algorithm",
+    ("sampler",): "sampler",
+    ("advantage",): "advantage",
+    ("policy_loss",): "policy_loss",
+    ("aggregator",): "aggregator",
+    ("entropy_aggregator",): "aggregator",
+    ("kl", "estimator"): "kl",
+    ("kl", "controller"): "kl_controller",
+    ("critic", "aggregator"): "aggregator",
+    ("rollout_correction", "plugin"): "rollout_correction",
+}
+
+
+def rl_components(stage: RlStage) -> list[tuple[Loc, str, Component]]:
+    """(place, plugin kind, component) of every component of an rl stage but its rewards."""
+    found: list[tuple[Loc, str, Component]] = []
+    for path, kind in RL_COMPONENTS.items():
+        section: Any = stage  # Any: a section of whatever class
+        for part in path[:-1]:
+            section = getattr(section, part)
+        value = getattr(section, path[-1], None)
+        if isinstance(value, tuple):
+            found += [((*path, index), kind, item) for index, item in enumerate(value)]
+        elif value is not None:
+            found.append((path, kind, value))
+    for place, _, component in list(found):
+        if isinstance(component, LossTermComponent) and component.aggregator is not None:
+            found.append(((*place, "aggregator"), "aggregator", component.aggregator))
+    return found
+
+
+def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Component]]:
+    """(place, plugin kind, component) of every component of a preference stage."""
+    found: list[tuple[Loc, str, Component]] = [(("algorithm",), "algorithm", stage.algorithm)]
+    terms = stage.preference_loss
+    if not isinstance(terms, tuple):
+        return [*found, (("preference_loss",), "preference_loss", terms)]
+    for index, term in enumerate(terms):
+        found.append((("preference_loss", index), "preference_loss", term))
+    return found
+
+
+def put(values: Any, path: Loc, filled: dict[str, object]) -> None:
+    """Set `values[path]`, keeping what a deeper place has filled in. Any: nested YAML values."""
+    for part in path[:-1]:
+        values = values[part]
+    values[path[-1]] = filled
+
+
+def from_stage(kind: str, filled: dict[str, object], stage: RlStage) -> dict[str, object]:
+    """A component's fields, those that were left null filled with what the stage itself says.
+
+    An aggregator that divides by a constant length gets the response limit; an advantage that
+    weighs reward components gets the rewards' weights.
+    """
+    if kind == "aggregator" and filled.get("norm_length", 0) is None:
+        return {**filled, "norm_length": stage.generation.max_response_length}
+    if kind == "advantage" and filled.get("weights", ()) is None:
+        return {**filled, "weights": [reward.weight for reward in stage.rewards]}
+    return filled
+
+
+def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins field by field. A component of another name replaces the whole component.
+
+    Any: nested YAML values. A component written as a bare name keeps the fields that `under` gives
+    the same name.
+    """
+    merged = dict(under)
+    for key, value in over.items():
+        known = merged.get(key)
+        if isinstance(known, str) and isinstance(value, Mapping) and "name" in value:
+            known = {"name": known}
+        if not isinstance(known, Mapping):
+            merged[key] = value
+            continue
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or fields.get("name") != known.get("name"):
+            merged[key] = value
+        else:
+            merged[key] = merge_fields(known, fields)
+    return merged

@@ -1,0 +1,193 @@
+"""Preference losses, options and data that cannot work together, each with what to change.
+
+Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.config.loading import LoadedConfig
+from posttrain.core.config.schema import (
+    Component,
+    PreferenceDataStage,
+    PreferenceStage,
+    RewardModelStage,
+)
+from posttrain.core.data.preference_rows import EXAMPLES, Kind, read_preference_rows
+from posttrain.core.errors import DataError
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
+
+# Fields that say how answers are sampled: without effect beside a file.
+_SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation")
+# Options of pairs, with the value that leaves them off.
+_PAIR_OPTIONS: dict[str, object] = {
+    "f_divergence": "reverse_kl",
+    "ld_alpha": None,
+    "wpo": False,
+    "reference_free": False,
+}
+
+
+@dataclass(slots=True)
+class Checked:
+    """Problems of a stage, a line each, and what is wrong with its data, if anything is."""
+
+    problems: list[str]
+    data_error: DataError | None = field(default=None)
+
+
+def check_preference(
+    name: str, stage: PreferenceStage, loaded: LoadedConfig, manager: PluginManager
+) -> Checked:
+    """What cannot work in a preference stage whose plugins are all known."""
+    check = _Check(name, stage, loaded, manager)
+    problems = [
+        *check.trains("policy", stage.loss_terms),
+        *check.one_kind_of_data(stage),
+        *check.some_factor(stage),
+        *check.pair_options(stage),
+        *check.reads_scores(stage),
+        *check.two_prompts(stage),
+        *check.sampling(),
+    ]
+    return check.with_data(problems, stage.loss_terms[0])
+
+
+def check_reward_model(
+    name: str, stage: RewardModelStage, loaded: LoadedConfig, manager: PluginManager
+) -> Checked:
+    """What cannot work in a reward-model stage whose plugins are all known."""
+    check = _Check(name, stage, loaded, manager)
+    problems = [*check.trains("reward_model", (stage.preference_loss,)), *check.sampling()]
+    return check.with_data(problems, stage.preference_loss)
+
+
+class _Check:
+    """One stage, with the loss plugins that there are."""
+
+    def __init__(
+        self, name: str, stage: PreferenceDataStage, loaded: LoadedConfig, manager: PluginManager
+    ) -> None:
+        self.name, self.stage, self.loaded, self.manager = name, stage, loaded, manager
+
+    def line(self, place: str, text: str) -> str:
+        """A problem at a field of the stage."""
+        where = self.loaded.where(f"stages.{self.name}.{place}")
+        return f"{where}: stages.{self.name}.{place}: {text}"
+
+    def loss(self, component: Component) -> Any:  # Any: the contract would import torch
+        """The plugin class of a loss."""
+        return self.manager.find("preference_loss", component.name).cls
+
+    def losses_like(self, trains: str, data: str) -> list[str]:
+        """Names of the losses that train this on these data."""
+        entries: list[Any] = [*self.manager.entries("preference_loss")]
+        return [e.name for e in entries if trains in e.cls.trains and e.cls.data == data]
+
+    def trains(self, what: str, terms: tuple[Component, ...]) -> Iterator[str]:
+        """Losses that train something else than this stage does."""
+        other = {"policy": "reward_model", "reward_model": "preference"}[what]
+        for term in terms:
+            if what not in self.loss(term).trains:
+                trained = " and ".join(sorted(self.loss(term).trains)).replace("_", " ")
+                yield self.line(
+                    "preference_loss",
+                    f"'{term.name}' trains a {trained}, not a {what.replace('_', ' ')}; use it in "
+                    f"a stage of kind '{other}', or choose one of "
+                    f"{self.losses_like(what, 'pairs')}",
+                )
+
+    def one_kind_of_data(self, stage: PreferenceStage) -> Iterator[str]:
+        """A list of losses of which some read pairs and others labelled answers."""
+        kinds = {term.name: self.loss(term).data for term in stage.loss_terms}
+        if len(set(kinds.values())) > 1:
+            told = ", ".join(f"'{name}' reads {kind}" for name, kind in kinds.items())
+            yield self.line(
+                "preference_loss",
+                f"all losses of a stage read one kind of data, but {told}; keep those of one kind",
+            )
+
+    def some_factor(self, stage: PreferenceStage) -> Iterator[str]:
+        """Nothing to learn from."""
+        if all(term.coef == 0 for term in stage.loss_terms):
+            yield self.line(
+                "preference_loss",
+                "every loss has coef 0, so nothing can be learned; give one a coef other than 0",
+            )
+
+    def pair_options(self, stage: PreferenceStage) -> Iterator[str]:
+        """Options of pairs beside a loss of labelled answers."""
+        loss = stage.loss_terms[0]
+        if self.loss(loss).data == "pairs":
+            return
+        for option, off in _PAIR_OPTIONS.items():
+            if getattr(stage, option) != off:
+                yield self.line(
+                    option,
+                    f"is for pairs, and '{loss.name}' reads labelled answers; set it to "
+                    f"{'null' if off is None else str(off).lower()}, or choose one of "
+                    f"{self.losses_like('policy', 'pairs')}",
+                )
+
+    def reads_scores(self, stage: PreferenceStage) -> Iterator[str]:
+        """A divergence that no loss would notice."""
+        read = any(self.loss(term).reads_scores for term in stage.loss_terms)
+        if stage.f_divergence != "reverse_kl" and not read:
+            names = [term.name for term in stage.loss_terms]
+            yield self.line(
+                "f_divergence",
+                f"maps log-ratios to scores, and {names} read bare log-probs; set it to "
+                "reverse_kl, or choose a loss such as 'dpo'",
+            )
+
+    def two_prompts(self, stage: PreferenceStage) -> Iterator[str]:
+        """A mini-batch too small for answers to other prompts."""
+        for term in stage.loss_terms:
+            if self.loss(term).needs_kl_completions and stage.batch_size < 2:
+                yield self.line(
+                    "batch_size",
+                    f"'{term.name}' measures its reference point on answers to other prompts of "
+                    "the mini-batch; use 2 or more",
+                )
+
+    def sampling(self) -> Iterator[str]:
+        """Sampling settings beside a file, where nothing is sampled."""
+        if self.stage.data is None:
+            return
+        for name in _SAMPLING:
+            if getattr(self.stage, name) != type(self.stage).model_fields[name].default:
+                yield self.line(
+                    name,
+                    "says how answers are sampled, but `data` gives them; remove one of the two",
+                )
+
+    def with_data(self, problems: list[str], leading: Component) -> Checked:
+        """The problems so far, with those of the file of preferences."""
+        if self.stage.data is None:
+            return Checked(problems)
+        place = f"stages.{self.name}.data"
+        setting = f"{place} ({self.loaded.where(place)})"
+        wanted: Kind = self.loss(leading).data
+        try:
+            kind, rows = read_preference_rows(
+                Path(self.stage.data), setting, ("pairs", "labels", "completions")
+            )
+        except DataError as error:
+            return Checked(problems, error)
+        if kind != wanted:
+            trained = "policy" if "policy" in self.loss(leading).trains else "reward_model"
+            fits = [] if kind == "completions" else self.losses_like(trained, kind)
+            choose = f", or choose one of {fits}" if fits else ""
+            told = self.line(
+                "data",
+                f"'{leading.name}' reads {EXAMPLES[wanted]}, but {rows[0].where} is of the form "
+                f"{EXAMPLES[kind]}; give another file{choose}",
+            )
+            return Checked([*problems, told])
+        return Checked(problems)
