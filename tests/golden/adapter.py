@@ -1,0 +1,1369 @@
+"""The bridge from the peers' recorded answers to our plugins: names and configs are translated.
+
+`run_case` takes a case as it was recorded and returns everything the peer returned. There is no
+maths here: every number comes from a plugin or from core, composed as in a run, and a peer's
+convention is a field of a plugin's config. Nothing depends on a case's id or numbers.
+
+Over 300 lines because it is one module on purpose: who doubts a number reads one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import (
+    AdvantageEstimator,
+    Advantages,
+    Aggregator,
+    Correction,
+    Counts,
+    KlController,
+    KlEstimator,
+    NoConfig,
+    PairLoss,
+    PairScores,
+    PolicyLoss,
+    PreferenceLoss,
+    RolloutCorrection,
+    TokenLoss,
+)
+from posttrain.core.math import groups
+from posttrain.core.math.correction_metrics import share
+from posttrain.core.math.groups import outcome_rewards
+from posttrain.core.math.masking import row_means
+from posttrain.core.math.mismatch import mismatch_metrics, perplexity_metrics
+from posttrain.core.math.preference import FDivergence
+from posttrain.core.math.returns import rewards_to_go
+from posttrain.core.math.shaping import (
+    repetition_penalty,
+    resampling_weights,
+    shaped_rewards,
+    soft_overlong,
+)
+from posttrain.core.math.values import value_loss
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.scoring import (
+    clip_rewards,
+    component_metrics,
+    place_on_last_token,
+    reward_metrics,
+    subtract_kl,
+    weighted_sum,
+)
+from posttrain.core.training.logprobs import entropy_of_logits
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.objective import LossTerm, MicroLoss, Objective, PreparedMini
+from posttrain.core.training.preference_objective import (
+    PreferenceMicro,
+    PreferenceObjective,
+    PreferenceTerm,
+    with_margin,
+)
+from posttrain.core.training.preference_scores import (
+    LabelTokens,
+    MiniCounts,
+    PairTokens,
+    Scoring,
+    Tokens,
+)
+from posttrain.core.training.reward_model import reward_loss
+from posttrain.plugins.policy_losses.clip_cov import ClipCovLoss
+from tests.helpers.batches import build_batch
+
+Case = dict[str, Any]  # Any: JSON, whose shape depends on the case
+Outputs = dict[str, object]
+MANAGER = PluginManager()
+
+
+def tensor(values: Any) -> Tensor:
+    """Nested lists as float64; null is NaN."""
+    return torch.tensor(np.array(values, dtype=np.float64))
+
+
+def inputs_of(case: Case) -> dict[str, Tensor]:
+    return {name: tensor(values) for name, values in case["inputs"].items()}
+
+
+def verl_aggregate(loss: Tensor, mask: Tensor, params: Mapping[str, Any]) -> Tensor:
+    """Our aggregator under verl's `loss_agg_mode` and its explicit counts."""
+    mode = params["loss_agg_mode"]
+    fields: dict[str, object] = {
+        "num_tokens": params.get("batch_num_tokens"),
+        "num_seqs": params.get("global_batch_size"),
+    }
+    if mode == "seq-mean-token-sum-norm":
+        fields["norm_length"] = params.get("loss_scale_factor", mask.shape[1])
+    aggregator = MANAGER.build(Aggregator, mode, fields)
+    counts = replace(aggregator.count(mask), num_ranks=params.get("dp_size", 1))
+    return aggregator.aggregate(TokenLoss(loss, mask), mask, counts)
+
+
+# --- KL and its controllers -------------------------------------------------------------------
+
+VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def verl_kl(name: str) -> KlEstimator[Any]:
+    """The estimator that verl calls `name`; its k3 bounds the value at 10."""
+    base = name.removesuffix("+")
+    plugin = VERL_KL.get(base, base) + "+" * name.endswith("+")
+    fields = {"output_clamp": 10.0} if plugin.startswith("k3") else {}
+    return MANAGER.build(KlEstimator, plugin, fields)
+
+
+def run_kl_penalty(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logprobs = x["log_prob"].requires_grad_()
+    kl = verl_kl(params["kl_penalty"]).kl(logprobs, x["ref_log_prob"])
+    loss = verl_aggregate(kl, x["response_mask"], params)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    return {"kl": kl, "loss": loss, "grad_log_prob": grad}
+
+
+def verl_adaptive(params: Mapping[str, Any], start: str) -> KlController[Any]:
+    fields = {
+        "coef": params[start],
+        "target": params["target_kl"],
+        "horizon": params["horizon"],
+        "kl_unit": "token",
+    }
+    return MANAGER.build(KlController, "adaptive", fields)
+
+
+def run_controller(controller: KlController[Any], case: Case) -> Outputs:
+    values = []
+    for kl, rows in zip(case["inputs"]["current_kl"], case["inputs"]["n_steps"], strict=True):
+        controller.update(kl_per_token=kl, kl_per_sequence=float("nan"), num_rows=rows)
+        values.append(controller.coefficient())
+    return {"value": values}
+
+
+def run_adaptive_controller(case: Case) -> Outputs:
+    return run_controller(verl_adaptive(case["params"], "init_kl_coef"), case)
+
+
+def run_fixed_controller(case: Case) -> Outputs:
+    coef = case["params"]["kl_coef"]
+    return run_controller(MANAGER.build(KlController, "fixed", {"coef": coef}), case)
+
+
+# --- rollout correction -----------------------------------------------------------------------
+
+
+def two_numbers(spec: object) -> tuple[float | None, float]:
+    """verl's `lo_hi`, or one number as the upper bound."""
+    numbers = [float(part) for part in str(spec).split("_")]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
+
+
+def verl_rejections(params: Mapping[str, Any]) -> list[dict[str, object]]:
+    """verl's comma-separated options and thresholds as our `reject`."""
+    if not params.get("rollout_rs"):
+        return []
+    entries: list[dict[str, object]] = []
+    specs = str(params["rollout_rs_threshold"]).split(",")
+    for option, spec in zip(params["rollout_rs"].split(","), specs, strict=True):
+        level, stat = option.rsplit("_", 1)
+        low, high = two_numbers(spec)
+        entries.append({"stat": stat, "level": level, "low": low, "high": high})
+    return entries
+
+
+def verl_correction(params: Mapping[str, Any]) -> RolloutCorrection[Any]:
+    """The preset of verl's `rollout_is`, with its thresholds, rejections and statistics."""
+    fields: dict[str, object] = {
+        "reject": verl_rejections(params),
+        "statistics": "full",
+        "count_empty_seqs": True,
+    }
+    level = params.get("rollout_is")
+    if not level:
+        return MANAGER.build(RolloutCorrection, "none", fields)
+    low, high = two_numbers(params["rollout_is_threshold"])
+    # One number truncates; two mask what is outside.
+    form = "tis" if low is None else "mis"
+    fields |= {
+        "low": low,
+        "high": high,
+        "batch_norm_w": params.get("rollout_is_batch_normalize", False),
+    }
+    name = f"{form}_{'seq' if level == 'sequence' else 'token'}"
+    return MANAGER.build(RolloutCorrection, name, fields)
+
+
+VERL_WEIGHT_STATISTICS = {
+    "mean": "mean",
+    "std": "std",
+    "ess": "eff_sample_size",
+    "high_frac": "ratio_fraction_high",
+    "low_frac": "ratio_fraction_low",
+    "seq_mean": "seq_mean",
+    "seq_std": "seq_std",
+    "seq_min": "seq_min",
+    "seq_max": "seq_max",
+    "seq_max_deviation": "seq_max_deviation",
+    "seq_high_frac": "seq_fraction_high",
+    "seq_low_frac": "seq_fraction_low",
+    "outside_frac": "oob_ratio",
+    "norm": "batch_norm_factor",
+}
+VERL_REJECT_STATISTICS = {
+    "mean": "mean",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+    "high_frac": "fraction_high",
+    "low_frac": "fraction_low",
+    "seq_mean": "seq_mean",
+    "seq_std": "seq_std",
+    "seq_min": "seq_min",
+    "seq_max": "seq_max",
+    "seq_max_deviation": "seq_max_deviation",
+    "seq_high_frac": "seq_fraction_high",
+    "seq_low_frac": "seq_fraction_low",
+    "token_frac": "masked_fraction",
+    "seq_frac": "seq_masked_fraction",
+}
+VERL_MISMATCH = {
+    "mismatch/k1": "kl",
+    "mismatch/k3": "k3_kl",
+    "mismatch/ppl_ratio": "ppl_ratio",
+    "mismatch/chi2_token": "chi2_token",
+    "mismatch/chi2_seq": "chi2_seq",
+    "mismatch/trainer_ppl": "training_ppl",
+    "mismatch/trainer_log_ppl": "training_log_ppl",
+    "mismatch/engine_ppl": "rollout_ppl",
+    "mismatch/engine_log_ppl": "rollout_log_ppl",
+    "mismatch/log_ppl_diff": "log_ppl_diff",
+    "mismatch/log_ppl_abs_diff": "log_ppl_abs_diff",
+    "mismatch/log_ppl_diff_max": "log_ppl_diff_max",
+    "mismatch/log_ppl_diff_min": "log_ppl_diff_min",
+}
+
+
+def verl_correction_metrics(
+    found: Correction, params: Mapping[str, Any], prefix: str = ""
+) -> dict[str, float]:
+    """A correction's metrics under verl's names."""
+    # Extremes are of the raw weights of whole sequences, but of the bounded ones of tokens.
+    extremes = "raw_" if params.get("rollout_is") == "sequence" else ""
+    weight_names = VERL_WEIGHT_STATISTICS | {f"{extremes}min": "min", f"{extremes}max": "max"}
+    renamed = {}
+    for name, value in found.metrics.items():
+        kind, *middle, last = name.split("/")
+        if kind == "is_weight" and last in weight_names:
+            renamed[f"{prefix}rollout_is_{weight_names[last]}"] = value
+        elif kind == "reject":
+            option = "".join(f"{part}_" for part in middle)
+            renamed[f"{prefix}rollout_rs_{option}{VERL_REJECT_STATISTICS[last]}"] = value
+    return renamed
+
+
+def verl_mismatch_metrics(
+    trainer: Tensor, engine: Tensor, mask: Tensor, prefix: str = ""
+) -> dict[str, float]:
+    """Our diagnostics under verl's names."""
+    found = {
+        **mismatch_metrics(trainer, engine, mask, count_empty_seqs=True),
+        **perplexity_metrics(trainer, engine, mask, count_empty_seqs=True),
+    }
+    return {prefix + name: found[ours] for ours, name in VERL_MISMATCH.items()}
+
+
+def run_verl_weights(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    found = verl_correction(params).correct(
+        x["train_log_prob"], x["rollout_log_prob"], x["response_mask"]
+    )
+    return {"weights": found.weight, "metrics": verl_correction_metrics(found, params)}
+
+
+def run_verl_rejection(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    found = verl_correction(params).correct(
+        x["train_log_prob"], x["rollout_log_prob"], x["response_mask"]
+    )
+    return {"mask": found.keep, "metrics": verl_correction_metrics(found, params)}
+
+
+def run_verl_correction(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    tensors = x["train_log_prob"], x["rollout_log_prob"], x["response_mask"]
+    found = verl_correction(params).correct(*tensors)
+    prefix = "rollout_corr/"
+    metrics = verl_correction_metrics(found, params, prefix)
+    metrics |= verl_mismatch_metrics(*tensors, prefix)
+    return {"weights": found.weight, "mask": found.keep, "metrics": metrics}
+
+
+def run_verl_mismatch(case: Case) -> Outputs:
+    x = inputs_of(case)
+    tensors = x["train_log_prob"], x["rollout_log_prob"], x["response_mask"]
+    return {"metrics": verl_mismatch_metrics(*tensors)}
+
+
+def run_trl_weights(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    level, form = params["vllm_importance_sampling_mode"].split("_")
+    names = {"token": "token", "sequence": "seq"}
+    fields = {
+        "low": params["vllm_importance_sampling_clip_min"],
+        "high": params["vllm_importance_sampling_clip_max"],
+        "statistics": "full",
+    }
+    mask = x["response_mask"]
+    tensors = x["train_log_prob"], x["rollout_log_prob"], mask
+    name = {"truncate": "tis", "mask": "mis"}[form] + "_" + names[level]
+    found = MANAGER.build(RolloutCorrection, name, fields).correct(*tensors)
+    assert found.weight is not None
+    # TRL leaves 1 under the mask, and one column for a whole sequence.
+    ratio = torch.where(mask.bool(), found.weight, 1.0)
+    if level == "sequence":
+        ratio = ratio.gather(1, mask.argmax(dim=1, keepdim=True))
+    prefix = "is_weight/seq_" if level == "sequence" else "is_weight/"
+    gaps = mismatch_metrics(*tensors)
+    metrics = {
+        "sampling/sampling_logp_difference/mean": gaps["mismatch/abs_mean"],
+        "sampling/sampling_logp_difference/max": gaps["mismatch/abs_max"],
+    }
+    for statistic in ("min", "mean", "max"):
+        value = found.metrics[prefix + statistic]
+        metrics[f"sampling/importance_sampling_ratio/{statistic}"] = value
+    return {"importance_sampling_ratio": ratio, "metrics": metrics}
+
+
+# --- value loss -------------------------------------------------------------------------------
+
+
+def run_value_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    values, mask = x["vpreds"].requires_grad_(), x["response_mask"]
+    losses, clipped = value_loss(
+        values, x["values"], x["returns"], mask, clip=params["cliprange_value"]
+    )
+    loss = verl_aggregate(losses, mask, params)
+    (grad,) = torch.autograd.grad(loss, values)
+    metrics = {"vf_clipfrac": share(clipped[mask.bool()])}
+    return {"loss": loss, "grad_vpreds": grad, "metrics": metrics}
+
+
+# --- reward shaping ---------------------------------------------------------------------------
+
+
+def shaped_by_kl(
+    x: Mapping[str, Tensor], mask: Tensor, kl: KlEstimator[Any], coef: float
+) -> Tensor:
+    batch = build_batch(
+        mask,
+        token_rewards=x["token_level_scores"],
+        old_logprobs=x["old_log_prob"],
+        ref_logprobs=x["ref_log_prob"],
+    )
+    return subtract_kl(batch, kl, coef).column("token_rewards")
+
+
+def run_compute_rewards(case: Case) -> Outputs:
+    x = inputs_of(case)
+    everything = torch.ones_like(x["token_level_scores"])
+    k1 = MANAGER.build(KlEstimator, "k1")
+    shaped = shaped_by_kl(x, everything, k1, case["params"]["kl_ratio"])
+    return {"token_level_rewards": shaped}
+
+
+def run_apply_kl_penalty(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    estimator, mask = verl_kl(params["kl_penalty"]), x["response_mask"]
+    controller = verl_adaptive(params, "init_kl_coef")
+    coef = controller.coefficient()
+    shaped = shaped_by_kl(x, mask, estimator, coef)
+    # verl's mean over rows counts empty rows as 0.
+    mode = {"loss_agg_mode": "seq-mean-token-mean", "global_batch_size": mask.shape[0]}
+    kl = float(verl_aggregate(estimator.kl(x["old_log_prob"], x["ref_log_prob"]), mask, mode))
+    controller.update(kl_per_token=kl, kl_per_sequence=float("nan"), num_rows=mask.shape[0])
+    return {
+        "token_level_rewards": shaped,
+        "metrics": {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef},
+        "kl_coef_after": controller.coefficient(),
+    }
+
+
+def run_dapo_overlong(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    penalty = soft_overlong(
+        x["response_lengths"],
+        max_length=params["max_resp_len"],
+        cache=params["overlong_buffer_len"],
+        factor=params["penalty_factor"],
+        floor=None,
+    )
+    return {"rewards": shaped_rewards(x["scores"], penalty), "overlong_reward": penalty}
+
+
+def run_trl_overlong(case: Case) -> Outputs:
+    params = case["params"]
+    penalty = soft_overlong(
+        inputs_of(case)["response_lengths"],
+        max_length=params["max_completion_len"],
+        cache=params["soft_punish_cache"],
+    )
+    return {"rewards": penalty}
+
+
+def run_trl_repetition(case: Case) -> Outputs:
+    params = case["params"]
+    rewards = repetition_penalty(
+        case["inputs"]["completion_ids"],
+        ngram=params["ngram_size"],
+        penalty=abs(params["max_penalty"]),
+    )
+    return {"rewards": rewards}
+
+
+def run_pf_ppo(case: Case) -> Outputs:
+    scores, params = inputs_of(case)["token_level_scores"], case["params"]
+    batch = build_batch(torch.ones_like(scores), token_rewards=scores)
+    method, power = params["reweight_method"], params["weight_pow"]
+    return {"weights": resampling_weights(outcome_rewards(batch), method, power)}
+
+
+# === advantages =================================================================================
+
+# verl gives a group of one its reward and has no test for equal rewards.
+VERL_GROUPS: dict[str, object] = {"singleton": "raw", "zero_tol": 0.0}
+
+
+def group_ids(index: Sequence[object]) -> list[int]:
+    """Names of groups as numbers."""
+    names = sorted({str(name) for name in index})
+    return [names.index(str(name)) for name in index]
+
+
+def estimate(name: str, batch: RolloutBatch, fields: dict[str, object]) -> Advantages:
+    return MANAGER.build(AdvantageEstimator, name, fields).estimate(batch)
+
+
+# --- verl -------------------------------------------------------------------------------------
+
+# Inputs under the names of our columns.
+VERL_COLUMNS = {
+    "token_level_rewards": "token_rewards",
+    "values": "values",
+    "reward_baselines": "baseline_reward",
+    "old_log_probs": "old_logprobs",
+    "sum_pi_squared": "sum_pi_squared",
+    "rollout_is_weights": "is_weight",
+}
+
+
+def verl_batch(case: Case) -> RolloutBatch:
+    """The case's inputs as columns; every row is scored, those without tokens included."""
+    given = case["inputs"]
+    columns = {ours: tensor(given[k]) for k, ours in VERL_COLUMNS.items() if k in given}
+    index = given.get("index")
+    return build_batch(
+        tensor(given["response_mask"]),
+        group_id=None if index is None else group_ids(index),
+        **columns,
+    )
+
+
+def row_runner(
+    name: str, fields_of: Callable[[dict[str, Any]], dict[str, object]]
+) -> Callable[[Case], Outputs]:
+    """A runner of an estimator without a critic, whose `returns` verl fills with the advantages."""
+
+    def run(case: Case) -> Outputs:
+        advantages = estimate(name, verl_batch(case), fields_of(case["params"])).advantages
+        return {"advantages": advantages, "returns": advantages}
+
+    return run
+
+
+def grpo_fields(params: dict[str, Any]) -> dict[str, object]:
+    by_std = params["norm_adv_by_std_in_grpo"]
+    return {"norm_by_std": by_std, "eps": params["epsilon"], **VERL_GROUPS}
+
+
+def run_gae(case: Case) -> Outputs:
+    params = case["params"]
+    fields = {"gamma": params["gamma"], "lam": params["lam"], "whiten": "tokens"}
+    got = estimate("gae", verl_batch(case), fields)
+    return {"advantages": got.advantages, "returns": got.returns}
+
+
+def run_reinforce_plus_plus(case: Case) -> Outputs:
+    fields = {"gamma": case["params"]["gamma"], "whiten": "tokens"}
+    got = estimate("reinforce_pp", verl_batch(case), fields)
+    return {"advantages": got.advantages, "returns": got.returns}
+
+
+def run_remax(case: Case) -> Outputs:
+    batch = verl_batch(case)
+    onwards = rewards_to_go(batch.column("token_rewards"), batch.response_mask)
+    return {"advantages": estimate("remax", batch, {}).advantages, "returns": onwards}
+
+
+def run_gdpo(case: Case) -> Outputs:
+    params, given, mask = case["params"], case["inputs"], tensor(case["inputs"]["response_mask"])
+    if "reward_components" in given:
+        components = tensor(given["reward_components"]).T
+        rewards, _ = weighted_sum(components, params["reward_weights"] or [1.0] * len(components.T))
+        dense = place_on_last_token(rewards, mask)
+    else:  # the reward is the only component
+        dense = tensor(given["token_level_rewards"])
+        rewards = groups.outcome_rewards(build_batch(mask, token_rewards=dense))
+        components = rewards[:, None]
+    batch = build_batch(
+        mask,
+        group_id=group_ids(given["index"]),
+        token_rewards=dense,
+        rewards=rewards,
+        reward_components=components,
+    )
+    fields: dict[str, object] = {
+        "weights": params["reward_weights"],
+        "component_norm": "std" if params["norm_adv_by_std_in_grpo"] else "centre",
+        "eps": params["epsilon"],
+        "whiten": "tokens",
+        **VERL_GROUPS,
+    }
+    advantages = estimate("gdpo", batch, fields).advantages
+    return {"advantages": advantages, "returns": advantages}
+
+
+def optimal_token_baseline(align: str) -> Callable[[Case], Outputs]:
+    def run(case: Case) -> Outputs:
+        batch = verl_batch(case)
+        fields: dict[str, object] = {
+            "align": align,
+            "handle_zero_tail": case["params"]["handle_zero_tail"],
+            "weighted": batch.is_weight is not None,
+            "eps": case["params"]["epsilon"],
+            **VERL_GROUPS,
+        }
+        got = estimate("optimal_token_baseline", batch, fields)
+        # verl does not cut these returns to the mask.
+        everywhere = torch.ones_like(batch.response_mask)
+        onwards = rewards_to_go(batch.column("token_rewards"), everywhere)
+        return {"advantages": got.advantages, "returns": onwards}
+
+    return run
+
+
+# --- TRL --------------------------------------------------------------------------------------
+
+
+def trl_batch(case: Case) -> RolloutBatch:
+    """Rows of a prompt adjacent; a case without a mask has no log-probs, so one token will do.
+
+    Every row stays in the mask, unscored ones too.
+    """
+    params, given = case["params"], case["inputs"]
+    components = tensor(given["rewards_per_func"])
+    rewards, scored = weighted_sum(components, params["reward_weights"])
+    shaped = clip_rewards(rewards, *(params.get("reward_clip_range") or (None, None)))
+    num_rows = len(rewards)
+    mask = tensor(given.get("response_mask", [[1]] * num_rows))
+    names = {"old_log_prob": "old_logprobs", "ref_log_prob": "ref_logprobs"}
+    return build_batch(
+        mask,
+        group_id=[row // params["num_generations"] for row in range(num_rows)],
+        scored=scored.tolist(),
+        rewards=rewards,
+        token_rewards=place_on_last_token(shaped, mask),
+        reward_components=components,
+        **{ours: tensor(given[k]) for k, ours in names.items() if k in given},
+    )
+
+
+def trl_outputs(
+    batch: RolloutBatch, got: Advantages, *, deviates_over_batch: bool = False
+) -> Outputs:
+    """One advantage per row, and TRL's record of the rewards with unbiased deviations."""
+    components, scored = batch.column("reward_components"), batch.column("scored")
+    rewards = batch.column("rewards")
+    names = [f"r{k}" for k in range(components.shape[1])]
+    ours = reward_metrics(rewards, scored, ddof=1) | component_metrics(components, names, ddof=1)
+    parts = torch.zeros_like(batch.group_id) if deviates_over_batch else batch.group_id
+    metrics = {
+        "reward": ours["reward/mean"],
+        "reward_std": ours["reward/std"],
+        "frac_reward_zero_std": groups.equal_share(rewards, parts, scored),
+    }
+    for name in names:
+        metrics[f"rewards/{name}/mean"] = ours[f"reward/component/{name}"]
+        metrics[f"rewards/{name}/std"] = ours[f"reward/component_std/{name}"]
+    return {"advantages": got.advantages[:, 0], "metrics": metrics}
+
+
+def run_trl_grpo_advantage(case: Case) -> Outputs:
+    params, batch = case["params"], trl_batch(case)
+    if params["multi_objective_aggregation"] == "normalize_then_sum":
+        fields = {
+            "weights": params["reward_weights"],
+            "eps": params["epsilon"],
+            "whiten": "sequences",
+            "whiten_eps": params["epsilon"],
+        }
+        return trl_outputs(batch, estimate("gdpo", batch, fields), deviates_over_batch=True)
+    fields = {"eps": params["epsilon"], "std_scope": params["scale_rewards"]}
+    over_batch = params["scale_rewards"] == "batch"
+    return trl_outputs(batch, estimate("grpo", batch, fields), deviates_over_batch=over_batch)
+
+
+def run_trl_rloo_advantage(case: Case) -> Outputs:
+    params, batch = case["params"], trl_batch(case)
+    k1, has_kl = MANAGER.build(KlEstimator, "k1"), params["beta"] != 0
+    shaped = subtract_kl(batch, k1, params["beta"]) if has_kl else batch
+    fields = {
+        "whiten": "sequences" if params["normalize_advantages"] else "off",
+        "whiten_eps": params["epsilon"],
+    }
+    outputs = trl_outputs(batch, estimate("rloo", shaped, fields))
+    if has_kl:
+        kl = k1.kl(batch.column("old_logprobs"), batch.column("ref_logprobs"))
+        mean = MANAGER.build(Aggregator, "token-mean").aggregate(
+            TokenLoss(kl, batch.mask), batch.mask, Counts.of(batch.mask)
+        )
+        metrics = outputs["metrics"]
+        assert isinstance(metrics, dict)
+        metrics["kl"] = float(mean)
+    return outputs
+
+
+GRPO = row_runner("grpo", grpo_fields)
+
+
+# === policy losses ==============================================================================
+
+Params = Mapping[str, Any]  # Any: JSON
+Fields = dict[str, object]
+
+
+class RecordedWeights(RolloutCorrection[NoConfig]):
+    """The rollout weights [B, T] that a case holds."""
+
+    name = "recorded"
+    Config = NoConfig
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(NoConfig())
+        self.weight = weight
+
+    def correct(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Correction:
+        """The weights as recorded."""
+        return Correction(weight=self.weight.expand_as(mask))
+
+
+class RecordedDraw(ClipCovLoss):
+    """`clip_cov` with the random order of its candidates that a case holds."""
+
+    perm: Tensor
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """The order as recorded."""
+        assert self.perm.shape == (count,), "the peer had other candidates"
+        return self.perm
+
+
+def weights_of(x: Mapping[str, Tensor]) -> RecordedWeights | None:
+    for name in ("rollout_is_weights", "importance_sampling_ratio"):
+        if name in x:
+            return RecordedWeights(x[name])
+    return None
+
+
+def batch_of(x: Mapping[str, Tensor]) -> RolloutBatch:
+    """A case's inputs as a batch; the policy before the step is the one that takes it."""
+    mask, advantages, now = x["response_mask"], x["advantages"], x["log_prob"].detach()
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand_as(mask)
+    # A case without old log-probs is on policy.
+    old = x.get("old_log_prob", now)
+    columns = {
+        "advantages": advantages,
+        "old_logprobs": old,
+        "logprobs_now": now,
+        "rollout_logprobs": x.get("sampling_log_prob", old),
+    }
+    for ours, name in (("ref_logprobs", "ref_log_prob"), ("entropy", "entropy")):
+        if name in x:
+            columns[ours] = x[name]
+    return build_batch(mask).with_columns(**columns)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an objective gave on the whole of a case, its gradients and its metrics."""
+
+    loss: MicroLoss
+    prepared: PreparedMini
+    grads: Outputs
+    tokens: MetricSums = field(default_factory=MetricSums)
+
+    def metrics(self, names: Mapping[str, str]) -> dict[str, float]:
+        """Ours under a peer's names; what our loss does not have is 0, as a clip it never does."""
+        return {peer: self.tokens.mean(ours, default=0.0) for peer, ours in names.items()}
+
+    def outputs(self, metrics: Mapping[str, float]) -> Outputs:
+        return {"loss": self.loss.total, **self.grads, "metrics": dict(metrics)}
+
+
+def run_objective(
+    objective: Objective, case_inputs: dict[str, Tensor], *, kl_coef: float = 0.0, dp_size: int = 1
+) -> Result:
+    """One mini-batch through an objective, as the learner takes it; one of `dp_size` ranks."""
+    x = case_inputs
+    logprobs = x["log_prob"].requires_grad_()
+    entropy = x.get("entropy", torch.zeros_like(logprobs)).requires_grad_()
+    batch, _ = objective.correct(batch_of(x))
+    prepared = on_ranks(objective.prepare(batch, torch.Generator()), dp_size)
+    loss = objective.loss(logprobs, entropy, batch, prepared, kl_coef)
+    grad, grad_entropy = torch.autograd.grad(
+        loss.total, (logprobs, entropy), materialize_grads=True
+    )
+    grads: Outputs = {"grad_log_prob": grad, "grad_entropy": grad_entropy}
+    result = Result(loss, prepared, {n: g for n, g in grads.items() if n[len("grad_") :] in x})
+    for name, (value, where) in loss.tokens.items():
+        result.tokens.add(name, value, where)
+    return result
+
+
+def on_ranks(prepared: PreparedMini, num_ranks: int) -> PreparedMini:
+    def shared(counts: Counts) -> Counts:
+        return replace(counts, num_ranks=num_ranks)
+
+    return replace(
+        prepared,
+        term_counts=tuple(shared(counts) for counts in prepared.term_counts),
+        counts=shared(prepared.counts),
+        entropy_counts=shared(prepared.entropy_counts),
+    )
+
+
+# --- verl: aggregation and entropy ------------------------------------------------------------
+
+
+def verl_aggregator(mode: str, info: Params, width: int) -> Aggregator[Any]:
+    """verl's `loss_agg_mode` with its explicit counts; the norm length defaults to the width."""
+    fields: Fields = {
+        "num_tokens": info.get("batch_num_tokens"),
+        "num_seqs": info.get("global_batch_size"),
+    }
+    if mode == "seq-mean-token-sum-norm":
+        fields["norm_length"] = info.get("loss_scale_factor", width)
+    return MANAGER.build(Aggregator, mode, fields)
+
+
+def aggregate(values: Tensor, mask: Tensor, mode: str, info: Params) -> Tensor:
+    aggregator = verl_aggregator(mode, info, mask.shape[1])
+    counts = replace(aggregator.count(mask), num_ranks=info.get("dp_size", 1))
+    return aggregator.aggregate(TokenLoss(values, mask), mask, counts)
+
+
+def run_agg_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    losses = x["loss_mat"].requires_grad_()
+    loss = aggregate(losses, x["loss_mask"], params["loss_agg_mode"], params)
+    (grad,) = torch.autograd.grad(loss, losses)
+    return {"loss": loss, "grad_loss_mat": grad}
+
+
+def run_entropy_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits = x["logits"].requires_grad_()
+    loss = aggregate(entropy_of_logits(logits), x["response_mask"], params["loss_agg_mode"], {})
+    (grad,) = torch.autograd.grad(loss, logits)
+    return {"loss": loss, "grad_logits": grad}
+
+
+# --- verl: policy losses ----------------------------------------------------------------------
+
+
+def clip_fields(params: Params) -> Fields:
+    return {"clip_low": params["clip_ratio_low"], "clip_high": params["clip_ratio_high"]}
+
+
+def dppo_fields(divergence: str) -> Callable[[Params], Fields]:
+    return lambda params: {
+        "divergence": divergence,
+        "delta_low": params["clip_ratio_low"],
+        "delta_high": params["clip_ratio_high"],
+        "ratio_max": params["clip_ratio_c"],
+        "anchor": "old",
+    }
+
+
+KL_NAME = {"actor/ppo_kl": "kl/old_k1"}
+CLIP_NAMES = KL_NAME | {
+    "actor/pg_clipfrac": "clip/frac",
+    "actor/pg_clipfrac_lower": "clip/dual_frac",
+}
+
+
+@dataclass(frozen=True)
+class VerlLoss:
+    """Our loss for one of verl's: its config from verl's parameters, its metrics by verl's names.
+
+    `agg_fields` is set where verl ignores the configured aggregation.
+    """
+
+    name: str
+    fields: Callable[[Params], Fields]
+    metrics: Mapping[str, str]
+    agg_fields: Fields | None = None
+
+    def build(self, params: Params) -> PolicyLoss[Any]:
+        return MANAGER.build(PolicyLoss, self.name, self.fields(params))
+
+    def aggregator(self, params: Params, width: int) -> Aggregator[Any]:
+        if self.agg_fields is not None:
+            return MANAGER.build(Aggregator, "seq-mean-token-mean", self.agg_fields)
+        return verl_aggregator(params["loss_agg_mode"], params.get("global_batch_info", {}), width)
+
+    def num_ranks(self, params: Params) -> int:
+        ignored = self.agg_fields is not None
+        return 1 if ignored else params.get("global_batch_info", {}).get("dp_size", 1)
+
+
+VERL_LOSSES = {
+    "vanilla": VerlLoss(
+        "ppo_clip",
+        lambda params: clip_fields(params) | {"dual_clip_c": params["clip_ratio_c"]},
+        CLIP_NAMES,
+    ),
+    "dppo_tv": VerlLoss("dppo", dppo_fields("tv"), CLIP_NAMES),
+    "dppo_kl": VerlLoss("dppo", dppo_fields("kl"), CLIP_NAMES),
+    "gspo": VerlLoss(
+        "gspo_token",
+        lambda params: clip_fields(params) | {"log_ratio_max": 10.0, "ratio_clamp": None},
+        CLIP_NAMES,
+    ),
+    "sapo": VerlLoss(
+        "sapo",
+        lambda params: {"tau_pos": params["tau_pos"], "tau_neg": params["tau_neg"]},
+        CLIP_NAMES,
+        agg_fields={},
+    ),
+    "cispo": VerlLoss("cispo", clip_fields, CLIP_NAMES),
+    "geo_mean": VerlLoss(
+        "gmpo",
+        lambda params: {
+            "log_clip_low": params["clip_ratio_low"],
+            "log_clip_high": params["clip_ratio_high"],
+            "ratio_clamp": None,
+            "adv_reduce": "mean",
+        },
+        KL_NAME
+        | {
+            "actor/pg_clipfrac": "clip/band_pos_frac",
+            "actor/pg_clipfrac_lower": "clip/band_neg_frac",
+        },
+        agg_fields={"count_empty_seqs": True},
+    ),
+    "gpg": VerlLoss("vanilla_pg", lambda params: {}, {}),
+    "reinforce": VerlLoss("vanilla_pg", lambda params: {}, KL_NAME),
+    "dro": VerlLoss("dro", lambda params: {"beta": params["dro_beta"]}, KL_NAME),
+    "clip_cov": VerlLoss(
+        "clip_cov",
+        lambda params: (
+            clip_fields(params)
+            | {
+                "cov_ratio": params["clip_cov_ratio"],
+                "cov_low": params["clip_cov_lb"],
+                "cov_high": params["clip_cov_ub"],
+                "ratio_clamp": None,
+            }
+        ),
+        KL_NAME | {"actor/pg_clipfrac": "cov/picked_frac"},
+    ),
+    "kl_cov": VerlLoss(
+        "kl_cov",
+        lambda params: {
+            "cov_ratio": params["kl_cov_ratio"],
+            "kl_coef": params["ppo_kl_coef"],
+            "ratio_clamp": None,
+        },
+        {"actor/ppo_kl": "kl/old_abs"},
+    ),
+}
+
+
+def run_verl_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    peer = VERL_LOSSES[params["loss_mode"]]
+    aggregator = peer.aggregator(params, x["response_mask"].shape[1])
+    objective = Objective(
+        (LossTerm(peer.build(params), aggregator),), aggregator, correction=weights_of(x)
+    )
+    result = run_objective(objective, x, dp_size=peer.num_ranks(params))
+    return result.outputs(result.metrics(peer.metrics))
+
+
+def run_verl_clip_cov(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    peer = VERL_LOSSES["clip_cov"]
+    loss = RecordedDraw(peer.build(params).config)
+    loss.perm = x["perm"].long()
+    aggregator = peer.aggregator(params, x["response_mask"].shape[1])
+    objective = Objective((LossTerm(loss, aggregator),), aggregator, correction=weights_of(x))
+    result = run_objective(objective, x)
+    dropped = loss.dropped(batch_of(x), torch.Generator()).tolist()
+    return result.outputs(result.metrics(peer.metrics)) | {"dropped_tokens": dropped}
+
+
+def run_verl_bypass(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    settings = params["rollout_correction"]
+    peer = VERL_LOSSES[{"ppo_clip": "vanilla", "reinforce": "reinforce"}[settings["loss_type"]]]
+    aggregator = peer.aggregator(params, x["response_mask"].shape[1])
+    objective = Objective(
+        (LossTerm(peer.build(params), aggregator),),
+        aggregator,
+        correction=verl_correction(settings),
+        bypass_old=True,
+        renormalise=True,
+    )
+    result = run_objective(objective, x)
+    prefix, found = "rollout_corr/", Correction(metrics=result.prepared.metrics)
+    tensors = x["log_prob"].detach(), x["old_log_prob"], x["response_mask"]
+    return result.outputs(
+        result.metrics(peer.metrics)
+        | verl_correction_metrics(found, settings, prefix)
+        | verl_mismatch_metrics(*tensors, prefix)
+    )
+
+
+def run_verl_actor_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    peer, info = VERL_LOSSES[params["loss_mode"]], params["global_batch_info"]
+    width = x["entropy"].shape[1]
+    objective = Objective(
+        (LossTerm(peer.build(params), peer.aggregator(params, width)),),
+        verl_aggregator(params["loss_agg_mode"], info, width),
+        kl=verl_kl(params["kl_loss_type"]) if params["kl_loss_type"] else None,
+        entropy_coef=params["entropy_coeff"],
+        correction=weights_of(x),
+    )
+    dp_size = info.get("dp_size", 1)
+    result = run_objective(objective, x, kl_coef=params["kl_loss_coef"], dp_size=dp_size)
+    return {"loss": result.loss.total, **result.grads}
+
+
+# --- TRL --------------------------------------------------------------------------------------
+
+
+def trl_clip_fields(params: Params) -> Fields:
+    return {
+        "clip_low": params["epsilon_low"],
+        "clip_high": params["epsilon_high"],
+        "ratio_clamp": None,
+    }
+
+
+def trl_grpo_loss(params: Params) -> PolicyLoss[Any]:
+    kind, level = params["loss_type"], params["importance_sampling_level"]
+    if kind == "vespo":
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        fields: Fields = {name: params[f"vespo_{name}"] for name in names}
+        return MANAGER.build(PolicyLoss, "vespo", fields | {"mask_weights": False})
+    fields = {"ratio_level": level, "ratio_clamp": None}
+    if kind == "cispo":
+        # TRL's epsilon_high is the cap itself, and there is no lower bound.
+        return MANAGER.build(PolicyLoss, "cispo", fields | {"weight_max": params["epsilon_high"]})
+    fields |= {"allow_any_agg": True}
+    if kind == "sapo":
+        fields |= {f"tau_{side}": params[f"sapo_temperature_{side}"] for side in ("pos", "neg")}
+        return MANAGER.build(PolicyLoss, "sapo", fields)
+    fields |= trl_clip_fields(params) | {"dual_clip_c": params["delta"]}
+    return MANAGER.build(PolicyLoss, "ppo_clip", fields)
+
+
+TRL_REDUCTIONS: dict[str, tuple[str, Fields]] = {
+    "grpo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
+    "sapo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
+    "bnpo": ("token-mean", {"counts": "micro", "allow_local": True}),
+    "dr_grpo": ("seq-mean-token-sum-norm", {"count_empty_seqs": True}),
+    "luspo": ("seq-mean-token-sum", {"count_empty_seqs": True}),
+    "dapo": ("token-mean", {}),
+    "cispo": ("token-mean", {}),
+    "vespo": ("token-mean", {}),
+}
+
+
+def trl_aggregator(params: Params) -> Aggregator[Any]:
+    name, fields = TRL_REDUCTIONS[params["loss_type"]]
+    if "num_items_in_batch" in params:
+        fields = fields | {"num_tokens": params["num_items_in_batch"]}
+    if name == "seq-mean-token-sum-norm":
+        fields = fields | {"norm_length": params["max_completion_length"]}
+    return MANAGER.build(Aggregator, name, fields)
+
+
+def trl_kl(params: Params) -> KlEstimator[Any] | None:
+    if not params["beta"]:
+        return None
+    if params.get("use_bias_correction_kl"):
+        return MANAGER.build(KlEstimator, "k3_is", {"is_ratio": "policy", "input_clamp": None})
+    return MANAGER.build(KlEstimator, "k3", {"input_clamp": None})
+
+
+def trl_correction(x: Mapping[str, Tensor], params: Params) -> RolloutCorrection[Any] | None:
+    """Recorded weights, or the off-policy mask; it is against the sampler if that is known."""
+    threshold = params.get("off_policy_mask_threshold")
+    if threshold is None:
+        return weights_of(x)
+    anchor = "roll" if "sampling_log_prob" in x else "old"
+    return MANAGER.build(RolloutCorrection, "opsm", {"delta": threshold, "anchor": anchor})
+
+
+TRL_CLIP_NAMES = {
+    "clip_ratio/low_mean": "clip/low_frac",
+    "clip_ratio/high_mean": "clip/high_frac",
+    "clip_ratio/region_mean": "clip/frac",
+}
+
+
+def trl_clip_metrics(result: Result, *, by_row: bool) -> dict[str, float]:
+    """Clip fractions of tokens, or of rows, empty ones too; the extremes are always of rows."""
+    rows = MetricSums()
+    for name in TRL_CLIP_NAMES.values():
+        value, where = result.loss.tokens[name]
+        of_rows = row_means(value, where)
+        rows.add(name, of_rows, torch.ones_like(of_rows))
+        rows.add_extremes(name, of_rows, torch.ones_like(of_rows))
+    means, found = rows if by_row else result.tokens, rows.result()
+    return {
+        **{trl: means.mean(ours, default=0.0) for trl, ours in TRL_CLIP_NAMES.items()},
+        "clip_ratio/low_min": found["clip/low_frac/min"],
+        "clip_ratio/high_max": found["clip/high_frac/max"],
+    }
+
+
+def trl_metrics(result: Result, params: Params) -> dict[str, float]:
+    """A GRPO loss's metrics under TRL's names."""
+    kind, by_row = params["loss_type"], params["importance_sampling_level"] == "sequence"
+    metrics = result.metrics({"kl": "kl/ref"} if params["beta"] else {})
+    if kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        metrics |= trl_clip_metrics(result, by_row=by_row)
+    elif kind == "cispo":
+        clipped = trl_clip_metrics(result, by_row=by_row)
+        metrics["cispo_clip_ratio"] = clipped["clip_ratio/high_mean"]
+    elif kind == "vespo":
+        # The mean is over all rows, empty ones too.
+        phi, rows = result.loss.tokens["vespo/phi"][0], MetricSums()
+        rows.add("vespo/phi_seq_mean", phi, torch.ones_like(phi))
+        metrics |= rows.result()
+    return metrics
+
+
+def run_trl_grpo_loss(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    aggregator = trl_aggregator(params)
+    # A sum over the items of all accumulation steps needs no further division by their number.
+    scale = 1.0 if "num_items_in_batch" in params else 1 / params["gradient_accumulation_steps"]
+    objective = Objective(
+        (LossTerm(trl_grpo_loss(params), aggregator, scale),),
+        aggregator,
+        kl=trl_kl(params),
+        entropy_coef=params["entropy_coef"] * scale,
+        entropy_aggregator=MANAGER.build(Aggregator, "token-mean"),
+        correction=trl_correction(x, params),
+        top_entropy=params["top_entropy_quantile"],
+    )
+    result = run_objective(objective, x, kl_coef=params["beta"] * scale)
+    metrics = trl_metrics(result, params)
+    if params["entropy_coef"]:
+        metrics["entropy_coef"] = objective.entropy_coef
+        metrics["policy_loss"] = float(result.loss.parts["loss/policy"])
+    return result.outputs(metrics)
+
+
+def filled(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows without tokens, to which TRL gives the ratio 1, as rows of one token that did not move.
+
+    Such a row adds its advantage to the loss, and in TRL nothing to the gradient or to fractions
+    of tokens: those are taken from the rows as they are.
+    """
+    mask = x["response_mask"]
+    first = torch.zeros_like(mask).bool()
+    first[:, 0] = ~mask.bool().any(dim=1)
+    moved = {n: torch.where(first, x["old_log_prob"], x[n]) for n in x if n.endswith("log_prob")}
+    return x | moved | {"response_mask": torch.where(first, 1.0, mask)}
+
+
+def run_trl_gmpo(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    fields: Fields = {
+        "log_clip_low": params["epsilon_low"],
+        "log_clip_high": params["epsilon_high"],
+        "ratio_clamp": None,
+    }
+    scale = 1 / params["gradient_accumulation_steps"]
+    aggregator = MANAGER.build(Aggregator, "seq-mean-token-mean", {"count_empty_seqs": True})
+    term = LossTerm(MANAGER.build(PolicyLoss, "gmpo", fields), aggregator, scale)
+    objective = Objective(
+        (term,), aggregator, kl=trl_kl(params), top_entropy=params["top_entropy_quantile"]
+    )
+    result = run_objective(objective, x, kl_coef=params["beta"] * scale)
+    metrics = result.metrics({"kl": "kl/ref"} if params["beta"] else {})
+    metrics |= trl_clip_metrics(result, by_row=False)
+    whole = run_objective(objective, filled(inputs_of(case)), kl_coef=params["beta"] * scale)
+    return result.outputs(metrics) | {"loss": whole.loss.total}
+
+
+def run_trl_rloo_loss(case: Case) -> Outputs:
+    x = inputs_of(case)
+    loss = MANAGER.build(PolicyLoss, "rloo_seq", trl_clip_fields(case["params"]))
+    aggregator = MANAGER.build(Aggregator, "seq-mean-token-mean", {"count_empty_seqs": True})
+    objective = Objective((LossTerm(loss, aggregator),), aggregator)
+    result, whole = run_objective(objective, x), run_objective(objective, filled(x))
+    return result.outputs(trl_clip_metrics(result, by_row=True)) | {"loss": whole.loss.total}
+
+
+# === preferences ================================================================================
+
+TRL_METRICS = {
+    "rewards/chosen": "rewards/chosen",
+    "rewards/rejected": "rewards/rejected",
+    "rewards/accuracies": "rewards/accuracy",
+    "rewards/margins": "rewards/margin",
+    "logps/chosen": "logps/chosen",
+    "logps/rejected": "logps/rejected",
+    "kl": "kto/z_ref",
+    "log_odds_chosen": "pref/log_odds",
+    "log_odds_ratio": "pref/log_sigmoid_odds",
+    "min_reward": "rm/reward/min",
+    "mean_reward": "rm/reward_mean",
+    "max_reward": "rm/reward/max",
+    "accuracy": "rm/pair_accuracy",
+    "margin": "rm/margin",
+}
+DIVERGENCES: dict[str, FDivergence] = {
+    "reverse_kl": "reverse_kl",
+    "forward_kl": "forward_kl",
+    "js_divergence": "js",
+    "alpha_divergence": "alpha",
+}
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+"""TRL's DPO losses that read label_smoothing; `sigmoid` ignores it."""
+
+
+def tensors(case: Case, *with_grad: str) -> dict[str, Tensor]:
+    """The inputs as float64; those named carry gradients."""
+    found = {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()
+    }
+    for name in with_grad:
+        found[name].requires_grad_()
+    return found
+
+
+def peer_metrics(case: Case, ours: dict[str, float]) -> dict[str, float]:
+    """Our metrics under the peer's names; TRL logs a KL of 0 where none is computed."""
+    names = case["outputs"].get("metrics", {})
+    return {name: ours.get(TRL_METRICS[name], 0.0) for name in names}
+
+
+def outputs(
+    case: Case, loss: Tensor, x: dict[str, Tensor], with_grad: Sequence[str], **more: object
+) -> Outputs:
+    grads = torch.autograd.grad(loss, [x[name] for name in with_grad], materialize_grads=True)
+    named = {f"grad_{name}": grad for name, grad in zip(with_grad, grads, strict=True)}
+    return {"loss": loss.detach(), **named, **more}
+
+
+def whole(
+    objective: PreferenceObjective, tokens: Tokens
+) -> tuple[PreferenceMicro, dict[str, float]]:
+    """Loss and metrics of a mini-batch in one piece."""
+    prepared, sums = objective.prepare(tokens), MetricSums()
+    micro = objective.loss(tokens, MiniCounts.of(tokens), prepared)
+    micro.record(sums)
+    return micro, with_margin(sums.result()) | dict(prepared.metrics)
+
+
+def term(name: str, coef: float = 1.0, **fields: object) -> PreferenceTerm:
+    return PreferenceTerm(MANAGER.build(PreferenceLoss, name, fields), coef)
+
+
+def dpo_term(name: str, coef: float, params: dict[str, Any]) -> PreferenceTerm:
+    """One of the losses that TRL's DPO trainer knows."""
+    beta, smoothing = params["beta"], params["label_smoothing"]
+    if name == "sft":
+        return term("sft", coef)
+    if name == "ipo":
+        return term("ipo", coef, tau=beta)
+    fields: dict[str, object] = {"beta": beta}
+    if name in SMOOTHED:
+        fields["label_smoothing"] = smoothing
+    if name == "discopop":
+        fields["tau"] = params["discopop_tau"]
+    return term("dpo" if name == "sigmoid" else name, coef, **fields)
+
+
+def run_dpo(case: Case) -> Outputs:
+    params, policy = case["params"], ("chosen_log_prob", "rejected_log_prob")
+    x = tensors(case, *policy)
+    scoring = Scoring(
+        f_divergence=DIVERGENCES[params["f_divergence_type"]],
+        alpha=params.get("f_alpha_divergence_coef", 0.5),
+        ld_alpha=params["ld_alpha"],
+        wpo=params["use_weighting"],
+    )
+    named = zip(params["loss_type"], params["loss_weights"], strict=True)
+    terms = [dpo_term(name, coef, params) for name, coef in named]
+    tokens = PairTokens(
+        x["chosen_log_prob"],
+        x["rejected_log_prob"],
+        x["chosen_mask"],
+        x["rejected_mask"],
+        x["ref_chosen_log_prob"],
+        x["ref_rejected_log_prob"],
+        x.get("chosen_log_sum_sq_probs"),
+        x.get("rejected_log_sum_sq_probs"),
+    )
+    objective = PreferenceObjective(tuple(terms), scoring, reward_scale=params["beta"])
+    micro, metrics = whole(objective, tokens)
+    return outputs(case, micro.total, x, policy, metrics=peer_metrics(case, metrics))
+
+
+def run_kto(case: Case) -> Outputs:
+    params, x = case["params"], tensors(case, "log_prob")
+    plugin = term(
+        params["loss_type"],
+        beta=params["beta"],
+        desirable_weight=params["desirable_weight"],
+        undesirable_weight=params["undesirable_weight"],
+    )
+    tokens = LabelTokens(
+        x["log_prob"],
+        x["mask"],
+        x["label"],
+        x["ref_log_prob"],
+        x.get("kl_log_prob"),
+        x.get("ref_kl_log_prob"),
+        x.get("kl_mask"),
+    )
+    micro, metrics = whole(PreferenceObjective((plugin,)), tokens)
+    return outputs(case, micro.total, x, ("log_prob",), metrics=peer_metrics(case, metrics))
+
+
+def run_reward(case: Case) -> Outputs:
+    answers = ("rewards_chosen", "rewards_rejected")
+    x, sums = tensors(case, *answers), MetricSums()
+    coef = case["params"]["center_rewards_coefficient"]
+    fields = {} if coef is None else {"centre_coef": coef}
+    plugin = MANAGER.build(PairLoss, "bradley_terry", fields)
+    scores = PairScores.of_rewards(x["rewards_chosen"], x["rewards_rejected"], x.get("margin"))
+    loss = reward_loss(plugin, scores, sums)
+    return outputs(case, loss, x, answers, metrics=peer_metrics(case, sums.result()))
+
+
+def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
+    """A reference-free loss of sequence log-probs: answers of one token have just these."""
+    answers = ("chosen_seq_log_prob", "rejected_seq_log_prob")
+    x = tensors(case, *answers)
+    chosen, rejected = x[answers[0]][:, None], x[answers[1]][:, None]
+    tokens = PairTokens(chosen, rejected, torch.ones_like(chosen), torch.ones_like(rejected))
+    micro, metrics = whole(PreferenceObjective((plugin,), reference_free=True), tokens)
+    losses = micro.losses.detach()
+    found = outputs(case, micro.total, x, answers, losses=losses)
+    wanted = peer_metrics(case, metrics)
+    return found | {"metrics": wanted} if wanted else found
+
+
+def run_cpo(case: Case) -> Outputs:
+    params = case["params"]
+    kind: Literal["sigmoid", "simpo", "hinge", "ipo"] = params["loss_type"]
+    beta, smoothing = params["beta"], params["label_smoothing"]
+    if kind == "simpo":
+        plugin = term(
+            "simpo",
+            beta=beta,
+            gamma=params["simpo_gamma"],
+            alpha_po=params["alpha"],
+            label_smoothing=smoothing,
+        )
+    elif kind == "sigmoid":
+        plugin = term("cpo", beta=beta, cpo_alpha=0.0, label_smoothing=smoothing)
+    elif kind == "ipo":
+        plugin = term("ipo", tau=beta)
+    else:
+        plugin = term("hinge", beta=beta)
+    return run_sequences(case, plugin)
+
+
+def run_orpo(case: Case) -> Outputs:
+    """TRL gives the term that its trainer subtracts, so the factor here is -1."""
+    plugin = term("orpo", -1.0, beta=case["params"]["beta"], sft_coef=0.0)
+    return run_sequences(case, plugin)
+
+
+RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
+    ("kl", "kl_penalty"): run_kl_penalty,
+    ("kl_controller", "AdaptiveKLController"): run_adaptive_controller,
+    ("kl_controller", "FixedKLController"): run_fixed_controller,
+    ("rollout_correction", "compute_rollout_correction_weights"): run_verl_weights,
+    ("rollout_correction", "compute_rollout_rejection_mask"): run_verl_rejection,
+    ("rollout_correction", "compute_rollout_correction_and_rejection_mask"): run_verl_correction,
+    ("rollout_correction", "compute_offpolicy_metrics"): run_verl_mismatch,
+    ("rollout_correction", "GRPOTrainer._generate_and_score_completions"): run_trl_weights,
+    ("value_loss", "compute_value_loss"): run_value_loss,
+    ("reward_shape", "compute_rewards"): run_compute_rewards,
+    ("reward_shape", "apply_kl_penalty"): run_apply_kl_penalty,
+    ("reward_shape", "DAPORewardManager"): run_dapo_overlong,
+    ("reward_shape", "get_soft_overlong_punishment"): run_trl_overlong,
+    ("reward_shape", "get_repetition_penalty_reward"): run_trl_repetition,
+    ("reward_shape", "compute_pf_ppo_reweight_data"): run_pf_ppo,
+    ("advantage", "GRPOTrainer._generate_and_score_completions"): run_trl_grpo_advantage,
+    ("advantage", "RLOOTrainer._generate_and_score_completions"): run_trl_rloo_advantage,
+    ("advantage", "compute_gae_advantage_return"): run_gae,
+    ("advantage", "compute_gdpo_outcome_advantage"): run_gdpo,
+    ("advantage", "compute_gpg_outcome_advantage"): row_runner(
+        "gpg", lambda p: {"f_norm": p["f_norm"], "verl_compat": True, **VERL_GROUPS}
+    ),
+    ("advantage", "compute_grpo_outcome_advantage"): GRPO,
+    ("advantage", "compute_grpo_passk_outcome_advantage"): row_runner("pass_at_k", grpo_fields),
+    ("advantage", "compute_grpo_vectorized_outcome_advantage"): GRPO,
+    ("advantage", "compute_multi_turn_optimal_token_baseline_advantage"): optimal_token_baseline(
+        "valid"
+    ),
+    ("advantage", "compute_opo_outcome_advantage"): row_runner("opo", lambda p: VERL_GROUPS),
+    ("advantage", "compute_optimal_token_baseline_advantage"): optimal_token_baseline("padded"),
+    ("advantage", "compute_reinforce_plus_plus_baseline_outcome_advantage"): row_runner(
+        "reinforce_pp_baseline", lambda p: VERL_GROUPS
+    ),
+    ("advantage", "compute_reinforce_plus_plus_outcome_advantage"): run_reinforce_plus_plus,
+    ("advantage", "compute_remax_outcome_advantage"): run_remax,
+    ("advantage", "compute_rloo_outcome_advantage"): row_runner("rloo", lambda p: VERL_GROUPS),
+    ("advantage", "compute_rloo_vectorized_outcome_advantage"): row_runner(
+        "rloo", lambda p: {"zero_tol": 0}
+    ),
+    ("agg", "agg_loss"): run_agg_loss,
+    ("agg", "compute_entropy_loss"): run_entropy_loss,
+    **{("policy_loss", f"compute_policy_loss_{mode}"): run_verl_loss for mode in VERL_LOSSES},
+    ("policy_loss", "compute_policy_loss_clip_cov"): run_verl_clip_cov,
+    ("policy_loss", "compute_policy_loss_bypass_mode"): run_verl_bypass,
+    ("policy_loss", "ppo_loss"): run_verl_actor_loss,
+    ("policy_loss", "GRPOTrainer._compute_loss"): run_trl_grpo_loss,
+    ("policy_loss", "GMPOTrainer._compute_loss"): run_trl_gmpo,
+    ("policy_loss", "RLOOTrainer._compute_loss"): run_trl_rloo_loss,
+    ("preference", "DPOTrainer._compute_loss"): run_dpo,
+    ("preference", "KTOTrainer._compute_loss"): run_kto,
+    ("preference", "RewardTrainer.compute_loss"): run_reward,
+    ("preference", "CPOTrainer.cpo_loss"): run_cpo,
+    ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+}
+
+
+def run_case(case: Case) -> Outputs:
+    """What our plugins give for a recorded case: every key of its `outputs`."""
+    return RUNNERS[case["kind"], case["function"]](case)
