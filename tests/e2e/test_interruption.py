@@ -120,7 +120,36 @@ def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
 def test_after_kill_9_the_same_command_ends_in_the_same_weights_and_metrics(
     config: Path, tmp_path: Path, uninterrupted: Finished
 ) -> None:
-    home = tmp_path / "home"
+    assert_continues_bit_for_bit(config, tmp_path / "home", uninterrupted)
+
+
+def test_everything_that_lives_from_step_to_step_survives_kill_9(
+    config: Path, tmp_path: Path
+) -> None:
+    """A critic with its head start, an adaptive KL, a penalty that adapts, a moving reference."""
+    made = yaml.safe_load(config.read_text())
+    made["stages"]["rl"] |= {
+        "algorithm": "ppo_penalty",
+        "critic": {"pretrain_steps": 2, "optimizer": {"learning_rate": 1.0e-3}},
+        "kl": {
+            "estimator": "k1",
+            "place": "reward",
+            "controller": {"name": "adaptive", "coef": 0.1, "horizon": 200},
+            "refresh_every": 3,
+        },
+        "epochs": 2,
+    }
+    path = write_config(tmp_path / "run.yaml", made)
+    whole = run_command("run", str(path), "--home", str(tmp_path / "whole"), "--json")
+    assert whole.code == 0, whole.text
+    found = history(whole)
+    assert found["value/pretraining"][0][1] == 1 and found["value/pretraining"][-1][1] == 0
+    assert len({value for _, value in found["kl/coef"]}) > 1, "the controller moved"
+    assert_continues_bit_for_bit(path, tmp_path / "home", whole)
+
+
+def assert_continues_bit_for_bit(config: Path, home: Path, uninterrupted: Finished) -> None:
+    """Killed in the middle of RL, the same command ends where an uninterrupted one does."""
     process = start_command("run", str(config), "--home", str(home))
     wait_for_step(home, 5, process)
     os.killpg(process.pid, signal.SIGKILL)

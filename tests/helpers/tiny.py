@@ -25,9 +25,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+# The shortest chat there is: the last message, and a mark that the answer begins.
+BARE_TEMPLATE = (
+    "{{ messages[-1]['content'] }}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+
+
+def make_tiny_tokenizer(
+    characters: str = CHARACTERS, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """One token a character (printable ASCII and newline), ChatML, `<|im_end|>` ends a turn."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -38,7 +46,7 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=START,
         eos_token=END,
         unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
@@ -55,13 +63,14 @@ def make_tiny_model(
     kv_heads: int = 1,
     init_std: float = 0.1,
     tied: bool = True,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
     """Save a random Llama (about 80,000 parameters) and its tokenizer; return `folder`.
 
     The same `seed` gives the same weights; torch's global generator is left alone. A larger
     `init_std` makes a more decided model: 0.02 is nearly uniform, 0.3 strongly prefers some tokens.
     """
-    tokenizer = make_tiny_tokenizer()
+    tokenizer = tokenizer or make_tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

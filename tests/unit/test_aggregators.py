@@ -1,6 +1,9 @@
-"""The six aggregators, on worked examples; invariance under splitting is in the contract tests."""
+"""The seven aggregators, on worked examples; invariance is in tests/unit/policy_losses."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,8 @@ MANAGER = PluginManager()
 FIELDS: dict[str, dict[str, object]] = {"seq-mean-token-sum-norm": {"norm_length": 8}}
 
 
-def build(name: str) -> Aggregator:  # type: ignore[type-arg]
-    return MANAGER.build(Aggregator, name, FIELDS.get(name))
+def build(name: str, **fields: object) -> Aggregator[Any]:
+    return MANAGER.build(Aggregator, name, FIELDS.get(name, {}) | fields)
 
 
 def two_rows(second_length: int) -> tuple[Tensor, Tensor, Counts]:
@@ -98,11 +101,85 @@ def test_dropping_tokens_from_the_loss_does_not_change_what_is_divided_by() -> N
 def test_a_mini_batch_without_tokens_gives_zero_and_not_nan(name: str) -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     loss = torch.ones(2, 3, requires_grad=True)
-    total = build(name).aggregate(TokenLoss(loss, mask), mask, Counts(0.0, 0.0))
+    aggregator = build(name)
+    counts = aggregator.count(mask, torch.tensor([0, 1]))
+    total = aggregator.aggregate(TokenLoss(loss, mask), mask, counts)
     (grad,) = torch.autograd.grad(total, loss)
     assert total.item() == 0.0 and grad.abs().max().item() == 0.0
 
 
-def test_the_norm_length_has_no_default() -> None:
-    with pytest.raises(ConfigError, match="norm_length: Field required"):
-        MANAGER.build(Aggregator, "seq-mean-token-sum-norm")
+def test_a_prompt_counts_once_whatever_its_number_of_answers_and_tokens() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    group_id = torch.tensor([4, 4, 4, 9, 2])
+    aggregator = build("prompt-mean")
+    counts = aggregator.count(mask, group_id)
+    weights = aggregator.weights(mask, counts)
+    assert counts.num_groups == 2 and weights.dtype == torch.float64
+    assert weights[0].tolist() == [0.125, 0.125, 0.125, 0] and weights[1, 0] == 0.125
+    assert weights[3].tolist() == [0.25, 0.25, 0, 0]
+    # A micro-batch has part of a prompt, and still divides by all of it.
+    rows = torch.tensor([3, 1])
+    part = aggregator.weights(mask[rows], counts.rows(rows))
+    assert torch.equal(part, weights[rows])
+
+
+def test_a_prompt_mean_without_prompts_is_an_error() -> None:
+    with pytest.raises(ValueError, match="count with group_id"):
+        build("prompt-mean").weights(torch.ones(1, 1), Counts(1.0, 1.0))
+
+
+def test_the_norm_length_must_be_known_when_it_is_used() -> None:
+    aggregator = MANAGER.build(Aggregator, "seq-mean-token-sum-norm")
+    _, mask, counts = two_rows(8)
+    with pytest.raises(ValueError, match="norm_length"):
+        aggregator.weights(mask, counts)
+    with pytest.raises(ConfigError, match="norm_length"):
+        build("seq-mean-token-sum-norm", norm_length=0)
+
+
+def test_dividing_by_the_length_alone_makes_the_loss_grow_with_the_batch() -> None:
+    loss, mask, counts = two_rows(8)
+    whole = build("seq-mean-token-sum-norm", verl_compat=True)
+    assert whole.aggregate(TokenLoss(loss, mask), mask, counts).item() == pytest.approx(0.95)
+
+
+def test_empty_answers_are_counted_only_on_request() -> None:
+    mask = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    loss = TokenLoss(torch.ones(2, 2), mask)
+    for counted, value in ((False, 1.0), (True, 0.5)):
+        aggregator = build("seq-mean-token-mean", count_empty_seqs=counted)
+        total = aggregator.aggregate(loss, mask, aggregator.count(mask))
+        assert total.item() == pytest.approx(value)
+
+
+def test_counts_can_be_given() -> None:
+    loss, mask, _ = two_rows(8)
+    for name, fields, value in (
+        ("token-mean", {"num_tokens": 19.0}, 7.6 / 19),
+        ("seq-mean-token-mean", {"num_seqs": 4.0}, 1.7 / 4),
+    ):
+        aggregator = build(name, **fields)
+        total = aggregator.aggregate(TokenLoss(loss, mask), mask, aggregator.count(mask))
+        assert total.item() == pytest.approx(value)
+
+
+def test_local_counts_average_the_micro_batches_and_must_be_meant() -> None:
+    with pytest.raises(ConfigError, match="allow_local"):
+        build("token-mean", counts="micro")
+    loss, mask, _ = two_rows(8)
+    aggregator = build("token-mean", counts="micro", allow_local=True)
+    counts = replace(aggregator.count(mask), num_parts=2)
+    parts = [
+        aggregator.aggregate(TokenLoss(loss[i : i + 1], mask[i : i + 1]), mask[i : i + 1], counts)
+        for i in range(2)
+    ]
+    # The mean of the local means, 1 and 0.7, instead of the token mean 0.76.
+    assert sum(part.item() for part in parts) == pytest.approx(0.85)
+
+
+def test_ranks_average_their_gradients_so_each_adds_up_to_more() -> None:
+    loss, mask, counts = two_rows(8)
+    on_two = build("token-mean").aggregate(
+        TokenLoss(loss, mask), mask, replace(counts, num_ranks=2)
+    )
+    assert on_two.item() == pytest.approx(1.52)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.config.components import merge_fields
 from posttrain.core.config.loading import load_config
-from posttrain.core.config.resolve import ResolvedRun, merge_fields, resolve
+from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.schema import RlStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
@@ -99,7 +100,7 @@ def test_the_plugins_of_a_stage_are_listed_with_package_and_version(
         ("    policy_loss: {name: ppo_clip, clip_hi: 1}\n", "policy_loss.clip_hi", "'clip_high'?"),
         ("    policy_loss: {name: ppo_clip, clip_low: -1}\n", "policy_loss.clip_low", "got -1"),
         ("    rewards: [acuracy]\n", "rewards.0", "did you mean 'accuracy'?"),
-        ("    algorithm: gpro\n", "algorithm", "did you mean 'grpo'?"),
+        ("    algorithm: grppo\n", "algorithm", "did you mean 'grpo'?"),
         ("    algorithm: {name: grpo, x: 1}\n", "algorithm.x", "it has no fields"),
         ("    sampler: grup\n", "sampler", "did you mean 'group'?"),
         ("    kl: {estimator: k9}\n", "kl.estimator", "no kl named 'k9'"),

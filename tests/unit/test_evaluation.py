@@ -32,11 +32,11 @@ class EvenLength(Task[NoConfig]):
         return Verdict(float(len(text) % 2 == 0), text)
 
 
-def evaluate(folder: Path, batch_size: int) -> Evaluation:
+def evaluate(folder: Path, batch_size: int, top_p: float = 1.0) -> Evaluation:
     engine = make_engine("transformers")
     engine.start(make_setup(folder))
     section = EvaluationSection(
-        num_problems=6, max_response_length=12, num_samples=16, batch_size=batch_size
+        num_problems=6, max_response_length=12, num_samples=16, batch_size=batch_size, top_p=top_p
     )
     tokenizer = ChatTokenizer.load(folder, None)
     return evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), PROBLEMS, section, seed=3)
@@ -47,6 +47,17 @@ def test_the_batch_size_changes_no_answer(tmp_path: Path) -> None:
     whole, split = evaluate(folder, 6), evaluate(folder, 4)
     assert split.rows == whole.rows
     assert len({row.sampled_accuracy for row in whole.rows}) > 1  # otherwise it would show nothing
+
+
+def test_the_sampled_answers_are_drawn_with_the_top_p_of_the_section(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    almost_greedy, free = evaluate(folder, 6, top_p=1e-6), evaluate(folder, 6)
+    # Only the most likely token is left, so each sampled answer is the greedy one.
+    for row in almost_greedy.rows:
+        assert row.sampled_accuracy == row.greedy_correct
+    assert [row.sampled_accuracy for row in free.rows] != [row.greedy_correct for row in free.rows]
+    # The greedy answers take no part in it.
+    assert [r.greedy_text for r in free.rows] == [r.greedy_text for r in almost_greedy.rows]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,12 @@ from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
 from posttrain.core.data.packing import response_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.forward import response_logprobs
-from posttrain.core.training.learner import Learner, LossTerms, UpdateSettings
+from posttrain.core.training.learner import Learner
 from posttrain.core.training.logprobs import token_logprobs
 from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
+from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
 from tests.helpers.tiny import make_tiny_model
 
@@ -148,9 +150,11 @@ def test_chunked_log_probs_and_entropy_have_exact_gradients() -> None:
 def learner_for(
     model: PreTrainedModel, manager: PluginManager, aggregator: str, micro: int, **options: Any
 ) -> Learner:
-    terms = LossTerms(
-        policy_loss=manager.build(PolicyLoss, "ppo_clip"),
-        aggregator=manager.build(Aggregator, aggregator, options.pop("aggregator_config", {})),
+    built = manager.build(Aggregator, aggregator, options.pop("aggregator_config", {}))
+    loss = manager.build(PolicyLoss, *options.pop("policy_loss", ("ppo_clip", {})))
+    objective = Objective(
+        terms=(LossTerm(loss, built),),
+        aggregator=built,
         kl=manager.build(KlEstimator, "k3"),
         entropy_coef=options.pop("entropy_coef", 0.0),
     )
@@ -162,11 +166,13 @@ def learner_for(
         seed=0,
     )
     optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-3), 10)
-    return Learner(model, optimizer, terms, settings, options.pop("reference", None))
+    return Learner(model, optimizer, objective, settings, **options)
 
 
 def gradient(learner: Learner, batch: RolloutBatch, kl_coef: float) -> list[Tensor]:
-    learner._accumulate(batch, kl_coef, MetricSums(), lambda: None)
+    batch, _ = learner._ready(batch, kl_coef, lambda: None)
+    batch, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    learner._accumulate(batch, prepared, kl_coef, MetricSums())
     return [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.contracts import PreferenceLoss
+from posttrain.core.contracts import PairLoss, PairScores
 from posttrain.core.plugin_manager import PluginManager
 
 MANAGER = PluginManager()
@@ -20,10 +20,11 @@ def loss_and_grads(
     chosen: float, rejected: float, pair_margin: float = 0.0, **fields: object
 ) -> tuple[float, float, float]:
     """Loss of one pair and its gradients in the two scores."""
-    loss = MANAGER.build(PreferenceLoss, "bradley_terry", fields)
+    loss = MANAGER.build(PairLoss, "bradley_terry", fields)
     c = torch.tensor([chosen], dtype=torch.float64, requires_grad=True)
     r = torch.tensor([rejected], dtype=torch.float64, requires_grad=True)
-    value = loss.pair_loss(c, r, torch.tensor([pair_margin], dtype=torch.float64))
+    margin = torch.tensor([pair_margin], dtype=torch.float64)
+    value = loss.pair_loss(PairScores.of_rewards(c, r, margin))
     assert value.shape == (1,)
     grads = torch.autograd.grad(value.sum(), (c, r))
     return value.item(), grads[0].item(), grads[1].item()

@@ -103,3 +103,12 @@ def test_kl_in_the_reward_can_make_a_middle_reward_positive(
     # R_RM = 1, a length penalty of 0.01 a token, k1 = (0.2, -0.1, 0.3), beta = 0.1.
     torch.testing.assert_close(shaped.column("token_rewards")[2], torch.tensor([-0.02, 0.01, 0.94]))
     assert shaped.column("token_rewards")[0, 1:].tolist() == [0.0, 0.0]
+
+
+def test_the_summed_reward_is_kept_within_its_bounds(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["right", "wrong", "wrong"])
+    rewards = [WeightedReward(Given([3.0, -3.0, 0.5]), 1.0)]
+    scored = score_batch(batch, task, rewards, clip=(-1.0, 2.0))
+    assert scored.column("rewards").tolist() == [2.0, -1.0, 0.5]
+    assert scored.column("token_rewards").sum(dim=1).tolist() == [2.0, -1.0, 0.5]
+    assert scored.column("reward_components")[:, 0].tolist() == [3.0, -3.0, 0.5]

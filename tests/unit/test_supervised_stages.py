@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from posttrain.core.config.schema import ModelSection, OptimizerSection
-from posttrain.core.contracts import PreferenceLoss, Reward, RewardContext, Task
+from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
 from posttrain.core.data.packing import response_batch
+from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.models.loading import (
     ModelRuntime,
@@ -21,13 +23,10 @@ from posttrain.core.models.loading import (
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.reward_model import (
-    Pair,
-    make_pairs,
     pair_hits,
-    preference_step,
+    reward_step,
     score_batch_rows,
     score_sequences,
-    split_pairs,
 )
 from posttrain.core.training.sft import sft_step, worked_batch
 from posttrain.core.types import Problem, RewardSample, Verdict
@@ -70,38 +69,42 @@ def test_sft_learns_a_worked_answer_and_does_not_depend_on_the_split(
     assert curves[0][:3] == pytest.approx(curves[1][:3], rel=1e-3)
 
 
-def test_pairs_join_distinct_right_and_wrong_answers() -> None:
-    answers = [((1,), True), ((1,), True), ((2,), True), ((8,), False), ((9,), False)]
-    pairs = make_pairs("k", (5,), answers, max_pairs=3)
-    assert len(pairs) == len(set(pairs)) == 3
-    assert {p.chosen_ids for p in pairs} <= {(5, 1), (5, 2)}
-    assert {p.rejected_ids for p in pairs} <= {(5, 8), (5, 9)}
-    assert len(make_pairs("k", (5,), answers, max_pairs=99)) == 4
-    assert make_pairs("k", (5,), [((1,), True)], max_pairs=3) == []
-
-
-def test_held_out_pairs_are_of_other_problems() -> None:
-    pairs = [Pair(f"k{i % 5}", (i,), (i + 1,)) for i in range(20)]
-    train, held_out = split_pairs(pairs, 0.2)
-    assert {p.problem_key for p in held_out} == {"k4"}
-    assert not {p.problem_key for p in train} & {"k4"}
-    assert len(train) + len(held_out) == 20
+def reward_pairs() -> list[Pair]:
+    return [Pair("k", (4, 5), (10 + i,), (40 + i, 7), margin=0.1 * i) for i in range(6)]
 
 
 def test_a_new_reward_model_scores_0_and_its_first_loss_is_ln_2(
     model_dir: Path, manager: PluginManager
 ) -> None:
     model = load_reward_model(model_dir, RUNTIME, new_head=True)
-    pairs = [Pair("k", (4, 5, 10 + i), (4, 5, 40 + i, 7)) for i in range(6)]
-    loss = manager.build(PreferenceLoss, "bradley_terry")
+    pairs = [replace(pair, margin=0.0) for pair in reward_pairs()]
+    loss = manager.build(PairLoss, "bradley_terry")
     optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-2), 10)
-    first = preference_step(model, optimizer, pairs, loss, micro_batch_size=4)
+    first = reward_step(model, optimizer, pairs, loss, micro_batch_size=4)
     assert first["loss/preference"] == pytest.approx(math.log(2), rel=1e-6)
     assert first["rm/pair_accuracy"] == 0.0  # a tie is not a hit
     for _ in range(9):
-        last = preference_step(model, optimizer, pairs, loss, micro_batch_size=4)
+        last = reward_step(model, optimizer, pairs, loss, micro_batch_size=4)
     assert last["loss/preference"] < 0.3
     assert pair_hits(model, pairs, batch_size=4) == 6
+
+
+def test_a_pairs_own_margin_enters_its_loss_and_the_split_does_not_matter(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    loss, found = manager.build(PairLoss, "bradley_terry", {"centre_coef": 0.1}), []
+    for micro in (6, 4, 1):
+        model = load_reward_model(model_dir, RUNTIME, new_head=True)
+        optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-2), 3)
+        steps = [
+            reward_step(model, optimizer, reward_pairs(), loss, micro_batch_size=micro)
+            for _ in range(3)
+        ]
+        found.append([step["loss/preference"] for step in steps])
+    margins = [math.log1p(math.exp(0.1 * i)) for i in range(6)]
+    assert found[0][0] == pytest.approx(sum(margins) / 6, rel=1e-6)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(

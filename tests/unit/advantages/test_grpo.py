@@ -103,6 +103,7 @@ def test_a_group_of_one_teaches_nothing_unless_raw_is_asked_for() -> None:
     assert advantages([3.0]) == [0.0]
     assert advantages([3.0], singleton="raw") == pytest.approx([3.0], abs=1e-5)
     assert advantages([3.0], singleton="raw", norm_by_std=False) == [3.0]
+    assert advantages([3.0], singleton="raw", eps=0.5) == [2.0]
 
 
 def test_unscored_rows_stay_out_of_the_statistics_and_get_zero() -> None:

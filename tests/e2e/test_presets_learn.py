@@ -1,0 +1,137 @@
+"""Every preset learns to copy digits from a random start, on three seeds, through the real command.
+
+What a preset promises beside learning is read from the same runs: bounds kept, targets reached.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.helpers.learning import (
+    BUDGETS,
+    PREFERENCES,
+    REACHED,
+    SEEDS,
+    Budget,
+    Learned,
+    final,
+    learn,
+    learn_preferences,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
+def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    seed: int = request.param
+    return learn(tmp_path_factory.mktemp(f"seed{seed}"), BUDGETS, seed)
+
+
+@pytest.mark.parametrize("preset", BUDGETS)
+def test_a_preset_learns(learned: Learned, preset: str) -> None:
+    rewards = learned.history(preset, "reward/mean")
+    assert len(rewards) == BUDGETS[preset].steps
+    assert rewards[0] < 0.2, "a random model is not there already"
+    assert final(rewards) >= REACHED
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
+def preferred(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    seed: int = request.param
+    return learn_preferences(tmp_path_factory.mktemp(f"preferences{seed}"), seed)
+
+
+@pytest.mark.parametrize("preset", PREFERENCES)
+def test_a_preference_preset_learns_to_rank_and_to_answer(preferred: Learned, preset: str) -> None:
+    """Unseen pairs are ranked right, and the right answer itself became likelier than at random."""
+    assert preferred.metric(preset, "pref/held_out_pair_accuracy") >= REACHED
+    random_guess = 0.01
+    assert preferred.metric(f"evaluate_{preset}", "eval/greedy_accuracy") > 5 * random_guess
+
+
+def test_trpo_keeps_its_measured_kl_within_the_bound(learned: Learned) -> None:
+    delta = BUDGETS["trpo"].fields["policy_loss"]["delta"]
+    kl, rejected = (learned.history("trpo", f"trpo/{name}") for name in ("kl", "rejected"))
+    assert max(kl) <= delta
+    assert sum(k > 0 for k in kl) > len(kl) / 2, "most steps move"
+    assert all(k == 0 for k, gone in zip(kl, rejected, strict=True) if gone)
+
+
+def test_dapo_trains_on_no_group_without_advantage(learned: Learned) -> None:
+    """Groups whose advantages are all 0 are exactly those that were taken out of the update."""
+    equal = learned.history("dapo", "group/zero_adv_frac")
+    dropped = learned.history("dapo", "group/dropped_frac")
+    assert dropped == equal and max(dropped) > 0.5
+
+
+def test_ppos_critic_explains_the_returns(learned: Learned) -> None:
+    explained = [ev for ev in learned.history("ppo", "value/ev") if math.isfinite(ev)]
+    assert max(explained) > 0.5
+
+
+def test_vapo_trains_its_critic_alone_first(learned: Learned) -> None:
+    alone = BUDGETS["vapo"].fields["critic"]["pretrain_steps"]
+    phases = learned.history("vapo", "value/pretraining")
+    assert phases[:alone] == [1.0] * alone and not any(phases[alone:])
+    rewards = learned.history("vapo", "reward/mean")
+    assert max(rewards[:alone]) < 0.3, "the policy stands still meanwhile"
+
+
+def test_ppo_penalty_adapts_its_coefficient(learned: Learned) -> None:
+    beta = learned.history("ppo_penalty", "kl/penalty_beta")
+    assert len(set(beta)) > 1
+
+
+# The policy wants to be 5.4 nats from where it started; the controllers hold it at their target.
+TARGET = 1.0
+CONTROLLED: dict[str, Budget] = {
+    "adaptive": Budget(
+        100,
+        {
+            "kl": {
+                "estimator": "k2",
+                "controller": {
+                    "name": "adaptive",
+                    "coef": 0.05,
+                    "target": TARGET,
+                    "horizon": 400,
+                },
+            }
+        },
+        preset="grpo",
+    ),
+    "halving": Budget(
+        100,
+        {
+            "kl": {
+                "estimator": "k2",
+                # Per token, and in small steps: halving every step would swing for ever.
+                "controller": {
+                    "name": "ppo_halving",
+                    "coef": 0.05,
+                    "target": TARGET / 2,
+                    "factor": 1.15,
+                    "band": 1.2,
+                },
+            }
+        },
+        preset="grpo",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    return learn(tmp_path_factory.mktemp("controlled"), CONTROLLED, 0)
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_a_kl_controller_brings_the_run_to_its_target(controlled: Learned, name: str) -> None:
+    kl = controlled.history(name, "kl/ref_sequence")
+    last = kl[-30:]
+    assert 0.6 * TARGET < sum(last) / len(last) < 1.6 * TARGET
+    coefficients = controlled.history(name, "kl/coef")
+    assert max(coefficients) > 2 * coefficients[0], "the start was far too weak"

@@ -1,0 +1,240 @@
+"""Runs in which every preset trains a tiny random model, through the real command.
+
+The task is to say a digit twice; the reward is the share of digits that are right, 0.07 at random.
+One pipeline per seed has one stage per preset, all starting from the same weights. Preference
+presets learn from a file and are judged by the share of unseen pairs that they rank right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.pipeline import run_command, write_config
+from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+
+REACHED = 0.9
+LAST_STEPS = 5  # the final reward is the mean over these
+SEEDS = (0, 1, 2)
+NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Steps a preset gets, and what it needs at this size beside the common settings.
+
+    `preset` is what the stage trains with, where the stage has another name.
+    """
+
+    steps: int = 40
+    fields: dict[str, Any] = field(default_factory=dict)
+    preset: str = ""
+
+
+# KL terms are made weak, because a policy that copies lies 2.7 nats per token from a random one and
+# published coefficients would forbid it. A critic learns as fast as the policy does.
+CRITIC = {"optimizer": {"learning_rate": 5.0e-3}}
+# With lambda 0 the first token learns only from what the critic says of the second's state.
+SHARP_CRITIC = {"epochs": 4, "clip": None, **CRITIC}
+WEAK_REWARD_KL = {"controller": {"name": "fixed", "coef": 0.002}}
+WEAK_ADAPTIVE_KL = {"controller": {"name": "adaptive", "coef": 0.002, "target": 6.0}}
+BUDGETS: dict[str, Budget] = {
+    "reinforce": Budget(),
+    # The policy must not be faster than the critic it listens to.
+    "a2c": Budget(90, {"critic": SHARP_CRITIC, "optimizer": {"learning_rate": 3.0e-3}}),
+    "trpo": Budget(
+        60, {"policy_loss": {"delta": 0.05, "fvp_token_fraction": 1.0}, "critic": CRITIC}
+    ),
+    "ppo": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC}),
+    "ppo_dual_clip": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC}),
+    "ppo_penalty": Budget(30, {"policy_loss": {"kl_target": 0.03}, "critic": CRITIC}),
+    "ppo_ptx": Budget(20, {"kl": WEAK_REWARD_KL, "critic": CRITIC, "ptx": {"num_examples": 8}}),
+    "grpo": Budget(40, {"kl": {"controller": {"name": "fixed", "coef": 0.004}}}),
+    "grpo_process": Budget(
+        40,
+        {
+            "kl": {"controller": {"name": "fixed", "coef": 0.004}},
+            "rewards": ["step_verdict"],
+        },
+    ),
+    "dr_grpo": Budget(),
+    "rloo": Budget(40, {"kl": WEAK_REWARD_KL}),
+    "reinforce_pp": Budget(60, {"kl": {"controller": {"name": "fixed", "coef": 0.0005}}}),
+    "remax": Budget(),
+    "gspo": Budget(),
+    "gspo_token": Budget(),
+    # Half right earns half the reward here, so it is the reward that tells what a prompt can teach.
+    "dapo": Budget(40, {"drop_groups": "zero_advantage"}),
+    "bapo": Budget(),
+    "sapo": Budget(),
+    "arpo": Budget(),
+    "cispo": Budget(),
+    "gmpo": Budget(),
+    "clip_cov": Budget(),
+    "kl_cov": Budget(),
+    "vapo": Budget(
+        40,
+        {
+            # Its lambda is made for long answers, and 0 for those of two tokens.
+            "advantage": {"name": "decoupled_gae", "alpha": 5.0},
+            "critic": {**CRITIC, "pretrain_steps": 5},
+        },
+    ),
+}
+
+
+# Preferences teach no sampling: how often the greedy answer to unseen prompts is right is measured
+# by a stage of its own. Each pair sets the right answer against a wrong one.
+PREFERENCES: dict[str, Budget] = {
+    "dpo": Budget(8, {"data": "pairs.jsonl"}),
+    "ipo": Budget(8, {"data": "pairs.jsonl"}),
+    "kto": Budget(
+        16,
+        {
+            "data": "labels.jsonl",
+            # Three wrong answers for each right one.
+            "preference_loss": {"name": "kto", "desirable_weight": 3.0},
+        },
+    ),
+}
+WRONG_PER_PROMPT = 3
+KTO_CURVE = "rewards/margin"  # there are no pairs to rank while it trains
+
+
+def learning_config(model_dir: Path, budgets: Mapping[str, Budget], seed: int) -> dict[str, Any]:
+    """A run with one rl stage per budget, each from the same random weights."""
+    stages = {}
+    for name, budget in budgets.items():
+        preset = budget.preset or name
+        stages[name] = {
+            "kind": "rl",
+            "inputs": {"model": "base"},
+            "algorithm": preset,
+            "steps": budget.steps,
+            "prompts_per_step": 16,
+            "num_generations": 8,
+            "micro_batch_size": 128,
+            "generation": {"max_response_length": 2},
+            "evaluate_every": 0,
+            "optimizer": {"learning_rate": 5.0e-3},
+            **named(budget.fields, preset),
+        }
+    return run_config(model_dir, seed, stages, places=1, held_out=1)
+
+
+def preference_config(folder: Path, model_dir: Path, seed: int) -> dict[str, Any]:
+    """A run with one preference stage per preset, each followed by an evaluation."""
+    stages: dict[str, Any] = {}
+    for name, budget in PREFERENCES.items():
+        stages[name] = {
+            "kind": "preference",
+            "inputs": {"model": "base"},
+            "algorithm": name,
+            "epochs": budget.steps,
+            "batch_size": 32,
+            "micro_batch_size": 64,
+            "optimizer": {"learning_rate": 5.0e-3},
+            **budget.fields,
+            "data": str(folder / budget.fields["data"]),
+        }
+        stages[f"evaluate_{name}"] = {"kind": "evaluate", "inputs": {"model": name}}
+    return run_config(model_dir, seed, stages, places=2, held_out=20)
+
+
+def run_config(
+    model_dir: Path, seed: int, stages: dict[str, Any], *, places: int, held_out: int
+) -> dict[str, Any]:
+    """What both kinds of run share."""
+    return {
+        "name": "presets",
+        "seed": seed,
+        "engine": "transformers",
+        "model": {"source": str(model_dir), "dtype": "float32", "max_model_len": 16},
+        "task": {"name": "digits", "places": places, "repeats": 2, "held_out_permille": 300},
+        "evaluation": {"num_problems": held_out, "max_response_length": 2, "num_samples": 0},
+        "limits": {"num_threads": 1},
+        "stages": stages,
+    }
+
+
+def write_preferences(folder: Path) -> None:
+    """Pairs and labelled answers for the prompts that the task trains on."""
+    from posttrain.core.contracts import Task
+    from posttrain.core.plugin_manager import PluginManager
+
+    fields = {"places": 2, "repeats": 2, "held_out_permille": 300}
+    task = PluginManager().build(Task, "digits", fields)
+    pairs, labels = [], []
+    for problem in task.problems("train", task.available("train") or 1, seed=0):
+        right = int(problem.answer[0])
+        labels.append({"prompt": problem.prompt, "completion": problem.answer, "label": True})
+        for step in range(1, 1 + WRONG_PER_PROMPT):
+            wrong = str((right + 3 * step) % 10) * 2
+            pairs.append({"prompt": problem.prompt, "chosen": problem.answer, "rejected": wrong})
+            labels.append({"prompt": problem.prompt, "completion": wrong, "label": False})
+    for name, rows in (("pairs", pairs), ("labels", labels)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+def named(fields: dict[str, Any], preset: str) -> dict[str, Any]:
+    """Settings of a preset's own policy loss carry its name, as YAML wants it."""
+    loss = fields.get("policy_loss")
+    return {**fields, "policy_loss": {"name": preset, **loss}} if loss else fields
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A finished run of several presets, and where its metrics are."""
+
+    result: dict[str, Any]
+
+    def history(self, name: str, metric: str) -> list[float]:
+        """A tracked metric of a stage at each step that has it."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(self.result["mlflow_uri"])
+        stage = self.result["stages"][name]["mlflow_run_id"]
+        found = client.get_metric_history(stage, metric)
+        return [point.value for point in sorted(found, key=lambda m: m.step)]
+
+    def metric(self, name: str, metric: str) -> float:
+        """A stage's final metric."""
+        return float(self.result["stages"][name]["metrics"][metric])
+
+
+def learn(folder: Path, budgets: Mapping[str, Budget], seed: int) -> Learned:
+    """Train one rl stage per budget from the weights of `seed`, in one pipeline run."""
+    return run(folder, learning_config(make_model(folder, seed), budgets, seed))
+
+
+def learn_preferences(folder: Path, seed: int) -> Learned:
+    """Train every preference preset from the weights of `seed`, and evaluate each."""
+    write_preferences(folder)
+    return run(folder, preference_config(folder, make_model(folder, seed), seed))
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """A random model of one layer that knows ten digits."""
+    tokenizer = make_tiny_tokenizer("\n0123456789", BARE_TEMPLATE)
+    return make_tiny_model(
+        folder / "model", seed=seed, layers=1, kv_heads=2, init_std=0.05, tokenizer=tokenizer
+    )
+
+
+def run(folder: Path, config: dict[str, Any]) -> Learned:
+    """The real command on `config`."""
+    path = write_config(folder / "run.yaml", config)
+    done = run_command("run", str(path), "--home", str(folder / "home"), "--json", timeout=1800)
+    if done.code != 0:
+        raise SystemExit(done.text[-3000:])
+    return Learned(done.result)
+
+
+def final(curve: Sequence[float]) -> float:
+    """Mean reward over the last steps."""
+    last = curve[-LAST_STEPS:]
+    return sum(last) / len(last)

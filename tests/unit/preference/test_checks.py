@@ -1,0 +1,209 @@
+"""What `validate` refuses of preference and reward-model stages, each with its mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.schema import PreferenceStage
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.pipelines.cli.main import app
+
+MANAGER = PluginManager()
+PAIR = {"prompt": "P", "chosen": "A", "rejected": "B"}
+LABEL = {"prompt": "P", "completion": "A", "label": True}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, row in (
+        ("pairs", PAIR),
+        ("labels", LABEL),
+        ("completions", {"prompt": "P", "completion": "A"}),
+        ("broken", {"prompt": "P", "chosen": "A"}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def write(folder: Path, kind: str = "preference", **fields: Any) -> Path:
+    if "data" in fields:
+        fields["data"] = str(folder / f"{fields['data']}.jsonl")
+    stage = {"kind": kind, "inputs": {"model": "base"}, **fields}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({"task": "arithmetic", "stages": {"it": stage}}))
+    return path
+
+
+def resolved(folder: Path, kind: str = "preference", **fields: Any) -> ResolvedRun:
+    return resolve(load_config([write(folder, kind, **fields)]), MANAGER)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data", "loss", "field", "value"),
+    [
+        ("dpo", "pairs", "dpo", "beta", 0.1),
+        ("ipo", "pairs", "ipo", "tau", 0.1),
+        ("kto", "labels", "kto", "desirable_weight", 1.0),
+        ("kto", None, "kto", "beta", 0.1),
+    ],
+)
+def test_presets_expand_and_fit_their_data(
+    folder: Path, algorithm: str, data: str | None, loss: str, field: str, value: float
+) -> None:
+    more = {} if data is None else {"data": data}
+    run = resolved(folder, algorithm=algorithm, **more)
+    stage = run.config.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    (term,) = stage.loss_terms
+    assert (term.name, term.coef, term.fields()[field]) == (loss, 1.0, value)
+    used = {(use.kind, use.name) for use in run.plugins["it"]}
+    assert {("algorithm", algorithm), ("preference_loss", loss)} <= used
+    assert resolve(load_config([save(folder, run)]), MANAGER).config == run.config
+
+
+def save(folder: Path, run: ResolvedRun) -> Path:
+    path = folder / "resolved.yaml"
+    path.write_text(run.to_yaml())
+    return path
+
+
+def test_fields_of_a_preset_are_overridden_one_by_one(folder: Path) -> None:
+    run = resolved(folder, algorithm="dpo", preference_loss={"name": "dpo", "sft_coef": 1})
+    stage = run.config.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    assert stage.loss_terms[0].fields()["sft_coef"] == 1.0
+    listed = resolved(folder, preference_loss=["ipo", {"name": "sft", "coef": 0.2}])
+    stage = listed.config.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    assert [(t.name, t.coef) for t in stage.loss_terms] == [("ipo", 1.0), ("sft", 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            "preference",
+            {"algorithm": "kto", "data": "pairs"},
+            r"it.data: 'kto' reads .*label.*pairs.jsonl:1 is of the form .*rejected.*or choose one "
+            r"of \[.*'dpo'",
+        ),
+        (
+            "preference",
+            {"algorithm": "dpo", "data": "labels"},
+            r"'dpo' reads .*labels.jsonl:1 is of the form .*choose one of \[.*'kto'",
+        ),
+        (
+            "preference",
+            {"data": "completions"},
+            r"completions.jsonl:1 is of the form .*give another file$",
+        ),
+        (
+            "preference",
+            {"preference_loss": "bradley_terry"},
+            "'bradley_terry' trains a reward model, not a policy; use it in a stage of kind "
+            "'reward_model', or choose one of .*'dpo'",
+        ),
+        (
+            "reward_model",
+            {"preference_loss": "dpo"},
+            r"'dpo' trains a policy, not a reward model; use it in a stage of kind 'preference', "
+            r"or choose one of \['bradley_terry'",
+        ),
+        (
+            "reward_model",
+            {"data": "labels"},
+            "'bradley_terry' reads .*rejected.*labels.jsonl:1 is of the form",
+        ),
+        (
+            "preference",
+            {"preference_loss": ["dpo", "kto"]},
+            "one kind of data, but 'dpo' reads pairs, 'kto' reads labels; keep those of one kind",
+        ),
+        (
+            "preference",
+            {"preference_loss": [{"name": "dpo", "coef": 0}, {"name": "sft", "coef": 0}]},
+            "every loss has coef 0, so nothing can be learned",
+        ),
+        (
+            "preference",
+            {"algorithm": "kto", "wpo": True},
+            "it.wpo: is for pairs, and 'kto' reads labelled answers; set it to false, or choose",
+        ),
+        ("preference", {"algorithm": "kto", "ld_alpha": 0.5}, "it.ld_alpha: .*set it to null"),
+        (
+            "preference",
+            {"preference_loss": ["simpo", "sft"], "f_divergence": "js"},
+            r"it.f_divergence: maps log-ratios to scores, and \['simpo', 'sft'\] read bare",
+        ),
+        (
+            "preference",
+            {"algorithm": "kto", "batch_size": 1},
+            "it.batch_size: 'kto' measures its reference point on answers to other prompts.*2 or",
+        ),
+        (
+            "preference",
+            {"data": "pairs", "num_prompts": 9},
+            "it.num_prompts: says how answers are sampled, but `data` gives them",
+        ),
+        ("preference", {"algorithm": "grpo"}, "'grpo' is an algorithm for a stage of kind 'rl'"),
+        ("rl", {"algorithm": "dpo"}, "'dpo' is an algorithm for a stage of kind 'preference', not"),
+        (
+            "preference",
+            {"preference_loss": [{"name": "dpo", "betta": 1}]},
+            r"preference_loss.0.betta: unknown field .*did you mean 'beta'",
+        ),
+        ("preference", {"preference_loss": "dpoo"}, "no preference_loss named 'dpoo'.*'dpo'"),
+        ("preference", {"preference_loss": []}, "preference_loss: must have at least 1 item"),
+        ("preference", {"generation": {"temperature": 0}}, "at 0 all responses .* are the same"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_with_a_mend(
+    folder: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(folder, kind, **fields)
+    assert "run.yaml:" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward_model"])
+def test_a_missing_or_broken_file_is_a_data_error_that_names_it(folder: Path, kind: str) -> None:
+    with pytest.raises(
+        DataError, match=r"cannot read .*none.jsonl .*correct stages.it.data .*yaml"
+    ):
+        resolved(folder, kind, data="none")
+    with pytest.raises(DataError, match=r"broken.jsonl:1 has the fields \['chosen', 'prompt'\]"):
+        resolved(folder, kind, data="broken")
+
+
+def test_validate_refuses_from_the_command_line(folder: Path) -> None:
+    runner = CliRunner()
+    wrong = runner.invoke(app, ["validate", str(write(folder, algorithm="kto", data="pairs"))])
+    assert wrong.exit_code == 2 and "'kto' reads" in wrong.output
+    missing = runner.invoke(app, ["validate", str(write(folder, data="none"))])
+    assert missing.exit_code == 3 and "cannot read" in missing.output
+    right = runner.invoke(app, ["validate", str(write(folder, data="pairs"))])
+    assert right.exit_code == 0
+
+
+def test_plan_counts_rows_steps_and_memory(folder: Path) -> None:
+    from posttrain.pipelines.cli.estimates import arithmetic, estimate
+
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps(PAIR | {"prompt": f"P{i}"}) + "\n" for i in range(100))
+    )
+    run = resolved(folder, data="pairs", batch_size=8, epochs=2)
+    stage = run.config.stages["it"]
+    text = arithmetic(stage, run.config)
+    assert "100 rows" in text and "about 80 to train on" in text and "20 optimizer step(s)" in text
+    assert estimate(stage, run.config, 10**8, on_gpu=False).seconds > 0
+    own = resolved(folder).config
+    assert "64 problems x 8 answers = 512 sampled" in arithmetic(own.stages["it"], own)

@@ -1,0 +1,236 @@
+"""Settings that cannot work together are refused before anything starts, with what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.schema import RlStage
+from posttrain.core.errors import ConfigError
+from posttrain.core.plugin_manager import PluginManager
+
+
+def resolved(
+    tmp_path: Path, manager: PluginManager, dtype: str = "bfloat16", **stage: Any
+) -> ResolvedRun:
+    config = {
+        "task": "arithmetic",
+        "model": {"dtype": dtype},
+        "stages": {"rl": {"kind": "rl", "inputs": {"model": "base"}, **stage}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return resolve(load_config([path]), manager)
+
+
+def stage_of(run: ResolvedRun) -> RlStage:
+    stage = run.config.stages["rl"]
+    assert isinstance(stage, RlStage)
+    return stage
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "a sequence loss with a token aggregator",
+        {"algorithm": "gspo", "aggregator": "token-mean"},
+        r"rl\.aggregator: policy loss 'gspo' .* takes \['seq-mean-token-mean'\], not 'token-mean'; "
+        r"change the aggregator, or set allow_any_agg: true",
+    ),
+    (
+        "a critic-free preset with gae",
+        {"algorithm": "grpo", "advantage": "gae"},
+        r"rl\.advantage: advantage 'gae' reads the column 'values', filled by a critic: add "
+        r"`critic: \{\}`",
+    ),
+    (
+        "a group of one with rloo",
+        {"algorithm": "rloo", "num_generations": 1},
+        r"rl\.num_generations: advantage 'rloo' compares .* use num_generations: 2 or more",
+    ),
+    (
+        "clip_high below zero",
+        {"policy_loss": {"name": "ppo_clip", "clip_high": -0.1}},
+        r"rl\.policy_loss\.clip_high: must be greater than or equal to 0 \(got -0\.1\)",
+    ),
+    (
+        "clip_high below zero in a list of terms",
+        {"policy_loss": [{"name": "ppo_clip", "clip_high": -0.1}, "positive_lm"]},
+        r"rl\.policy_loss\.0\.clip_high: must be greater than or equal to 0",
+    ),
+    (
+        "a critic that nobody reads",
+        {"critic": {}},
+        r"rl\.critic: advantage 'grpo' reads no values, .* set critic: null",
+    ),
+    (
+        "a critic from nowhere",
+        {"advantage": "gae", "critic": {"init": "checkpoint"}},
+        r"rl\.critic\.path: `init: checkpoint` and `path: <directory>` belong together",
+    ),
+    (
+        "process rewards without a reward that scores steps",
+        {"algorithm": "grpo_process"},
+        r"reads the column 'step_score', filled by a reward that scores steps",
+    ),
+    (
+        "shared prefixes without a tree",
+        {"advantage": {"name": "grpo", "attribution": "hard"}},
+        r"reads the column 'node_id', filled by a sampler that branches",
+    ),
+    (
+        "a refresh of no reference",
+        {"algorithm": "dapo", "kl": {"refresh_every": 5}},
+        r"rl\.kl\.refresh_every: there is no reference policy to refresh",
+    ),
+    (
+        "an exact KL in the reward",
+        {
+            "kl": {
+                "estimator": "full",
+                "place": "reward",
+                "allow_biased_reward_kl": True,
+                "controller": {"name": "fixed", "coef": 0.1},
+            }
+        },
+        r"rl\.kl\.estimator: 'full' needs both models' logits",
+    ),
+    (
+        "a KL in a reward that is not read",
+        {"algorithm": "rloo", "advantage": "gdpo"},
+        r"rl\.kl\.place: advantage 'gdpo' reads scores of its own, so a KL in the reward",
+    ),
+    (
+        "only pre-training examples",
+        {"policy_loss": {"name": "ptx"}},
+        r"rl\.policy_loss: only reads pre-training examples",
+    ),
+    (
+        "counts that are not known in time",
+        {"rollout_correction": {"plugin": "opsm", "renormalise": True}},
+        r"rl\.rollout_correction\.renormalise: 'opsm' decides in each micro-batch",
+    ),
+    (
+        "local counts by accident",
+        {"aggregator": {"name": "token-mean", "counts": "micro"}},
+        r"rl\.aggregator: counts: micro makes the result depend on micro_batch_size; say "
+        r"allow_local: true",
+    ),
+    (
+        "two warm-ups",
+        {"optimizer": {"warmup_steps": 3, "warmup_rollouts": 2}},
+        r"rl\.optimizer: warmup_steps \(3\) and warmup_rollouts \(2\) are two ways",
+    ),
+    (
+        "a trust region in bfloat16",
+        {"algorithm": "trpo"},
+        r"model\.dtype: policy loss 'trpo' solves for its step, which bfloat16 is too coarse for",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_impossible_combinations_are_refused_with_a_mend(
+    tmp_path: Path, manager: PluginManager, stage: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(tmp_path, manager, **stage)
+    assert "run.yaml:" in str(caught.value)
+
+
+MENDED: list[dict[str, Any]] = [
+    {"algorithm": "gspo", "policy_loss": {"allow_any_agg": True}, "aggregator": "token-mean"},
+    {"algorithm": "grpo", "advantage": "gae", "critic": {}},
+    {"algorithm": "rloo", "num_generations": 2},
+    {"algorithm": "grpo_process", "rewards": ["step_verdict"]},
+    {"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}},
+    {"rollout_correction": {"plugin": "opsm"}},
+    {"policy_loss": ["ppo_clip", {"name": "ptx", "coef": 27.8}]},
+]
+
+
+@pytest.mark.parametrize("stage", MENDED)
+def test_the_mends_that_the_messages_name_are_accepted(
+    tmp_path: Path, manager: PluginManager, stage: dict[str, Any]
+) -> None:
+    if "policy_loss" in stage and stage.get("algorithm") == "gspo":
+        stage = {**stage, "policy_loss": {"name": "gspo", "allow_any_agg": True}}
+    resolved(tmp_path, manager, **stage)
+
+
+def test_reward_components_weigh_as_the_stages_rewards_do(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    rewards = [{"name": "accuracy", "weight": 1.0}, {"name": "format", "weight": 0.2}]
+    stage = stage_of(resolved(tmp_path, manager, advantage="gdpo", rewards=rewards))
+    assert stage.advantage.fields()["weights"] == [1.0, 0.2]
+
+
+def test_a_warm_up_in_rollouts_needs_rollouts(tmp_path: Path, manager: PluginManager) -> None:
+    path = tmp_path / "run.yaml"
+    optimizer = {"warmup_rollouts": 5}
+    stages = {"sft": {"kind": "sft", "inputs": {"model": "base"}, "optimizer": optimizer}}
+    path.write_text(yaml.safe_dump({"task": "arithmetic", "stages": stages}))
+    with pytest.raises(ConfigError, match=r"this stage has no rollouts; use warmup_steps: 5"):
+        resolve(load_config([path]), manager)
+
+
+def test_a_trust_region_is_accepted_in_float32(tmp_path: Path, manager: PluginManager) -> None:
+    assert stage_of(resolved(tmp_path, manager, "float32", algorithm="trpo")).critic is not None
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [e.name for e in PluginManager().entries("algorithm") if e.cls.stage == "rl"],  # type: ignore[attr-defined]
+)
+def test_every_preset_is_a_possible_combination(
+    tmp_path: Path, manager: PluginManager, preset: str
+) -> None:
+    extra = {"rewards": ["step_verdict"]} if preset == "grpo_process" else {}
+    run = resolved(tmp_path, manager, "float32", algorithm=preset, **extra)
+    again = resolve(load_config([_written(tmp_path, run.to_yaml())]), manager)
+    assert again.config == run.config, "the resolved configuration resolves to itself"
+
+
+def _written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_any_field_of_a_preset_can_be_overridden(tmp_path: Path, manager: PluginManager) -> None:
+    run = resolved(
+        tmp_path,
+        manager,
+        algorithm="dapo",
+        policy_loss={"name": "ppo_clip", "clip_high": 0.3},
+        drop_groups="none",
+        entropy_coef=0.01,
+    )
+    stage = stage_of(run)
+    (term,) = stage.loss_terms
+    assert term.fields()["clip_high"] == 0.3 and term.fields()["clip_low"] == 0.2
+    assert stage.aggregator.name == "token-mean"
+    assert stage.drop_groups == "none" and stage.entropy_coef == 0.01
+
+
+def test_a_length_normaliser_defaults_to_the_response_limit(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    generation = {"max_response_length": 77}
+    stage = stage_of(resolved(tmp_path, manager, algorithm="dr_grpo", generation=generation))
+    assert stage.aggregator.fields()["norm_length"] == 77
+    terms = [
+        {"name": "ppo_clip", "aggregator": "seq-mean-token-sum-norm"},
+        {"name": "positive_lm", "coef": 0.1, "aggregator": "token-mean"},
+    ]
+    run = resolved(tmp_path, manager, policy_loss=terms, generation=generation)
+    first = stage_of(run).loss_terms[0].aggregator
+    assert first is not None and first.fields()["norm_length"] == 77
+    assert {use.name for use in run.plugins["rl"]} >= {"positive_lm", "token-mean", "ppo_clip"}

@@ -1,0 +1,268 @@
+"""What the learner adds to a plain update: guard, pre-training term, corrections, references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.learner import Learner
+from posttrain.core.training.objective import LossTerm, Objective
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.ptx import PtxTerm
+from posttrain.core.training.updates import UpdateSettings
+from tests.helpers.tiny import make_tiny_model
+from tests.unit.test_learner import assert_same_gradient, load, make_batch
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_learner(
+    model: PreTrainedModel,
+    manager: PluginManager,
+    *,
+    losses: list[tuple[str, dict[str, object], float]] | None = None,
+    epochs: int = 1,
+    num_mini_batches: int = 1,
+    micro: int = 4,
+    rate: float = 1e-3,
+    reference: PreTrainedModel | None = None,
+    guard: KlGuard | None = None,
+    ptx: PtxTerm | None = None,
+    **objective: Any,
+) -> Learner:
+    mean = manager.build(Aggregator, "token-mean")
+    terms = tuple(
+        LossTerm(manager.build(PolicyLoss, name, fields), mean, coef)
+        for name, fields, coef in losses or [("ppo_clip", {}, 1.0)]
+    )
+    settings = UpdateSettings(epochs, num_mini_batches, micro, temperature=1.0, seed=0)
+    return Learner(
+        model,
+        MasterOptimizer(model, OptimizerSection(learning_rate=rate, max_grad_norm=None), 100),
+        Objective(terms, mean, **objective),
+        settings,
+        reference,
+        guard=guard,
+        ptx=ptx,
+    )
+
+
+def weights(model: PreTrainedModel) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def changed(before: list[Tensor], model: PreTrainedModel) -> bool:
+    return any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def with_engine_logprobs(model: PreTrainedModel, batch: RolloutBatch, shift: float) -> RolloutBatch:
+    """As if the engine had seen each token `shift` nats likelier than the trainer does."""
+    learner = make_learner(model, PluginManager())
+    old = learner.forward_only(model, batch).logprobs
+    return batch.with_columns(rollout_logprobs=old + shift, old_logprobs=old)
+
+
+# --- the guard --------------------------------------------------------------------------------
+
+
+def test_the_guard_stops_a_batch_once_the_policy_has_moved_too_far(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    batch = make_batch([5, 4, 6], group_size=3)
+    free = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2)
+    moved = free.update(batch, 1, 0.0).metrics
+    assert moved["train/updates"] == 6
+    bound = KlGuard(max_kl=1e-4, action="stop")
+    held = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=bound)
+    metrics = held.update(batch, 1, 0.0).metrics
+    # The first update sees a ratio of 1; the second sees what the first did, and is given up.
+    assert metrics["train/updates"] == 1 and metrics["guard/exceeded"] == 1
+    wide = KlGuard(max_kl=1e6, action="stop")
+    again = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=wide)
+    metrics = again.update(batch, 1, 0.0).metrics
+    assert metrics["train/updates"] == 6 and metrics["guard/exceeded"] == 0
+
+
+def test_the_guard_can_lower_the_rate_instead(model_dir: Path, manager: PluginManager) -> None:
+    batch = make_batch([5, 4, 6], group_size=3)
+    guard = KlGuard(max_kl=1e-4, action="lower_rate", factor=0.5)
+    model = load(model_dir, torch.float32)
+    learner = make_learner(model, manager, epochs=4, rate=3e-2, guard=guard)
+    metrics = learner.update(batch, 1, 0.0).metrics
+    assert metrics["train/updates"] == 4
+    assert metrics["guard/rate_factor"] == 0.125 and metrics["lr"] == pytest.approx(3e-2 / 8)
+
+
+# --- the pre-training term --------------------------------------------------------------------
+
+
+def ptx_term(manager: PluginManager, coef: float, examples: RolloutBatch, micro: int) -> PtxTerm:
+    mean = manager.build(Aggregator, "token-mean")
+    return PtxTerm(
+        term=LossTerm(manager.build(PolicyLoss, "ptx"), mean, coef),
+        num_examples=len(examples),
+        make_batch=lambda rows: examples.select(torch.tensor(rows)),
+        batch_size=4,
+        micro_batch_size=micro,
+        seed=0,
+    )
+
+
+def test_the_pre_training_term_has_counts_of_its_own(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    """Policy and pre-training gradients add up, however either is split."""
+    batch, examples = make_batch([5, 4], group_size=3), make_batch([3, 7, 5, 4, 6], group_size=1)
+
+    def gradients(coef: float, policy: float, micro: int) -> list[Tensor]:
+        model = load(model_dir)
+        learner = make_learner(
+            model,
+            manager,
+            losses=[("ppo_clip", {}, policy)],
+            micro=micro,
+            ptx=ptx_term(manager, coef, examples, micro),
+        )
+        learner.optimizer.close()
+        found: list[Tensor] = []
+
+        def keep(rate_factor: float = 1.0) -> Any:
+            found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+            raise StopIteration
+
+        learner.optimizer.step = keep  # type: ignore[method-assign]
+        with pytest.raises(StopIteration):
+            learner.update(batch, 1, 0.0)
+        return found
+
+    both = gradients(0.5, 1.0, 6)
+    assert_same_gradient(gradients(0.5, 1.0, 1), both)
+    policy, pretraining = gradients(0.0, 1.0, 6), gradients(0.5, 0.0, 6)
+    assert_same_gradient([a + b for a, b in zip(policy, pretraining, strict=True)], both)
+
+
+def test_pre_training_examples_are_drawn_anew_for_every_update(manager: PluginManager) -> None:
+    term = ptx_term(manager, 1.0, make_batch([3, 7, 5, 4, 6], group_size=1), 4)
+    draws = [term.draw(step, number) for step in (1, 2) for number in (0, 1)]
+    assert draws[0] == term.draw(1, 0) and len({tuple(draw) for draw in draws}) > 1
+    assert all(len(draw) == 4 and max(draw) < 5 for draw in draws)
+
+
+# --- prepare, correction, entropy mask --------------------------------------------------------
+
+
+def test_the_prepare_pass_sees_the_policy_at_the_start_of_each_update(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    """BAPO's bounds come from the whole mini-batch, so micro-batches of any size agree."""
+    batch = make_batch([5, 4, 6, 3], group_size=3)
+    results = []
+    for micro in (12, 2):
+        model = load(model_dir, torch.float32)
+        learner = make_learner(
+            model, manager, losses=[("bapo", {}, 1.0)], epochs=3, micro=micro, rate=3e-2
+        )
+        metrics = learner.update(batch, 1, 0.0).metrics
+        results.append((weights(model), metrics))
+    for name in ("bapo/c_low", "bapo/c_high", "bapo/rho"):
+        assert results[0][1][name] == pytest.approx(results[1][1][name], rel=1e-4)
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_truncated_weights_halve_the_gradient_of_tokens_the_engine_overrates(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    """w = e^(trainer - engine) = 0.5 on every token, so the update is half as large."""
+    model = load(model_dir, torch.float32)
+    batch = with_engine_logprobs(
+        model, make_batch([5, 4], group_size=3), float(torch.tensor(2).log())
+    )
+    plain = make_learner(model, manager)
+    plain_loss = plain.update(batch, 1, 0.0).metrics["loss/policy"]
+    model = load(model_dir, torch.float32)
+    corrected = make_learner(
+        model, manager, correction=manager.build(RolloutCorrection, "tis_token")
+    )
+    metrics = corrected.update(batch, 1, 0.0).metrics
+    assert metrics["loss/policy"] == pytest.approx(0.5 * plain_loss, rel=1e-4)
+
+
+def test_a_bypassed_old_policy_makes_the_ratio_against_the_engine(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    model = load(model_dir, torch.float32)
+    batch = with_engine_logprobs(model, make_batch([5, 4], group_size=3), -0.5)
+    bare = RolloutBatch(**{**{n: getattr(batch, n) for n in batch.columns()}, "old_logprobs": None})
+    metrics = make_learner(model, manager, bypass_old=True).update(bare, 1, 0.0).metrics
+    assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.5).exp()), rel=1e-4)
+
+
+def test_an_entropy_mask_trains_on_the_share_of_tokens_it_keeps(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    batch = make_batch(list(range(3, 15)), group_size=1)  # one row each: no two tokens tie
+    learner = make_learner(load(model_dir), manager, top_entropy=0.25)
+    learner.optimizer.close()
+    ready, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    kept = prepared.columns["entropy_keep"].bool()
+    tokens = batch.mask.bool()
+    assert not (kept & ~tokens).any()
+    assert float(kept.sum() / tokens.sum()) == pytest.approx(0.25, abs=0.03)
+    entropy = ready.column("entropy")
+    assert entropy[kept].min() >= entropy[tokens & ~kept].max()
+
+
+# --- the reference ----------------------------------------------------------------------------
+
+
+def test_a_refreshed_reference_is_the_present_policy(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    batch = make_batch([5, 4], group_size=3)
+    reference = load(model_dir, torch.float32)
+    learner = make_learner(
+        load(model_dir, torch.float32),
+        manager,
+        reference=reference,
+        rate=1e-2,
+        kl=manager.build(KlEstimator, "k3"),
+    )
+    assert learner.update(batch, 1, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert learner.update(batch, 2, 0.1).metrics["kl/ref_k3"] > 1e-5
+    learner.refresh_reference()
+    assert learner.update(batch, 3, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_exact_kl_term_uses_both_models_logits(model_dir: Path, manager: PluginManager) -> None:
+    """From the policy itself the exact KL is 0, from another model it is not, and it pulls."""
+    batch = make_batch([5, 4], group_size=3)
+    zero = batch.with_columns(advantages=torch.zeros_like(batch.column("advantages")))
+    for reference, moves in ((load(model_dir, torch.float32), False), (None, True)):
+        model = load(model_dir, torch.float32)
+        if reference is None:
+            reference = load(model_dir, torch.float32)
+            with torch.no_grad():
+                for p in reference.parameters():
+                    p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        before = weights(model)
+        learner = make_learner(
+            model, manager, reference=reference, kl=manager.build(KlEstimator, "full")
+        )
+        metrics = learner.update(zero, 1, 1.0).metrics
+        assert (metrics["loss/kl"] > 1e-4) == moves
+        assert moves == (metrics["grad/norm"] > 1e-4)
+        assert changed(before, model) or not moves
