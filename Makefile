@@ -19,7 +19,7 @@ EXTRAS := [dev]
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run ui test test-slow check format dev install install-vllm bench clean
+.PHONY: help run ui test test-slow test-learning check format dev install install-vllm bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -70,6 +70,9 @@ test: dev ## all tests but the slow ones
 
 test-slow: dev ## the tests that take minutes each
 	$(BIN)/pytest -m slow
+
+test-learning: dev ## every preset learns on three seeds (part of the slow tests; CI runs it)
+	$(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
 bench: install ## what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py
