@@ -1,5 +1,8 @@
 """Rollout corrections `"none"`, `"tis_token"`, `"tis_seq"`, `"mis_token"`, `"mis_seq"`,
-`"mis_geo"`, `"opsm"`, `"veto"`."""
+`"mis_geo"`, `"opsm"`, `"veto"`.
+
+Over 300 lines because all are presets of one form and are held against the same facts.
+"""
 
 from __future__ import annotations
 
