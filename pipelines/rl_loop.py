@@ -27,8 +27,9 @@ from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.group_filter import drop_groups
 from posttrain.core.reference_kl import kl_of_batch
+from posttrain.core.resampling import resample
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
-from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.scoring import (
     WeightedReward,
     advantage_metrics,
@@ -149,6 +150,10 @@ class RlLoop:
             ready = batch.with_columns(advantages=estimate.advantages)
             if estimate.returns is not None:
                 ready = ready.with_columns(returns=estimate.returns)
+            if self.stage.resample is not None:
+                section, seed = self.stage.resample, self.learner.settings.seed
+                draw = generator(seed, "resample", int(batch.policy_version.max()))
+                ready = resample(ready, section.method, section.power, draw)
         self.metrics |= {**advantage_metrics(ready), **estimate.metrics, **dropped, "kl/coef": coef}
         return ready
 

@@ -374,6 +374,16 @@ class KlGuardSection(Section):
     factor: float = Field(default=0.5, gt=0, lt=1, description="of lower_rate, each time")
 
 
+class ResampleSection(Section):
+    """Rows drawn again with replacement by their reward, before the update (PF-PPO)."""
+
+    method: Literal["pow", "max_min", "max_random"] = Field(
+        default="pow",
+        description="|R|^power; only the batch's best and worst; the best four times as often",
+    )
+    power: float = Field(default=1.0, gt=0, description="of pow")
+
+
 class CorrectionSection(Section):
     """What to do about samples whose engine disagrees with the trainer's policy."""
 
@@ -414,6 +424,7 @@ class RlStage(StageBase):
         description="prompts that take no part in the update: those whose responses are all right "
         "or all wrong (DAPO), or all of one reward",
     )
+    resample: ResampleSection | None = None
     advantage: Component = Component(name="grpo")
     policy_loss: LossTerms = LossTermComponent(name="ppo_clip")
     aggregator: Component = Component(name="seq-mean-token-mean")

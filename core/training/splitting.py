@@ -22,7 +22,8 @@ def mini_batches(
         groups = list(batch.groups())
         order = torch.randperm(len(groups), generator=generator(seed, *path, epoch)).tolist()
         for part in torch.tensor(order).tensor_split(num_parts):
-            yield batch.select(torch.cat([groups[i] for i in part.tolist()]))
+            if part.numel():  # fewer groups than parts: a batch that was drawn again
+                yield batch.select(torch.cat([groups[i] for i in part.tolist()]))
 
 
 def micro_rows(batch: RolloutBatch, size: int) -> Iterator[Tensor]:

@@ -17,9 +17,10 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.guard import KlGuard
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
-from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.updates import UpdateSettings
+from posttrain.pipelines.stages.rl_parts import in_optimizer_steps
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_learner import assert_same_gradient, load, make_batch
 
@@ -104,6 +105,18 @@ def test_the_guard_can_lower_the_rate_instead(model_dir: Path, manager: PluginMa
     metrics = learner.update(batch, 1, 0.0).metrics
     assert metrics["train/updates"] == 4
     assert metrics["guard/rate_factor"] == 0.125 and metrics["lr"] == pytest.approx(3e-2 / 8)
+
+
+# --- warm-up ----------------------------------------------------------------------------------
+
+
+def test_a_warm_up_in_rollouts_lasts_whatever_updates_each_has() -> None:
+    """DAPO: 20 rollouts of 16 updates each are 320 optimizer steps."""
+    section = OptimizerSection(learning_rate=1.0, warmup_rollouts=20)
+    steps = in_optimizer_steps(section, 16)
+    assert steps.warmup_steps == 320
+    assert schedule_factor(steps, 159, 10_000) == 0.5 and schedule_factor(steps, 320, 10_000) == 1.0
+    assert in_optimizer_steps(OptimizerSection(warmup_steps=3), 16).warmup_steps == 3
 
 
 # --- the pre-training term --------------------------------------------------------------------
