@@ -40,6 +40,7 @@ from posttrain.pipelines.stages.register import run_register
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import run_rl
 from posttrain.pipelines.stages.sft import run_sft
+from posttrain.pipelines.stops import follows_a_stop
 
 STAGE_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
     "evaluate": run_evaluate,
@@ -166,7 +167,8 @@ class Pipeline:
                 name, kind, output, inputs, identity, parts, partial, tracker, began
             )
         except BaseException as error:  # Ctrl-C too: the run is ended and the error goes on
-            killed = self.stop_requested.is_set() or not isinstance(error, Exception)
+            stopped = self.stop_requested.is_set() or follows_a_stop(error)
+            killed = stopped or not isinstance(error, Exception)
             status: FinalStatus = "KILLED" if killed else "FAILED"
             self.store.discard(partial)
             tracker.finish(status)

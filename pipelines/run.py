@@ -18,6 +18,7 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.report import Reporter
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.prefect_env import configure_prefect
+from posttrain.pipelines.stops import follows_a_stop
 
 if TYPE_CHECKING:
     from posttrain.pipelines.pipeline import Pipeline
@@ -98,9 +99,8 @@ def _run_flow(pipeline: Pipeline) -> None:
             pipeline.stop_requested.set()
             raise KeyboardInterrupt from error
         except Exception as error:
-            # An interrupt can strike inside a library that makes an error of its own of it (Prefect
-            # does while a task run begins), so what follows a stop signal is the stop.
-            if pipeline.stop_requested.is_set():
+            # An interrupt can strike inside a library that makes an error of its own of it.
+            if pipeline.stop_requested.is_set() or follows_a_stop(error):
                 raise KeyboardInterrupt from error
             raise
 

@@ -77,16 +77,16 @@ from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Score
 
 class Lost(Reward[NoConfig]):
-    """Is stopped by Ctrl-C, and makes an error of its own of it."""
+    """Is stopped by a signal, and makes an error of its own of it."""
 
     name = "lost"
     Config = NoConfig
 
     def score(self, samples):
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.NUMBER)
             signal.pause()
-        except KeyboardInterrupt:
+        except BaseException:
             raise ValueError("Task run is not set") from None
         return [Score(0.0) for _ in samples]
 
@@ -96,8 +96,9 @@ def posttrain_register():
 '''
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     """Prefect does so while a task run begins; a plugin that an entry point offers does it here."""
     made = yaml.safe_load(config.read_text())
@@ -107,7 +108,7 @@ def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[posttrain.plugins]\nlost = lost\n")
-    (tmp_path / "site" / "lost.py").write_text(LOST_INTERRUPT)
+    (tmp_path / "site" / "lost.py").write_text(LOST_INTERRUPT.replace("NUMBER", number))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     home = tmp_path / "home"
     done = run_command("run", str(write_config(tmp_path / "run.yaml", made)), "--home", str(home))
