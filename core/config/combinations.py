@@ -6,6 +6,7 @@ Importing this module needs neither torch nor mlflow nor prefect: plugins come f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.loading import LoadedConfig
@@ -128,6 +129,13 @@ class _Check:
             if loss.source == "rollout":
                 who = f"policy loss '{loss.name}'"
                 yield from self.missing("policy_loss", who, loss.required_columns())
+        path = self.stage.ptx.path
+        if path is not None and not Path(path).expanduser().is_file():
+            yield self.line(
+                "ptx.path",
+                f"there is no file '{path}', expected JSON Lines with `prompt` and `completion`; "
+                f"relative paths start at {Path.cwd()}",
+            )
         if all(loss.source == "ptx" for loss in self.losses):
             yield self.line(
                 "policy_loss",
@@ -170,6 +178,12 @@ class _Check:
             yield self.line(
                 "critic.path",
                 "`init: checkpoint` and `path: <directory>` belong together; set both or neither",
+            )
+        elif critic.path is not None and not Path(critic.path).expanduser().is_dir():
+            yield self.line(
+                "critic.path",
+                f"there is no folder '{critic.path}', which should hold a saved critic; relative "
+                f"paths start at {Path.cwd()}",
             )
 
     def kl(self) -> Iterable[str]:

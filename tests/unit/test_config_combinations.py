@@ -73,6 +73,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.critic\.path: `init: checkpoint` and `path: <directory>` belong together",
     ),
     (
+        "a critic that is not there",
+        {"advantage": "gae", "critic": {"init": "checkpoint", "path": "no/such"}},
+        r"rl\.critic\.path: there is no folder 'no/such'",
+    ),
+    (
+        "pre-training texts that are not there",
+        {"algorithm": "ppo_ptx", "ptx": {"path": "no-such.jsonl"}},
+        r"rl\.ptx\.path: there is no file 'no-such\.jsonl', expected JSON Lines",
+    ),
+    (
         "process rewards without a reward that scores steps",
         {"algorithm": "grpo_process"},
         r"reads the column 'step_score', filled by a reward that scores steps",
