@@ -5,8 +5,6 @@ What a preset promises beside learning is read from the same runs: bounds kept, 
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.helpers.learning import (
@@ -14,6 +12,8 @@ from tests.helpers.learning import (
     PREFERENCES,
     REACHED,
     SEEDS,
+    SHARP_CRITIC,
+    SLOW,
     Budget,
     Learned,
     final,
@@ -67,11 +67,6 @@ def test_dapo_trains_on_no_group_without_advantage(learned: Learned) -> None:
     assert dropped == equal and max(dropped) > 0.5
 
 
-def test_ppos_critic_explains_the_returns(learned: Learned) -> None:
-    explained = [ev for ev in learned.history("ppo", "value/ev") if math.isfinite(ev)]
-    assert max(explained) > 0.5
-
-
 def test_vapo_trains_its_critic_alone_first(learned: Learned) -> None:
     alone = BUDGETS["vapo"].fields["critic"]["pretrain_steps"]
     phases = learned.history("vapo", "value/pretraining")
@@ -120,6 +115,21 @@ CONTROLLED: dict[str, Budget] = {
         },
         preset="grpo",
     ),
+    "ppo": Budget(
+        60,
+        {
+            "kl": {
+                "controller": {
+                    "name": "adaptive",
+                    "coef": 0.1,
+                    "target": 2 * TARGET,
+                    "horizon": 400,
+                }
+            },
+            "critic": SHARP_CRITIC,
+            **SLOW,
+        },
+    ),
 }
 
 
@@ -130,8 +140,14 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Learned:
 
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_a_kl_controller_brings_the_run_to_its_target(controlled: Learned, name: str) -> None:
-    kl = controlled.history(name, "kl/ref_sequence")
-    last = kl[-30:]
-    assert 0.6 * TARGET < sum(last) / len(last) < 1.6 * TARGET
+    target = 2 * TARGET if name == "ppo" else TARGET
+    last = controlled.history(name, "kl/ref_sequence")[-30:]
+    assert 0.6 * target < sum(last) / len(last) < 1.6 * target
     coefficients = controlled.history(name, "kl/coef")
     assert max(coefficients) > 2 * coefficients[0], "the start was far too weak"
+
+
+def test_ppos_critic_explains_the_returns(controlled: Learned) -> None:
+    """While the KL keeps the policy from being always right, so that there is a variance."""
+    explained = controlled.history("ppo", "value/ev")[-30:]
+    assert sum(explained) / len(explained) > 0.5

@@ -29,13 +29,14 @@ class Budget:
     `preset` is what the stage trains with, where the stage has another name.
     """
 
-    steps: int = 40
+    steps: int = 30
     fields: dict[str, Any] = field(default_factory=dict)
     preset: str = ""
 
 
 # KL terms are made weak, because a policy that copies lies 2.7 nats per token from a random one and
 # published coefficients would forbid it. A critic learns as fast as the policy does.
+SLOW: dict[str, Any] = {"optimizer": {"learning_rate": 2.0e-3}}  # four passes over each batch
 CRITIC = {"optimizer": {"learning_rate": 5.0e-3}}
 # With lambda 0 the first token learns only from what the critic says of the second's state.
 SHARP_CRITIC = {"epochs": 4, "clip": None, **CRITIC}
@@ -48,11 +49,11 @@ BUDGETS: dict[str, Budget] = {
     "trpo": Budget(
         60, {"policy_loss": {"delta": 0.05, "fvp_token_fraction": 1.0}, "critic": CRITIC}
     ),
-    "ppo": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC}),
-    "ppo_dual_clip": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC}),
+    "ppo": Budget(40, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC, **SLOW}),
+    "ppo_dual_clip": Budget(40, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC, **SLOW}),
     "ppo_penalty": Budget(30, {"policy_loss": {"kl_target": 0.03}, "critic": CRITIC}),
     "ppo_ptx": Budget(20, {"kl": WEAK_REWARD_KL, "critic": CRITIC, "ptx": {"num_examples": 8}}),
-    "grpo": Budget(40, {"kl": {"controller": {"name": "fixed", "coef": 0.004}}}),
+    "grpo": Budget(30, {"kl": {"controller": {"name": "fixed", "coef": 0.004}}}),
     "grpo_process": Budget(
         40,
         {
@@ -62,7 +63,7 @@ BUDGETS: dict[str, Budget] = {
     ),
     "dr_grpo": Budget(),
     "rloo": Budget(40, {"kl": WEAK_REWARD_KL}),
-    "reinforce_pp": Budget(60, {"kl": {"controller": {"name": "fixed", "coef": 0.0005}}}),
+    "reinforce_pp": Budget(50, {"kl": {"controller": {"name": "fixed", "coef": 0.0005}}}),
     "remax": Budget(),
     "gspo": Budget(),
     "gspo_token": Budget(),
