@@ -15,7 +15,7 @@ class Algorithm(Plugin[ConfigT]):
     stage: ClassVar[Literal["rl", "preference"]] = "rl"
     """The kind of stage whose fields `expand` sets."""
     variant_of: ClassVar[str | None] = None
-    """The preset that this one changes in one place; that one's recipe and results serve it."""
+    """The preset that this one varies; that one's recipe and results serve it."""
 
     @abstractmethod
     def expand(self) -> dict[str, object]:

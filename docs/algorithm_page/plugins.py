@@ -172,7 +172,10 @@ def presets(manager: PluginManager) -> str:
 
 def _preset_section(entry: PluginEntry) -> str:
     formula, _, rest = (inspect.getdoc(entry.cls) or "").partition("\n\n")
-    recipe = f"Recipe: [configs/recipes/{entry.name}.yaml](../configs/recipes/{entry.name}.yaml)."
+    other = getattr(entry.cls, "variant_of", None)
+    recipe = f"Recipe: [configs/recipes/{other or entry.name}.yaml]"
+    recipe += f"(../configs/recipes/{other or entry.name}.yaml)"
+    recipe += f", of `{other}`, the preset that this one varies." if other else "."
     return "\n\n".join(
         [
             f'<a id="preset-{entry.name}"></a>\n### Preset `{entry.name}`',
