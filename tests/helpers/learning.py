@@ -62,9 +62,9 @@ BUDGETS: dict[str, Budget] = {
         },
     ),
     "dr_grpo": Budget(),
-    "rloo": Budget(40, {"kl": WEAK_REWARD_KL}),
+    "rloo": Budget(50, {"kl": WEAK_REWARD_KL}),
     "reinforce_pp": Budget(50, {"kl": {"controller": {"name": "fixed", "coef": 0.0005}}}),
-    "remax": Budget(),
+    "remax": Budget(40),
     "gspo": Budget(),
     "gspo_token": Budget(),
     # Half right earns half the reward here, so it is the reward that tells what a prompt can teach.
