@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.errors import RunError
 
 
 class KlEstimator(Plugin[ConfigT]):
@@ -32,7 +33,10 @@ class KlEstimator(Plugin[ConfigT]):
 
     def kl_of_logits(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
         """KL [N] in nats of two vocabularies' logits [N, V]; only with `from_logits`."""
-        raise NotImplementedError(f"kl '{self.name}' works on sampled tokens")
+        raise RunError(
+            f"kl '{self.name}' works on sampled tokens: call `kl`, or set from_logits and override "
+            "`kl_of_logits`"
+        )
 
 
 class KlController(Plugin[ConfigT]):

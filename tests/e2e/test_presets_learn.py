@@ -46,11 +46,11 @@ def preferred(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("preset", PREFERENCES)
 def test_a_preference_preset_learns_to_rank_and_to_answer(preferred: Learned, preset: str) -> None:
-    """The pairs it is shown are ranked right, those of unseen prompts mostly, and the right answer
+    """Pairs are ranked right, of the prompts it is shown and of unseen ones, and the right answer
     itself became likelier than at random."""
     if preset != "kto":  # it is shown no pairs
         assert final(preferred.history(preset, "rewards/accuracy")) >= REACHED
-    assert preferred.metric(preset, "pref/held_out_pair_accuracy") >= 0.8
+    assert preferred.metric(preset, "pref/held_out_pair_accuracy") >= REACHED
     random_guess = 0.01
     assert preferred.metric(f"evaluate_{preset}", "eval/greedy_accuracy") > 5 * random_guess
 

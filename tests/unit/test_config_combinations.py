@@ -154,24 +154,38 @@ def test_impossible_combinations_are_refused_with_a_mend(
     assert "run.yaml:" in str(caught.value)
 
 
-MENDED: list[dict[str, Any]] = [
-    {"algorithm": "gspo", "policy_loss": {"allow_any_agg": True}, "aggregator": "token-mean"},
-    {"algorithm": "grpo", "advantage": "gae", "critic": {}},
-    {"algorithm": "rloo", "num_generations": 2},
-    {"algorithm": "grpo_process", "rewards": ["step_verdict"]},
-    {"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}},
-    {"rollout_correction": {"plugin": "opsm"}},
-    {"policy_loss": ["ppo_clip", {"name": "ptx", "coef": 27.8}]},
+# The stage as written, and what of it must stand in the resolved stage.
+MENDED: list[tuple[dict[str, Any], str, object]] = [
+    (
+        {
+            "algorithm": "gspo",
+            "policy_loss": {"name": "gspo", "allow_any_agg": True},
+            "aggregator": "token-mean",
+        },
+        "aggregator.name",
+        "token-mean",
+    ),
+    ({"algorithm": "grpo", "advantage": "gae", "critic": {}}, "critic.init", "policy"),
+    ({"algorithm": "rloo", "num_generations": 2}, "advantage.name", "rloo"),
+    ({"algorithm": "grpo_process", "rewards": ["step_verdict"]}, "rewards.0.name", "step_verdict"),
+    (
+        {"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}},
+        "aggregator.counts",
+        "micro",
+    ),
+    ({"rollout_correction": {"plugin": "opsm"}}, "rollout_correction.plugin.name", "opsm"),
+    ({"policy_loss": ["ppo_clip", {"name": "ptx", "coef": 27.8}]}, "policy_loss.1.coef", 27.8),
 ]
 
 
-@pytest.mark.parametrize("stage", MENDED)
+@pytest.mark.parametrize(("stage", "place", "value"), MENDED)
 def test_the_mends_that_the_messages_name_are_accepted(
-    tmp_path: Path, manager: PluginManager, stage: dict[str, Any]
+    tmp_path: Path, manager: PluginManager, stage: dict[str, Any], place: str, value: object
 ) -> None:
-    if "policy_loss" in stage and stage.get("algorithm") == "gspo":
-        stage = {**stage, "policy_loss": {"name": "gspo", "allow_any_agg": True}}
-    resolved(tmp_path, manager, **stage)
+    found: Any = stage_of(resolved(tmp_path, manager, **stage)).model_dump(mode="json")
+    for part in place.split("."):
+        found = found[int(part) if part.isdigit() else part]
+    assert found == value
 
 
 def test_reward_components_weigh_as_the_stages_rewards_do(
