@@ -47,6 +47,7 @@ def execute(
     options.home.mkdir(parents=True, exist_ok=True)
     configure_prefect(options.home)
     # Prefect reads its settings at import, so everything that imports it comes after.
+    from posttrain.core.runtime.device import sparing_what_is_loaded
     from posttrain.pipelines.assembly import assemble
     from posttrain.pipelines.closing import close_run
 
@@ -60,7 +61,8 @@ def execute(
     )
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
-        _run_flow(pipeline)
+        with sparing_what_is_loaded():
+            _run_flow(pipeline)
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"

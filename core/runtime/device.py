@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -66,6 +68,21 @@ def release_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim_heap()
+
+
+@contextmanager
+def sparing_what_is_loaded() -> Iterator[None]:
+    """Inside, garbage collections pass over all that exists at its start, modules above all.
+
+    Walking torch, transformers, Prefect and MLflow takes 0.35 s each time, and nothing of them ever
+    becomes garbage: an eighth of a run of small stages. Afterwards all is as before.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def trim_heap() -> None:

@@ -47,12 +47,11 @@ def preferred(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("preset", PREFERENCES)
 def test_a_preference_preset_learns_to_rank_and_to_answer(preferred: Learned, preset: str) -> None:
     """Pairs are ranked right, of the prompts it is shown and of unseen ones, and the right answer
-    itself became likelier than at random."""
+    is the likeliest one to most unseen prompts (1 in 100 at random)."""
     if preset != "kto":  # it is shown no pairs
         assert final(preferred.history(preset, "rewards/accuracy")) >= REACHED
     assert preferred.metric(preset, "pref/held_out_pair_accuracy") >= REACHED
-    random_guess = 0.01
-    assert preferred.metric(f"evaluate_{preset}", "eval/greedy_accuracy") > 5 * random_guess
+    assert preferred.metric(f"evaluate_{preset}", "eval/greedy_accuracy") > 0.5
 
 
 def test_trpo_keeps_its_measured_kl_within_the_bound(learned: Learned) -> None:
