@@ -16,6 +16,7 @@ from posttrain.core.contracts.advantages import (
     RowAdvantage,
     TokenAdvantage,
 )
+from posttrain.core.contracts.aggregation import Aggregator, AggregatorConfig, Counts
 from posttrain.core.contracts.algorithm import Algorithm
 from posttrain.core.contracts.base import ConfigT, NoConfig, Plugin, PluginConfig
 from posttrain.core.contracts.correction import (
@@ -24,13 +25,12 @@ from posttrain.core.contracts.correction import (
     RejectConfig,
     WeightedConfig,
 )
-from posttrain.core.contracts.kl import KlController, KlEstimator
+from posttrain.core.contracts.kl import KlController, KlEstimator, MovingController, StartConfig
 from posttrain.core.contracts.policy import (
     SEQUENCE_AGGREGATORS,
-    Aggregator,
-    AggregatorConfig,
+    AnchoredConfig,
+    AnchoredLoss,
     Correction,
-    Counts,
     PolicyLoss,
     Prepared,
     RatioConfig,
@@ -86,6 +86,8 @@ __all__ = [
     "Aggregator",
     "AggregatorConfig",
     "Algorithm",
+    "AnchoredConfig",
+    "AnchoredLoss",
     "BetaConfig",
     "BetaPairLoss",
     "ComparisonConfig",
@@ -101,6 +103,7 @@ __all__ = [
     "KlEstimator",
     "LabelLoss",
     "LabelledScores",
+    "MovingController",
     "NoConfig",
     "PairLoss",
     "PairScores",
@@ -120,6 +123,7 @@ __all__ = [
     "SampledGroup",
     "Sampler",
     "SequenceRatioConfig",
+    "StartConfig",
     "Task",
     "TokenAdvantage",
     "TokenLoss",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
 from posttrain.core.errors import RunError
 
 
@@ -57,3 +57,32 @@ class KlController(Plugin[ConfigT]):
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Continue from a checkpoint's `state`."""
+
+
+class StartConfig(PluginConfig):
+    """Settings of every controller that moves its coefficient: where it starts."""
+
+    coef: float
+
+
+StartConfigT = TypeVar("StartConfigT", bound=StartConfig)
+
+
+class MovingController(KlController[StartConfigT]):
+    """A controller whose whole state is the coefficient in force; `update` sets `coef`."""
+
+    def __init__(self, config: StartConfigT) -> None:
+        super().__init__(config)
+        self.coef = config.coef
+
+    def coefficient(self) -> float:
+        """The coefficient in force."""
+        return self.coef
+
+    def state(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self.coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue with a saved coefficient."""
+        self.coef = state["coef"]

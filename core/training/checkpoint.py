@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -91,7 +92,7 @@ def load_checkpoint(
     Raises `RunError` when it is damaged, or is of a loop with a critic and this one has none, or
     the other way round. Nothing is loaded then.
     """
-    record = json.loads((folder / _STATE).read_text())
+    record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
@@ -175,7 +176,19 @@ def _tensors_of(optimizer: MasterOptimizer, name: str) -> dict[str, Tensor]:
 
 def read_step(folder: Path) -> int:
     """The step after which the checkpoint in `folder` was written."""
-    return int(json.loads((folder / _STATE).read_text())["step"])
+    return int(_read_record(folder)["step"])
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """What `save_checkpoint` wrote beside the tensors."""
+    try:
+        record: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    except ValueError as error:
+        raise RunError(
+            f"checkpoint '{folder}' is damaged ({_STATE} is not JSON: {error}): run with --fresh "
+            "to start the stage anew"
+        ) from error
+    return record
 
 
 def newest_checkpoint(root: Path) -> Path | None:

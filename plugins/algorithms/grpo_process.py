@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.core.contracts import Algorithm, NoConfig
 from posttrain.core.hooks import hookimpl
+from posttrain.plugins.algorithms.grpo import Grpo
 
 
-class GrpoProcess(Algorithm[NoConfig]):
+class GrpoProcess(Grpo):
     """GRPO's loss with A_it = sum of the z-scores of the steps that end at or after token t.
 
     Needs a reward that scores steps (a process reward model, or a verifier of steps).
@@ -14,20 +14,10 @@ class GrpoProcess(Algorithm[NoConfig]):
     """
 
     name = "grpo_process"
-    Config = NoConfig
 
     def expand(self) -> dict[str, object]:
         """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo_process",
-            "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {
-                "estimator": "k3",
-                "controller": {"name": "fixed", "coef": 0.04},
-                "place": "loss",
-            },
-        }
+        return {**super().expand(), "advantage": "grpo_process"}
 
 
 @hookimpl

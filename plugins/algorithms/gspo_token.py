@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.core.contracts import Algorithm, NoConfig
 from posttrain.core.hooks import hookimpl
+from posttrain.plugins.algorithms.gspo import Gspo
 
 
-class GspoToken(Algorithm[NoConfig]):
+class GspoToken(Gspo):
     """GSPO with s_it = sg(s_i) pi_it / sg(pi_it), so that advantages may differ between tokens.
 
     With one advantage per response, value and gradient are those of `gspo`.
@@ -14,16 +14,11 @@ class GspoToken(Algorithm[NoConfig]):
     """
 
     name = "gspo_token"
-    Config = NoConfig
 
     def expand(self) -> dict[str, object]:
         """Fields of an `rl` stage."""
-        return {
-            "advantage": "grpo",
-            "policy_loss": {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4},
-            "aggregator": "seq-mean-token-mean",
-            "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-        }
+        own = {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4}
+        return {**super().expand(), "policy_loss": own}
 
 
 @hookimpl

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.core.contracts import KlController, PluginConfig
+from posttrain.core.contracts import MovingController, StartConfig
 from posttrain.core.errors import RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.kl_control import proportional_factor
 
 
-class AdaptiveConfig(PluginConfig):
+class AdaptiveConfig(StartConfig):
     """Settings of `adaptive`."""
 
     coef: float = Field(
@@ -44,7 +43,7 @@ class AdaptiveConfig(PluginConfig):
         return self
 
 
-class AdaptiveController(KlController[AdaptiveConfig]):
+class AdaptiveController(MovingController[AdaptiveConfig]):
     """coef_{n+1} = coef_n (1 + e n_rows / horizon), e = clip(KL / target - 1, -clip, clip).
 
     KL above the target raises the coefficient, below it lowers it. A batch uses the coefficient
@@ -54,14 +53,6 @@ class AdaptiveController(KlController[AdaptiveConfig]):
 
     name = "adaptive"
     Config = AdaptiveConfig
-
-    def __init__(self, config: AdaptiveConfig) -> None:
-        super().__init__(config)
-        self._coef = config.coef
-
-    def coefficient(self) -> float:
-        """The coefficient in force."""
-        return self._coef
 
     def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
         """Move the coefficient by the error of one rollout batch."""
@@ -74,17 +65,9 @@ class AdaptiveController(KlController[AdaptiveConfig]):
                 f"{num_rows * config.clip:g}, better several times the responses of a step"
             )
         if math.isfinite(measured):
-            self._coef *= proportional_factor(
+            self.coef *= proportional_factor(
                 measured, config.target, num_rows, config.horizon, config.clip
             )
-
-    def state(self) -> dict[str, float]:
-        """The coefficient."""
-        return {"coef": self._coef}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved coefficient."""
-        self._coef = state["coef"]
 
 
 @hookimpl

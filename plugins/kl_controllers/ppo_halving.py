@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from pydantic import Field
 
-from posttrain.core.contracts import KlController, PluginConfig
+from posttrain.core.contracts import MovingController, StartConfig
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.kl_control import halving_factor
 
 
-class PpoHalvingConfig(PluginConfig):
+class PpoHalvingConfig(StartConfig):
     """Settings of `ppo_halving`."""
 
     coef: float = Field(default=1.0, gt=0, description="coefficient before the first update")
@@ -27,7 +26,7 @@ class PpoHalvingConfig(PluginConfig):
     max_coef: float | None = Field(default=None, gt=0, description="ceiling; null = none (paper)")
 
 
-class PpoHalvingController(KlController[PpoHalvingConfig]):
+class PpoHalvingController(MovingController[PpoHalvingConfig]):
     """coef / factor when KL < target / band, coef * factor when KL > target * band, else coef.
 
     KL is the token mean of a rollout batch. A KL that is not finite (nothing was measured) changes
@@ -37,30 +36,14 @@ class PpoHalvingController(KlController[PpoHalvingConfig]):
     name = "ppo_halving"
     Config = PpoHalvingConfig
 
-    def __init__(self, config: PpoHalvingConfig) -> None:
-        super().__init__(config)
-        self._coef = config.coef
-
-    def coefficient(self) -> float:
-        """The coefficient in force."""
-        return self._coef
-
     def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
         """Halve, double or keep."""
         config = self.config
         if not math.isfinite(kl_per_token):
             return
-        moved = self._coef * halving_factor(kl_per_token, config.target, config.factor, config.band)
+        moved = self.coef * halving_factor(kl_per_token, config.target, config.factor, config.band)
         ceiling = math.inf if config.max_coef is None else config.max_coef
-        self._coef = min(max(moved, config.min_coef), ceiling)
-
-    def state(self) -> dict[str, float]:
-        """The coefficient."""
-        return {"coef": self._coef}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved coefficient."""
-        self._coef = state["coef"]
+        self.coef = min(max(moved, config.min_coef), ceiling)
 
 
 @hookimpl

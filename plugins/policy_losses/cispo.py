@@ -8,13 +8,13 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
+from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
 
-class CispoConfig(RatioConfig):
+class CispoConfig(AnchoredConfig):
     """Settings of `cispo`."""
 
     clip_low: float = Field(
@@ -32,14 +32,9 @@ class CispoConfig(RatioConfig):
         default="token",
         description="one weight per token, or per response the mean log ratio's (TRL)",
     )
-    anchor: Literal["old", "rollout"] = Field(
-        default="old",
-        description="whose log-probs the ratio is against: the trainer's of before the update, or "
-        "the engine's (then use no rollout weight)",
-    )
 
 
-class CispoLoss(PolicyLoss[CispoConfig]):
+class CispoLoss(AnchoredLoss[CispoConfig]):
     """l = -A sg(clip(r, 1 - clip_low, 1 + clip_high)) logprobs, r against the old policy.
 
     All tensors are [B, T]. The gradient in a token's log-prob is -A times the clipped ratio, so a
@@ -50,20 +45,13 @@ class CispoLoss(PolicyLoss[CispoConfig]):
     name = "cispo"
     Config = CispoConfig
 
-    def required_columns(self) -> frozenset[str]:
-        """The advantages and the log-probs of the anchor."""
-        anchor = "old_logprobs" if self.config.anchor == "old" else "rollout_logprobs"
-        return frozenset({"advantages", anchor})
-
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Loss [B, T], with ratio, bounded fractions and KL to the anchor as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        behaviour = (
-            micro.column("old_logprobs") if config.anchor == "old" else micro.rollout_logprobs
-        )
+        behaviour = self.anchor_logprobs(micro)
         by_token = ratios.log_ratios(logprobs, behaviour, mask)
         ratio = ratios.at_level(by_token, mask, config.ratio_level, config.ratio_clamp).exp()
         low = 1 - config.clip_low

@@ -8,13 +8,13 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
+from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
 
-class DppoConfig(RatioConfig):
+class DppoConfig(AnchoredConfig):
     """Settings of `dppo`."""
 
     divergence: Literal["tv", "kl"] = Field(
@@ -27,14 +27,14 @@ class DppoConfig(RatioConfig):
         default=0.2, ge=0, description="bound where A > 0: probability (tv) or nats (kl)"
     )
     ratio_max: float = Field(default=3.0, gt=0, description="cap of the importance weight")
-    anchor: Literal["rollout", "old"] = Field(
+    anchor: Literal["old", "rollout"] = Field(
         default="rollout",
         description="the policy that the region is around: the engine's (the paper; then use no "
         "rollout weight), or the trainer's of before the update (verl)",
     )
 
 
-class DppoLoss(PolicyLoss[DppoConfig]):
+class DppoLoss(AnchoredLoss[DppoConfig]):
     """l = -A sg(min(r, c)) logprobs, and 0 for a token that would leave the region further.
 
     p = exp(logprobs), p_old and r = p / p_old are against the anchor. A token is out when it is on
@@ -47,19 +47,13 @@ class DppoLoss(PolicyLoss[DppoConfig]):
     name = "dppo"
     Config = DppoConfig
 
-    def required_columns(self) -> frozenset[str]:
-        """The advantages and the log-probs of the anchor."""
-        anchor = "old_logprobs" if self.config.anchor == "old" else "rollout_logprobs"
-        return frozenset({"advantages", anchor})
-
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Loss [B, T], with ratio, the fractions left out and KL to the anchor as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        anchored = config.anchor == "old"
-        behaviour = micro.column("old_logprobs") if anchored else micro.rollout_logprobs
+        behaviour = self.anchor_logprobs(micro)
         new, old = masked(logprobs, mask), masked(behaviour, mask)
         log_ratio = ratios.clamped(ratios.log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
         ratio = log_ratio.exp()

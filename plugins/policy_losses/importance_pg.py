@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
+from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import masked
 from posttrain.core.math.ratios import clamped, log_ratios, ratio_metrics
 
 
-class ImportancePgConfig(RatioConfig):
+class ImportancePgConfig(AnchoredConfig):
     """Settings of `importance_pg`."""
 
-    anchor: Literal["old", "rollout"] = Field(
-        default="old",
-        description="whose log-probs the ratio is against: the trainer's of before the update, or "
-        "the engine's (then use no rollout weight)",
-    )
 
-
-class ImportancePgLoss(PolicyLoss[ImportancePgConfig]):
+class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
     """l = -A r, r = exp(logprobs - old_logprobs): the surrogate that PPO and TRPO bound.
 
     All tensors are [B, T]. The gradient in a token's log-prob is -r A, never cut.
@@ -34,20 +25,13 @@ class ImportancePgLoss(PolicyLoss[ImportancePgConfig]):
     name = "importance_pg"
     Config = ImportancePgConfig
 
-    def required_columns(self) -> frozenset[str]:
-        """The advantages and the log-probs of the anchor."""
-        anchor = "old_logprobs" if self.config.anchor == "old" else "rollout_logprobs"
-        return frozenset({"advantages", anchor})
-
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Loss [B, T], with ratio and KL to the anchor as metrics."""
         config, mask = self.config, micro.mask
         advantages = masked(micro.column("advantages"), mask)
-        behaviour = (
-            micro.column("old_logprobs") if config.anchor == "old" else micro.rollout_logprobs
-        )
+        behaviour = self.anchor_logprobs(micro)
         log_ratio = clamped(log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
         ratio = log_ratio.exp()
         metrics = ratio_metrics(ratio, log_ratio, ratio, advantages, mask)

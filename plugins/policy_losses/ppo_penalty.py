@@ -12,6 +12,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
+from posttrain.core.math.kl_control import halving_factor
 from posttrain.core.math.masking import masked
 
 
@@ -67,12 +68,9 @@ class PpoPenaltyLoss(PolicyLoss[PpoPenaltyConfig]):
     def on_phase_end(self, stats: Mapping[str, float]) -> None:
         """Adapt beta to how far the rollout batch moved the policy; unknown = leave it."""
         moved = stats.get("kl/phase_k3")
-        if moved is None:
-            return
-        if moved < self.config.kl_target / self.config.band:
-            self.beta /= self.config.step
-        elif moved > self.config.kl_target * self.config.band:
-            self.beta *= self.config.step
+        if moved is not None:
+            config = self.config
+            self.beta *= halving_factor(moved, config.kl_target, config.step, config.band)
 
     def state(self) -> dict[str, float]:
         """beta."""

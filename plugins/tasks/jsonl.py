@@ -5,15 +5,15 @@ Longer than other plugins because most of it says exactly what is wrong with whi
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from pydantic import Field
 
 from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.contracts import PluginConfig, Task
+from posttrain.core.data.json_lines import JsonRow, read_json_lines
 from posttrain.core.errors import DataError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answers import is_number, numbers_in, same_number
@@ -43,10 +43,6 @@ class JsonlConfig(PluginConfig):
     )
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 class JsonlTask(Task[JsonlConfig]):
     """Problems of a file. Formula: key = the prompt without extra white space.
 
@@ -61,13 +57,13 @@ class JsonlTask(Task[JsonlConfig]):
 
     def __init__(self, config: JsonlConfig) -> None:
         super().__init__(config)
-        rows = self._read(config.path)
+        rows = self._read(config.path, "task.path")
         self._splits: dict[Split, list[Problem]] = {"train": [], "held_out": []}
         if config.held_out_path is None:
             for key, (problem, _) in rows.items():
                 self._splits[split_of(key, config.held_out_permille)].append(problem)
             return
-        held_out = self._read(config.held_out_path)
+        held_out = self._read(config.held_out_path, "task.held_out_path")
         for key in [key for key in rows if key in held_out]:
             raise DataError(
                 f"{rows[key][1]} and {held_out[key][1]} hold the same prompt "
@@ -76,50 +72,27 @@ class JsonlTask(Task[JsonlConfig]):
         self._splits["train"] = [problem for problem, _ in rows.values()]
         self._splits["held_out"] = [problem for problem, _ in held_out.values()]
 
-    def _read(self, path: Path) -> dict[str, tuple[Problem, str]]:
+    def _read(self, path: Path, setting: str) -> dict[str, tuple[Problem, str]]:
         """Problems of a file by key, each with its `file:line`."""
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except OSError as error:
-            raise DataError(
-                f"cannot read {path} ({error.strerror}), expected a JSON Lines file: correct the "
-                f"task's path; relative paths start at {Path.cwd()}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not UTF-8 (byte {error.start}): save the file as UTF-8"
-            ) from error
+        prompt, answer = self.config.prompt_field, self.config.answer_field
         rows: dict[str, tuple[Problem, str]] = {}
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            problem = self._problem(line, where)
-            known = rows.setdefault(problem.key, (problem, where))
+        for row in read_json_lines(path, setting, f'{{"{prompt}": ..., "{answer}": ...}}'):
+            problem = self._problem(row)
+            known = rows.setdefault(problem.key, (problem, row.where))
             if known[0].answer != problem.answer:
                 raise DataError(
-                    f"{known[1]} and {where} give one prompt the answers {known[0].answer!r} and "
-                    f"{problem.answer!r}, expected one answer: remove one of the lines"
+                    f"{known[1]} and {row.where} give one prompt the answers {known[0].answer!r} "
+                    f"and {problem.answer!r}, expected one answer: remove one of the lines"
                 )
-        if not rows:
-            raise DataError(f"{path} has no rows, expected at least one JSON object: fill the file")
         return rows
 
-    def _problem(self, line: str, where: str) -> Problem:
-        try:
-            row = json.loads(line, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON ({error}): correct this line") from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{where} holds {line.strip()[:40]!r}, expected a JSON object: "
-                'write {"prompt": ..., "answer": ...}'
-            )
-        prompt = self._text(row, self.config.prompt_field, where, numbers=False)
-        answer = self._text(row, self.config.answer_field, where, numbers=True)
+    def _problem(self, row: JsonRow) -> Problem:
+        where = row.where
+        prompt = self._text(row.values, self.config.prompt_field, where, numbers=False)
+        answer = self._text(row.values, self.config.answer_field, where, numbers=True)
         worked = answer
         if self.config.worked_field is not None:
-            worked = self._text(row, self.config.worked_field, where, numbers=True)
+            worked = self._text(row.values, self.config.worked_field, where, numbers=True)
         if self.config.match == "last_number" and not is_number(answer):
             raise DataError(
                 f"{where}: field '{self.config.answer_field}' is {answer[:60]!r}, expected a "

@@ -88,8 +88,8 @@ BUDGETS: dict[str, Budget] = {
 
 
 # Preferences teach no sampling: how often the greedy answer to unseen prompts is right is measured
-# by a stage of its own. Each right answer stands against one wrong one. At the usual beta of 0.1 DPO
-# ranks them as well, but may make both answers rare (its known failing), which says nothing here.
+# by a stage of its own. Each right answer stands against one wrong one. At the usual beta of 0.1
+# DPO ranks as well, but may make both answers rare (its known failing), so no greedy one is right.
 BETA = 0.5
 PREFERENCES: dict[str, Budget] = {
     "dpo": Budget(3, {"data": "pairs.jsonl", "preference_loss": {"beta": BETA}}),

@@ -25,6 +25,7 @@ from posttrain.core.training.checkpoint import (
     LoopState,
     load_checkpoint,
     newest_checkpoint,
+    read_step,
     save_checkpoint,
 )
 from posttrain.core.training.optim import MasterOptimizer
@@ -177,6 +178,11 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_never_skipped(tmp_path: Path
     (folder / "state.json").write_text(json.dumps(record | {"version": 99}))
     with pytest.raises(RunError, match="schema version 99"):
         load_checkpoint(folder, optimizer)
+    (folder / "state.json").write_text(json.dumps(record)[:-9])
+    with pytest.raises(RunError, match="state.json is not JSON.*--fresh"):
+        load_checkpoint(folder, optimizer)
+    with pytest.raises(RunError, match="state.json is not JSON.*--fresh"):
+        read_step(folder)
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:

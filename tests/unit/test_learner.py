@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.schema import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
-from posttrain.core.data.packing import response_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.learner import Learner
@@ -28,10 +27,8 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.updates import UpdateSettings
-from posttrain.core.types import Problem
+from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
 from tests.helpers.tiny import make_tiny_model
-
-PROBLEM = Problem("k", "p", "a", "w")
 
 
 @pytest.fixture(scope="module")
@@ -39,51 +36,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def assert_same_gradient(ours: list[Tensor], plain: list[Tensor]) -> None:
-    """Equal to 1e-6 of the whole gradient's norm."""
-    difference = sum(float((a - b).square().sum()) for a, b in zip(ours, plain, strict=True))
-    norm = sum(float(b.square().sum()) for b in plain)
-    assert norm > 0
-    assert math.sqrt(difference) <= 1e-6 * math.sqrt(norm)
-
-
-def load(model_dir: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="sdpa"
-    )
-    return model.eval()
-
-
-def make_batch(prompt_lengths: list[int], group_size: int, seed: int = 0) -> RolloutBatch:
-    """Ragged prompts and responses; advantages of both signs; a row without tokens."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(4, 90, (count,), generator=generator).tolist()
-
-    prompts = [ids(length) for length in prompt_lengths]
-    rows = [(g, prompt) for g, prompt in enumerate(prompts) for _ in range(group_size)]
-    responses = [ids(1 + (i * 3) % 7) for i in range(len(rows))]
-    batch = response_batch(
-        prompts=[prompt for _, prompt in rows],
-        responses=responses,
-        group_ids=[g for g, _ in rows],
-        pad_token_id=0,
-        problems=[PROBLEM] * len(rows),
-        response_logprobs=[[-1.0] * len(r) for r in responses],
-    )
-    advantages = torch.randn(batch.response_ids.shape, generator=generator, dtype=torch.float64)
-    mask = batch.mask.clone()
-    mask[1:2] = 0  # an unscored row takes no loss
-    return batch.with_columns(advantages=advantages * mask, mask=mask)
-
-
 def reference_logprobs(model: PreTrainedModel, batch: RolloutBatch, temperature: float) -> Tensor:
     """One sequence at a time, nothing shared, nothing padded."""
     result = torch.zeros(batch.response_ids.shape, dtype=torch.float64)
     for row in range(len(batch)):
-        prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
-        response = batch.response_ids[row][batch.response_mask[row].bool()]
+        prompt, response = sequence(batch, row)
         logits = model(torch.cat([prompt, response])[None]).logits[0] / temperature
         logp = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
         result[row, : len(response)] = logp.gather(1, response[:, None])[:, 0]
@@ -94,8 +51,8 @@ def reference_logprobs(model: PreTrainedModel, batch: RolloutBatch, temperature:
 def test_shared_prompts_give_the_log_probs_and_gradients_of_separate_sequences(
     model_dir: Path, temperature: float
 ) -> None:
-    model = load(model_dir)
-    batch = make_batch([5, 9, 3], group_size=3)
+    model = load_tiny(model_dir)
+    batch = ragged_batch([5, 9, 3], group_size=3)
     weights = torch.randn(batch.response_ids.shape, dtype=torch.float64)
     gradients = []
     for logprobs in (
@@ -110,8 +67,8 @@ def test_shared_prompts_give_the_log_probs_and_gradients_of_separate_sequences(
 
 
 def test_tokens_of_a_tool_between_sampled_ones_are_attended_to(model_dir: Path) -> None:
-    model = load(model_dir)
-    batch = make_batch([4], group_size=1)
+    model = load_tiny(model_dir)
+    batch = ragged_batch([4], group_size=1)
     ids = torch.tensor([[10, 11, 12, 13, 14]])
     hole = torch.tensor([[1, 1, 0, 0, 1]])
     shape = ids.shape
@@ -195,11 +152,11 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_big_batch(
     fields: dict[str, object],
     entropy_coef: float,
 ) -> None:
-    batch = make_batch([5, 9, 3, 4], group_size=3)
+    batch = ragged_batch([5, 9, 3, 4], group_size=3)
     batch = batch.with_columns(ref_logprobs=torch.full(batch.response_ids.shape, -2.0))
     found = []
     for micro in (12, 5, 1):
-        model = load(model_dir)
+        model = load_tiny(model_dir)
         learner = learner_for(
             model, manager, name, micro, entropy_coef=entropy_coef, aggregator_config=fields
         )
@@ -212,8 +169,8 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_big_batch(
 def test_the_first_update_on_policy_is_a_plain_policy_gradient(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    model = load(model_dir)
-    batch = make_batch([5, 4], group_size=3)
+    model = load_tiny(model_dir)
+    batch = ragged_batch([5, 4], group_size=3)
     learner = learner_for(model, manager, "token-mean", 6)
     learner.optimizer.close()
     got = gradient(learner, batch, kl_coef=0.0)
@@ -227,9 +184,9 @@ def test_the_first_update_on_policy_is_a_plain_policy_gradient(
 def test_a_batch_without_any_scored_row_changes_no_weight(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    model = load(model_dir, torch.float32)
+    model = load_tiny(model_dir, torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
-    batch = make_batch([5], group_size=3)
+    batch = ragged_batch([5], group_size=3)
     empty = batch.with_columns(mask=torch.zeros_like(batch.mask))
     learner = learner_for(model, manager, "token-mean", 3)
     result = learner.update(empty, step=1, kl_coef=0.0)
@@ -241,19 +198,19 @@ def test_a_batch_without_any_scored_row_changes_no_weight(
 def test_more_updates_per_batch_move_the_ratio_off_one(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    batch = make_batch([5, 4, 6, 3], group_size=3)
-    one = learner_for(load(model_dir, torch.float32), manager, "token-mean", 12)
+    batch = ragged_batch([5, 4, 6, 3], group_size=3)
+    one = learner_for(load_tiny(model_dir, torch.float32), manager, "token-mean", 12)
     metrics = one.update(batch, step=1, kl_coef=0.0).metrics
     assert metrics["ratio/max"] == metrics["ratio/min"] == 1.0
     four = learner_for(
-        load(model_dir, torch.float32), manager, "token-mean", 12, epochs=2, num_mini_batches=2
+        load_tiny(model_dir, torch.float32), manager, "token-mean", 12, epochs=2, num_mini_batches=2
     )
     metrics = four.update(batch, step=1, kl_coef=0.0).metrics
     assert metrics["ratio/max"] > 1.001 > 0.999 > metrics["ratio/min"]
 
 
 def test_bfloat16_weights_follow_their_float32_masters(model_dir: Path) -> None:
-    model = load(model_dir, torch.bfloat16)
+    model = load_tiny(model_dir, torch.bfloat16)
     section = OptimizerSection(learning_rate=1e-6, max_grad_norm=None)
     optimizer = MasterOptimizer(model, section, 100)
     start = [m.clone() for m in optimizer.state_dict()["masters"]]
@@ -279,7 +236,7 @@ def test_the_schedule_warms_up_then_decays() -> None:
 
 
 def test_gradients_of_micro_batches_add_up_in_the_float32_masters(model_dir: Path) -> None:
-    model = load(model_dir, torch.bfloat16)
+    model = load_tiny(model_dir, torch.bfloat16)
     optimizer = MasterOptimizer(model, OptimizerSection(), 10)
     for value in (1.0, 2.0**-10):  # in bfloat16 the sum would be 1
         for param in model.parameters():

@@ -21,8 +21,8 @@ from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.pipelines.stages.rl_parts import in_optimizer_steps
+from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch
 from tests.helpers.tiny import make_tiny_model
-from tests.unit.test_learner import assert_same_gradient, load, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +82,29 @@ def with_engine_logprobs(model: PreTrainedModel, batch: RolloutBatch, shift: flo
 def test_the_guard_stops_a_batch_once_the_policy_has_moved_too_far(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    batch = make_batch([5, 4, 6], group_size=3)
-    free = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2)
+    batch = ragged_batch([5, 4, 6], group_size=3)
+    free = make_learner(load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2)
     moved = free.update(batch, 1, 0.0).metrics
     assert moved["train/updates"] == 6
     bound = KlGuard(max_kl=1e-4, action="stop")
-    held = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=bound)
+    held = make_learner(
+        load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=bound
+    )
     metrics = held.update(batch, 1, 0.0).metrics
     # The first update sees a ratio of 1; the second sees what the first did, and is given up.
     assert metrics["train/updates"] == 1 and metrics["guard/exceeded"] == 1
     wide = KlGuard(max_kl=1e6, action="stop")
-    again = make_learner(load(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=wide)
+    again = make_learner(
+        load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=wide
+    )
     metrics = again.update(batch, 1, 0.0).metrics
     assert metrics["train/updates"] == 6 and metrics["guard/exceeded"] == 0
 
 
 def test_the_guard_can_lower_the_rate_instead(model_dir: Path, manager: PluginManager) -> None:
-    batch = make_batch([5, 4, 6], group_size=3)
+    batch = ragged_batch([5, 4, 6], group_size=3)
     guard = KlGuard(max_kl=1e-4, action="lower_rate", factor=0.5)
-    model = load(model_dir, torch.float32)
+    model = load_tiny(model_dir, torch.float32)
     learner = make_learner(model, manager, epochs=4, rate=3e-2, guard=guard)
     metrics = learner.update(batch, 1, 0.0).metrics
     assert metrics["train/updates"] == 4
@@ -138,10 +142,13 @@ def test_the_pre_training_term_has_counts_of_its_own(
     model_dir: Path, manager: PluginManager
 ) -> None:
     """Policy and pre-training gradients add up, however either is split."""
-    batch, examples = make_batch([5, 4], group_size=3), make_batch([3, 7, 5, 4, 6], group_size=1)
+    batch, examples = (
+        ragged_batch([5, 4], group_size=3),
+        ragged_batch([3, 7, 5, 4, 6], group_size=1),
+    )
 
     def gradients(coef: float, policy: float, micro: int) -> list[Tensor]:
-        model = load(model_dir)
+        model = load_tiny(model_dir)
         learner = make_learner(
             model,
             manager,
@@ -168,7 +175,7 @@ def test_the_pre_training_term_has_counts_of_its_own(
 
 
 def test_pre_training_examples_are_drawn_anew_for_every_update(manager: PluginManager) -> None:
-    term = ptx_term(manager, 1.0, make_batch([3, 7, 5, 4, 6], group_size=1), 4)
+    term = ptx_term(manager, 1.0, ragged_batch([3, 7, 5, 4, 6], group_size=1), 4)
     draws = [term.draw(step, number) for step in (1, 2) for number in (0, 1)]
     assert draws[0] == term.draw(1, 0) and len({tuple(draw) for draw in draws}) > 1
     assert all(len(draw) == 4 and max(draw) < 5 for draw in draws)
@@ -181,10 +188,10 @@ def test_the_prepare_pass_sees_the_policy_at_the_start_of_each_update(
     model_dir: Path, manager: PluginManager
 ) -> None:
     """BAPO's bounds come from the whole mini-batch, so micro-batches of any size agree."""
-    batch = make_batch([5, 4, 6, 3], group_size=3)
+    batch = ragged_batch([5, 4, 6, 3], group_size=3)
     results = []
     for micro in (12, 2):
-        model = load(model_dir, torch.float32)
+        model = load_tiny(model_dir, torch.float32)
         learner = make_learner(
             model, manager, losses=[("bapo", {}, 1.0)], epochs=3, micro=micro, rate=3e-2
         )
@@ -200,13 +207,13 @@ def test_truncated_weights_halve_the_gradient_of_tokens_the_engine_overrates(
     model_dir: Path, manager: PluginManager
 ) -> None:
     """w = e^(trainer - engine) = 0.5 on every token, so the update is half as large."""
-    model = load(model_dir, torch.float32)
+    model = load_tiny(model_dir, torch.float32)
     batch = with_engine_logprobs(
-        model, make_batch([5, 4], group_size=3), float(torch.tensor(2).log())
+        model, ragged_batch([5, 4], group_size=3), float(torch.tensor(2).log())
     )
     plain = make_learner(model, manager)
     plain_loss = plain.update(batch, 1, 0.0).metrics["loss/policy"]
-    model = load(model_dir, torch.float32)
+    model = load_tiny(model_dir, torch.float32)
     corrected = make_learner(
         model, manager, correction=manager.build(RolloutCorrection, "tis_token")
     )
@@ -217,8 +224,8 @@ def test_truncated_weights_halve_the_gradient_of_tokens_the_engine_overrates(
 def test_a_bypassed_old_policy_makes_the_ratio_against_the_engine(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    model = load(model_dir, torch.float32)
-    batch = with_engine_logprobs(model, make_batch([5, 4], group_size=3), -0.5)
+    model = load_tiny(model_dir, torch.float32)
+    batch = with_engine_logprobs(model, ragged_batch([5, 4], group_size=3), -0.5)
     bare = RolloutBatch(**{**{n: getattr(batch, n) for n in batch.columns()}, "old_logprobs": None})
     metrics = make_learner(model, manager, bypass_old=True).update(bare, 1, 0.0).metrics
     assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.5).exp()), rel=1e-4)
@@ -227,8 +234,8 @@ def test_a_bypassed_old_policy_makes_the_ratio_against_the_engine(
 def test_an_entropy_mask_trains_on_the_share_of_tokens_it_keeps(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    batch = make_batch(list(range(3, 15)), group_size=1)  # one row each: no two tokens tie
-    learner = make_learner(load(model_dir), manager, top_entropy=0.25)
+    batch = ragged_batch(list(range(3, 15)), group_size=1)  # one row each: no two tokens tie
+    learner = make_learner(load_tiny(model_dir), manager, top_entropy=0.25)
     learner.optimizer.close()
     ready, prepared = learner._prepare(batch, 1, 0, lambda: None)
     kept = prepared.columns["entropy_keep"].bool()
@@ -245,10 +252,10 @@ def test_an_entropy_mask_trains_on_the_share_of_tokens_it_keeps(
 def test_a_refreshed_reference_is_the_present_policy(
     model_dir: Path, manager: PluginManager
 ) -> None:
-    batch = make_batch([5, 4], group_size=3)
-    reference = load(model_dir, torch.float32)
+    batch = ragged_batch([5, 4], group_size=3)
+    reference = load_tiny(model_dir, torch.float32)
     learner = make_learner(
-        load(model_dir, torch.float32),
+        load_tiny(model_dir, torch.float32),
         manager,
         reference=reference,
         rate=1e-2,
@@ -262,12 +269,12 @@ def test_a_refreshed_reference_is_the_present_policy(
 
 def test_an_exact_kl_term_uses_both_models_logits(model_dir: Path, manager: PluginManager) -> None:
     """From the policy itself the exact KL is 0, from another model it is not, and it pulls."""
-    batch = make_batch([5, 4], group_size=3)
+    batch = ragged_batch([5, 4], group_size=3)
     zero = batch.with_columns(advantages=torch.zeros_like(batch.column("advantages")))
-    for reference, moves in ((load(model_dir, torch.float32), False), (None, True)):
-        model = load(model_dir, torch.float32)
+    for reference, moves in ((load_tiny(model_dir, torch.float32), False), (None, True)):
+        model = load_tiny(model_dir, torch.float32)
         if reference is None:
-            reference = load(model_dir, torch.float32)
+            reference = load_tiny(model_dir, torch.float32)
             with torch.no_grad():
                 for p in reference.parameters():
                     p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
