@@ -115,7 +115,7 @@ class _Check:
             yield self.line(field, f"{who} reads the column '{column}', filled by {filled_by}")
 
     def loss_terms(self) -> Iterable[str]:
-        """Aggregators that a loss does not allow, columns that it misses."""
+        """Aggregators that a loss does not allow, missing columns, a loss that stands twice."""
         for term, loss in zip(self.stage.loss_terms, self.losses, strict=True):
             allowed = loss.allowed_aggregators()
             aggregator = _aggregator_of(term, self.stage)
@@ -129,6 +129,13 @@ class _Check:
             if loss.source == "rollout":
                 who = f"policy loss '{loss.name}'"
                 yield from self.missing("policy_loss", who, loss.required_columns())
+        names = [loss.name for loss in self.losses]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield self.line(
+                "policy_loss",
+                f"'{name}' is listed {names.count(name)} times, but state and metrics of a term go "
+                "by its name; keep one of them, with coef for its weight",
+            )
         path = self.stage.ptx.path
         if path is not None and not Path(path).expanduser().is_file():
             yield self.line(

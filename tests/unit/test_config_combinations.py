@@ -115,6 +115,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.kl\.place: advantage 'gdpo' reads scores of its own, so a KL in the reward",
     ),
     (
+        "one loss twice",
+        {"policy_loss": ["ppo_clip", "ptx", {"name": "ptx", "coef": 2.0}]},
+        r"rl\.policy_loss: 'ptx' is listed 2 times, .* keep one of them",
+    ),
+    (
         "only pre-training examples",
         {"policy_loss": {"name": "ptx"}},
         r"rl\.policy_loss: only reads pre-training examples",
