@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -21,19 +22,22 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
 from tests.helpers.learning import (  # noqa: E402
+    AT_ONCE,
     BUDGETS,
-    KTO_CURVE,
     PREFERENCES,
     REACHED,
     SEEDS,
+    Learned,
     final,
-    learn,
-    learn_preferences,
+    start,
+    start_preferences,
 )
 
+Curve = list[tuple[int, float]]
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """One small panel per preset: the three seeds' rewards over steps."""
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """One small panel per preset: what each seed reached over its steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +52,7 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
         axis.axis("off")
     for axis, (preset, seeds) in zip(axes.flat, curves.items(), strict=False):
         for curve in seeds:
-            axis.plot(range(1, len(curve) + 1), curve, linewidth=1)
+            axis.plot(*zip(*curve, strict=True), linewidth=1)
         axis.axhline(REACHED, color="grey", linewidth=0.6, linestyle=":")
         axis.set_title(preset, fontsize=9)
         axis.set_ylim(0, 1.03)
@@ -69,35 +73,45 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw the curves into this file")
     options = parser.parse_args()
     wanted = options.only or [*BUDGETS, *PREFERENCES]
-    curves: dict[str, list[list[float]]] = {preset: [] for preset in wanted}
+    curves: dict[str, list[Curve]] = {preset: [] for preset in wanted}
     finals: dict[str, list[float]] = {preset: [] for preset in wanted}
-    for seed in options.seeds:
-        for preset, (curve, end) in one_seed(wanted, seed).items():
-            curves[preset].append(curve)
-            finals[preset].append(round(end, 3))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = [under_way(pool, Path(folder), wanted, seed) for seed in options.seeds]
+        for seed_runs in runs:
+            for preset in wanted:
+                curve, end = outcome(preset, *seed_runs)
+                curves[preset].append(curve)
+                finals[preset].append(round(end, 3))
     if options.picture:
         draw(curves, options.picture)
     print(json.dumps(finals))
 
 
-def one_seed(presets: Sequence[str], seed: int) -> dict[str, tuple[list[float], float]]:
-    """Curve and final figure of each preset: reward, or pairs ranked right where there is none."""
-    found: dict[str, tuple[list[float], float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        budgets = {name: BUDGETS[name] for name in presets if name in BUDGETS}
-        if budgets:
-            learned = learn(Path(folder), budgets, seed)
-            for name in budgets:
-                curve = learned.history(name, "reward/mean")
-                found[name] = (curve, final(curve))
-    preferences = [name for name in presets if name in PREFERENCES]
-    if preferences:
-        with tempfile.TemporaryDirectory() as folder:
-            learned = learn_preferences(Path(folder), seed)
-            for name in preferences:
-                curve = learned.history(name, "rewards/accuracy" if name != "kto" else KTO_CURVE)
-                found[name] = (curve, learned.metric(name, "pref/held_out_pair_accuracy"))
-    return found
+def under_way(
+    pool: Executor, folder: Path, presets: Sequence[str], seed: int
+) -> tuple[Future[Learned] | None, Future[Learned] | None]:
+    """The runs of a seed that the presets need: of reinforcement learning, and of preferences."""
+    budgets = {name: BUDGETS[name] for name in presets if name in BUDGETS}
+    rl, pref = folder / f"rl{seed}", folder / f"preference{seed}"
+    rl.mkdir()
+    pref.mkdir()
+    return (
+        start(pool, rl, budgets, seed) if budgets else None,
+        start_preferences(pool, pref, seed) if set(presets) & set(PREFERENCES) else None,
+    )
+
+
+def outcome(
+    preset: str, rl: Future[Learned] | None, preference: Future[Learned] | None
+) -> tuple[Curve, float]:
+    """A preset's curve and final figure: reward, or unseen pairs ranked right."""
+    if preset in BUDGETS:
+        assert rl is not None
+        curve = rl.result().curve(preset, "reward/mean")
+        return curve, final([value for _, value in curve])
+    assert preference is not None
+    curve = preference.result().curve(preset, "pref/held_out_pair_accuracy")
+    return curve, curve[-1][1]
 
 
 if __name__ == "__main__":

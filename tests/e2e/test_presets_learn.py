@@ -5,9 +5,13 @@ What a preset promises beside learning is read from the same runs: bounds kept, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import pytest
 
 from tests.helpers.learning import (
+    AT_ONCE,
     BUDGETS,
     PREFERENCES,
     REACHED,
@@ -17,17 +21,36 @@ from tests.helpers.learning import (
     Budget,
     Learned,
     final,
-    learn,
-    learn_preferences,
+    start,
+    start_preferences,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
-def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    seed: int = request.param
-    return learn(tmp_path_factory.mktemp(f"seed{seed}"), BUDGETS, seed)
+Runs = dict[str, Future[Learned]]
+each_seed = pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Every run that the tests read, under way; the long ones first."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found: Runs = {}
+        for seed in SEEDS:
+            name = f"learned{seed}"
+            found[name] = start(pool, tmp_path_factory.mktemp(name), BUDGETS, seed)
+        found["controlled"] = start(pool, tmp_path_factory.mktemp("controlled"), CONTROLLED, 0)
+        for seed in SEEDS:
+            name = f"preferred{seed}"
+            found[name] = start_preferences(pool, tmp_path_factory.mktemp(name), seed)
+        yield found
+        pool.shutdown(cancel_futures=True)
+
+
+@each_seed
+def learned(request: pytest.FixtureRequest, runs: Runs) -> Learned:
+    return runs[f"learned{request.param}"].result()
 
 
 @pytest.mark.parametrize("preset", BUDGETS)
@@ -38,10 +61,9 @@ def test_a_preset_learns(learned: Learned, preset: str) -> None:
     assert final(rewards) >= REACHED
 
 
-@pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
-def preferred(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    seed: int = request.param
-    return learn_preferences(tmp_path_factory.mktemp(f"preferences{seed}"), seed)
+@each_seed
+def preferred(request: pytest.FixtureRequest, runs: Runs) -> Learned:
+    return runs[f"preferred{request.param}"].result()
 
 
 @pytest.mark.parametrize("preset", PREFERENCES)
@@ -136,8 +158,8 @@ CONTROLLED: dict[str, Budget] = {
 
 
 @pytest.fixture(scope="module")
-def controlled(tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    return learn(tmp_path_factory.mktemp("controlled"), CONTROLLED, 0)
+def controlled(runs: Runs) -> Learned:
+    return runs["controlled"].result()
 
 
 @pytest.mark.parametrize("name", CONTROLLED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokeniz
 REACHED = 0.9
 LAST_STEPS = 5  # the final reward is the mean over these
 SEEDS = (0, 1, 2)
+AT_ONCE = 2  # runs: each keeps one core busy, Prefect's server included one and a half
 NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
 
 
@@ -97,7 +99,6 @@ PREFERENCES: dict[str, Budget] = {
     "kto": Budget(4, {"data": "labels.jsonl", "preference_loss": {"beta": BETA}}),
 }
 PREFERENCE_TASK = {"places": 3, "repeats": 2, "held_out_permille": 300}
-KTO_CURVE = "rewards/margin"  # there are no pairs to rank while it trains
 
 
 def learning_config(model_dir: Path, budgets: Mapping[str, Budget], seed: int) -> dict[str, Any]:
@@ -133,6 +134,7 @@ def preference_config(folder: Path, model_dir: Path, seed: int) -> dict[str, Any
             "epochs": budget.steps,
             "batch_size": 32,
             "micro_batch_size": 64,
+            "evaluate_every": 6,
             "optimizer": {"learning_rate": 5.0e-3},
             **named(budget.fields, name),
             "data": str(folder / budget.fields["data"]),
@@ -189,27 +191,36 @@ class Learned:
 
     def history(self, name: str, metric: str) -> list[float]:
         """A tracked metric of a stage at each step that has it."""
+        return [value for _, value in self.curve(name, metric)]
+
+    def curve(self, name: str, metric: str) -> list[tuple[int, float]]:
+        """The same with the steps."""
         from mlflow import MlflowClient
 
         client = MlflowClient(self.result["mlflow_uri"])
         stage = self.result["stages"][name]["mlflow_run_id"]
         found = client.get_metric_history(stage, metric)
-        return [point.value for point in sorted(found, key=lambda m: m.step)]
+        return sorted((point.step, point.value) for point in found)
 
     def metric(self, name: str, metric: str) -> float:
         """A stage's final metric."""
         return float(self.result["stages"][name]["metrics"][metric])
 
 
-def learn(folder: Path, budgets: Mapping[str, Budget], seed: int) -> Learned:
+def start(
+    pool: Executor, folder: Path, budgets: Mapping[str, Budget], seed: int
+) -> Future[Learned]:
     """Train one rl stage per budget from the weights of `seed`, in one pipeline run."""
-    return run(folder, learning_config(make_model(folder, seed), budgets, seed))
+    # Weights are drawn here: torch's generator is one for all threads.
+    config = learning_config(make_model(folder, seed), budgets, seed)
+    return pool.submit(run, folder, config)
 
 
-def learn_preferences(folder: Path, seed: int) -> Learned:
+def start_preferences(pool: Executor, folder: Path, seed: int) -> Future[Learned]:
     """Train every preference preset from the weights of `seed`, and evaluate each."""
     write_preferences(folder)
-    return run(folder, preference_config(folder, make_model(folder, seed), seed))
+    config = preference_config(folder, make_model(folder, seed), seed)
+    return pool.submit(run, folder, config)
 
 
 def make_model(folder: Path, seed: int) -> Path:
