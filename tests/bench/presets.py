@@ -75,6 +75,7 @@ def main() -> None:
     wanted = options.only or [*BUDGETS, *PREFERENCES]
     curves: dict[str, list[Curve]] = {preset: [] for preset in wanted}
     finals: dict[str, list[float]] = {preset: [] for preset in wanted}
+    greedy: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         runs = [under_way(pool, Path(folder), wanted, seed) for seed in options.seeds]
         for seed_runs in runs:
@@ -82,9 +83,11 @@ def main() -> None:
                 curve, end = outcome(preset, *seed_runs)
                 curves[preset].append(curve)
                 finals[preset].append(round(end, 3))
+                if preset in PREFERENCES:
+                    greedy.setdefault(preset, []).append(greedy_accuracy(preset, seed_runs[1]))
     if options.picture:
         draw(curves, options.picture)
-    print(json.dumps(finals))
+    print(json.dumps({"final": finals, "greedy": greedy}))
 
 
 def under_way(
@@ -112,6 +115,12 @@ def outcome(
     assert preference is not None
     curve = preference.result().curve(preset, "pref/held_out_pair_accuracy")
     return curve, curve[-1][1]
+
+
+def greedy_accuracy(preset: str, preference: Future[Learned] | None) -> float:
+    """How often a preference preset's greedy answer to an unseen prompt is right."""
+    assert preference is not None
+    return preference.result().metric(f"evaluate_{preset}", "eval/greedy_accuracy")
 
 
 if __name__ == "__main__":
