@@ -179,10 +179,20 @@ def preference_panels(
             line(history, "logps/chosen_per_token", "chosen", BLUE)
             + line(history, "logps/rejected_per_token", "rejected", ORANGE),
         ),
-        Panel(
-            "Both answers less likely than under the reference",
-            "fraction of pairs",
-            line(history, "pref/both_falling", "training batch", BLUE),
-        ),
+        _away_from_reference(history),
         Panel("Gradient norm", "L2 norm", line(history, "grad/norm", "before clipping", BLUE)),
     ]
+
+
+def _away_from_reference(history: Sequence[Mapping[str, float]]) -> Panel:
+    """How often both answers of a pair fall; single answers have no pair, but move as well."""
+    falling = line(history, "pref/both_falling", "training batch", BLUE)
+    if falling:
+        title = "Both answers less likely than under the reference"
+        return Panel(title, "fraction of pairs", falling)
+    return Panel(
+        "Log-prob of the answers, less the reference's",
+        "nats per answer",
+        line(history, "logps/chosen_delta", "chosen", BLUE)
+        + line(history, "logps/rejected_delta", "rejected", ORANGE),
+    )

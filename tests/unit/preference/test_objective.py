@@ -277,6 +277,18 @@ def test_metrics_of_labelled_rows_are_by_label() -> None:
     assert "rewards/rejected" not in found and "rewards/margin" not in found
 
 
+def test_the_curves_of_single_answers_show_how_far_each_kind_moved() -> None:
+    found = {"logps/chosen_delta": 1.5, "logps/rejected_delta": -2.0}
+    away = preference_panels([{"step": 1.0, **found}], [])[4]
+    assert away.unit == "nats per answer"
+    assert [(line.label, line.values) for line in away.series] == [
+        ("chosen", (1.5,)),
+        ("rejected", (-2.0,)),
+    ]
+    pairs = preference_panels([{"step": 1.0, "pref/both_falling": 0.5, **found}], [])[4]
+    assert pairs.unit == "fraction of pairs" and pairs.series[0].values == (0.5,)
+
+
 def test_the_curves_show_what_the_objective_measures() -> None:
     found = metrics_of(whole(objective("dpo"), made_pairs()))
     ranked = {
