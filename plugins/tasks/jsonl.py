@@ -134,7 +134,8 @@ class JsonlTask(Task[JsonlConfig]):
     def fingerprint(self) -> str:
         """Digest of the files, so that edited data are new data."""
         paths = [self.config.path, self.config.held_out_path]
-        return combine_digests({str(i): file_digest(p) for i, p in enumerate(paths) if p})
+        found = {str(i): file_digest(p.expanduser()) for i, p in enumerate(paths) if p}
+        return combine_digests(found)
 
     def verify(self, problem: Problem, text: str) -> Verdict:
         """Compare as `match` says."""

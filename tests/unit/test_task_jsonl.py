@@ -42,6 +42,18 @@ def test_rows_become_problems(tmp_path: Path) -> None:
     assert [p.answer for p in task.problems("held_out", 1, seed=0)] == ["7.5"]
 
 
+def test_a_file_in_the_home_directory_is_read_and_known_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(tmp_path / "a.jsonl", *rows(3))
+    short = Path("~/a.jsonl")
+    assert build(short).fingerprint() == build(path).fingerprint()
+    before = build(short).fingerprint()
+    write(path, *rows(4))
+    assert build(short).fingerprint() != before
+
+
 def test_splits_of_one_file_are_disjoint_and_complete(tmp_path: Path) -> None:
     task = build(write(tmp_path / "a.jsonl", *rows(300)), held_out_permille=200)
     with pytest.raises(DataError, match=r"'jsonl' has (\d+) distinct problems in its held_out"):
