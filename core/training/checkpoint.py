@@ -183,10 +183,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """What `save_checkpoint` wrote beside the tensors."""
     try:
         record: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        if not isinstance(record, dict) or "step" not in record:
+            raise ValueError("no object with a step")
     except ValueError as error:
         raise RunError(
-            f"checkpoint '{folder}' is damaged ({_STATE} is not JSON: {error}): run with --fresh "
-            "to start the stage anew"
+            f"checkpoint '{folder}' is damaged ({_STATE} is not what was written: {error}): run "
+            "with --fresh to start the stage anew"
         ) from error
     return record
 

@@ -178,11 +178,12 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_never_skipped(tmp_path: Path
     (folder / "state.json").write_text(json.dumps(record | {"version": 99}))
     with pytest.raises(RunError, match="schema version 99"):
         load_checkpoint(folder, optimizer)
-    (folder / "state.json").write_text(json.dumps(record)[:-9])
-    with pytest.raises(RunError, match="state.json is not JSON.*--fresh"):
-        load_checkpoint(folder, optimizer)
-    with pytest.raises(RunError, match="state.json is not JSON.*--fresh"):
-        read_step(folder)
+    for broken in (json.dumps(record)[:-9], "[]", "{}"):
+        (folder / "state.json").write_text(broken)
+        with pytest.raises(RunError, match="damaged.*state.json is not what.*--fresh"):
+            load_checkpoint(folder, optimizer)
+        with pytest.raises(RunError, match="damaged.*state.json is not what.*--fresh"):
+            read_step(folder)
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
