@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
-ScoreStatus = Literal["ok", "unscored", "error"]
+FinishReason = Literal["stop", "length", "stop_string"]
+ScoreStatus = Literal["ok", "unscored", "error", "timeout", "crashed"]
 Split = Literal["train", "held_out"]
 
 
@@ -44,7 +44,11 @@ class StepVerdict:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How an engine draws responses. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How an engine draws responses. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    A response also ends with the token that completes one of `stop_strings` in its text; that token
+    is kept. With `entropy`, each completion carries the entropy of every draw.
+    """
 
     num_generations: int = 1
     max_tokens: int = 16
@@ -52,6 +56,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    stop_strings: tuple[str, ...] = ()
+    entropy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,12 @@ class Completion:
     `logprobs` are nats under the distribution that was sampled from (log-softmax of logits /
     temperature, renormalised when top-p or top-k cut it), one per token id. The end-of-sequence
     token is part of `token_ids` when it was sampled; `finish_reason` is `length` when the limit cut
-    the response.
+    the response, `stop_string` when it ended with one of `SamplingParams.stop_strings`.
+
+    `entropies` are nats at temperature 1, one per token, when they were asked for. In a response
+    of several turns, `sampled` says of each token whether the policy sampled it (empty = all); the
+    others are observations, with log-prob 0. `node_ids` name the tree node that made each token, in
+    responses that share prefixes.
     """
 
     token_ids: tuple[int, ...]
@@ -71,6 +82,9 @@ class Completion:
     seed: int
     engine: str
     engine_version: str
+    entropies: tuple[float, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    node_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +104,14 @@ class RewardSample:
 class Score:
     """The reward of one sample; `value` None means it could not be scored: never a zero.
 
-    `steps` are the scores of the response's steps, from rewards that give them.
+    `status` says why: `unscored` (the reward has nothing to say of it), `error` (it raised, or
+    returned what is no score), `timeout`, `crashed` (its process died). `detail` is for people.
+    `components` are the named parts of the value; `steps` the scores of the response's steps, from
+    rewards that give them.
     """
 
     value: float | None
     status: ScoreStatus = "ok"
     detail: str = ""
     steps: tuple[StepVerdict, ...] = ()
+    components: Mapping[str, float] = field(default_factory=dict)

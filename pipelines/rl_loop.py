@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from posttrain.core.contracts import (
     AdvantageEstimator,
     KlController,
     KlEstimator,
-    PromptGroup,
     RolloutEngine,
+    RolloutRequest,
+    SampledGroup,
     Sampler,
 )
 from posttrain.core.data.packing import rollout_batch
@@ -28,6 +30,8 @@ from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.group_filter import drop_groups
 from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
+from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.scoring import (
@@ -59,7 +63,7 @@ class RlLoop:
     estimator: AdvantageEstimator[Any]
     kl: KlEstimator[Any]
     controller: KlController[Any]
-    problems: Sequence[Problem]
+    prompts: PromptStream
     held_out: Sequence[Problem]
     critic: ValuePhase | None = None
     first_step: int = 1
@@ -109,9 +113,6 @@ class RlLoop:
     def rollout(self, step: int) -> RolloutBatch:
         """Sample this step's groups with the current policy."""
         stage, generation = self.stage, self.stage.generation
-        first = (step - 1) * stage.prompts_per_step
-        problems = self.problems[first : first + stage.prompts_per_step]
-        prompts = [PromptGroup(p, self.tokenizer.encode_prompt(p)) for p in problems]
         params = SamplingParams(
             num_generations=stage.num_generations,
             max_tokens=generation.max_response_length,
@@ -121,13 +122,30 @@ class RlLoop:
             seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
         )
         with self._timed("rollout_s"):
-            groups = self.sampler.sample(self.engine, prompts, params)
-            batch = rollout_batch(groups, self.tokenizer)
+            request = RolloutRequest(
+                engine=self.engine,
+                prompts=self.prompts.take(stage.prompts_per_step),
+                params=params,
+                policy_version=self.engine.policy_version,
+                generate=partial(generate_groups, self.engine),
+                more_prompts=self.prompts.take,
+                verify=self._verify,
+                check=self.context.check,
+            )
+            sampled = self.sampler.sample(request)
+            batch = rollout_batch(sampled.groups, self.tokenizer)
+        self.metrics |= sampled.metrics
         tokens = float(batch.response_mask.sum())
         self.metrics["throughput/rollout_tokens_per_s"] = tokens / self.metrics["time/rollout_s"]
         lag = (step - 1) - batch.policy_version.double()
         self.metrics |= {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
         return batch
+
+    def _verify(self, group: SampledGroup) -> list[float]:
+        """The verifier's raw verdict on each response of a group."""
+        texts = [self.tokenizer.decode_response(c.token_ids) for c in group.completions]
+        problem = group.prompt.problem
+        return [self.context.task.verify(problem, text).correct for text in texts]
 
     def score_rewards(self, batch: RolloutBatch) -> RolloutBatch:
         """Fill the reward columns."""
@@ -261,6 +279,8 @@ class RlLoop:
             estimator=self.estimator.state(),
             losses={term.loss.name: term.loss.state() for term in terms},
             critic={} if self.critic is None else self.critic.state(),
+            sampler=self.sampler.state(),
+            prompts=self.prompts.position,
         )
         critic = None if self.critic is None else self.critic.optimizer
         refreshed = self.learner.reference if self.stage.kl.refresh_every else None
@@ -275,6 +295,8 @@ class RlLoop:
             term.loss.load_state(state.losses.get(term.loss.name, {}))
         if self.critic is not None:
             self.critic.load_state(state.critic)
+        self.sampler.load_state(state.sampler)
+        self.prompts.position = state.prompts
         self.first_step = state.step + 1
         self.history = list(state.history)
         self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]

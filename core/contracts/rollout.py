@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -69,9 +69,14 @@ class RewardContext:
 
 
 class Reward(Plugin[ConfigT]):
-    """Scores finished responses. One `Score` per sample, in order; None is "unscored", never 0."""
+    """Scores finished responses. One `Score` per sample, in order; None is "unscored", never 0.
+
+    A reward runs in worker processes, sample by sample, with a time limit each, unless it says
+    `runs_in = "host"`: for rewards that can neither hang nor crash, or that hold a model.
+    """
 
     kind = "reward"
+    runs_in: ClassVar[Literal["worker", "host"]] = "worker"
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
     gives_steps: ClassVar[bool] = False
     """Whether its scores carry `steps`, which process-supervised advantages read."""
@@ -120,6 +125,10 @@ class RolloutEngine(Plugin[ConfigT]):
         """`params.num_generations` completions for each prompt, in the order of `prompts`."""
 
     @abstractmethod
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
+
+    @abstractmethod
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Replace all weights by (name, tensor) pairs named as in the model's state dict."""
 
@@ -144,6 +153,34 @@ class SampledGroup:
     completions: tuple[Completion, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRollout:
+    """Groups for one rollout batch, and what there is to say of how they were found."""
+
+    groups: Sequence[SampledGroup]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """What a sampler is given to fill one rollout batch.
+
+    `generate` draws `params.num_generations` responses to each prompt, whole episodes where the
+    stage has an environment; `more_prompts(n)` takes n further prompts from the task; `verify`
+    gives the verifier's raw verdict in [0, 1] on each response of a group, before any shaping;
+    `check` raises when the run was told to stop. `policy_version` is that of the engine's weights.
+    """
+
+    engine: RolloutEngine[Any]
+    prompts: Sequence[PromptGroup]
+    params: SamplingParams
+    policy_version: int
+    generate: Callable[[Sequence[PromptGroup], SamplingParams], list[SampledGroup]]
+    more_prompts: Callable[[int], Sequence[PromptGroup]]
+    verify: Callable[[SampledGroup], Sequence[float]]
+    check: Callable[[], None]
+
+
 class Sampler(Plugin[ConfigT]):
     """Decides which prompts are sampled how often to fill one rollout batch."""
 
@@ -152,7 +189,12 @@ class Sampler(Plugin[ConfigT]):
     """Columns of the batch that it fills beside the responses (`node_id` of a tree)."""
 
     @abstractmethod
-    def sample(
-        self, engine: RolloutEngine[Any], prompts: Sequence[PromptGroup], params: SamplingParams
-    ) -> list[SampledGroup]:
-        """Groups for one rollout batch, in the order of `prompts`."""
+    def sample(self, request: RolloutRequest) -> SampledRollout:
+        """Groups for one rollout batch."""
+
+    def state(self) -> dict[str, Any]:  # Any: JSON
+        """What a resumed run needs of it, as JSON."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Stand where `state` was taken."""

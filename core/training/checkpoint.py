@@ -28,15 +28,16 @@ _STATE = "state.json"
 _TENSOR_FILES = ("master", "exp_avg", "exp_avg_sq", "step")
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
     """Where a loop stands after `step` steps, and the metrics of each step so far.
 
-    `controller`, `estimator`, `losses` (by the loss's name) and `critic` are what the KL
-    controller, the advantage estimator, the policy losses and the critic's schedule keep.
+    `controller`, `estimator`, `losses` (by the loss's name), `critic` and `sampler` are what the KL
+    controller, the advantage estimator, the policy losses, the critic's schedule and the sampler
+    keep; `prompts` counts those taken from the task.
     """
 
     step: int
@@ -45,6 +46,8 @@ class LoopState:
     estimator: dict[str, float] = field(default_factory=dict)
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
     critic: dict[str, float] = field(default_factory=dict)
+    sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
+    prompts: int = 0
 
 
 def save_checkpoint(

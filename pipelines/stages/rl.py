@@ -17,6 +17,7 @@ from posttrain.core.contracts import (
     Sampler,
 )
 from posttrain.core.models.loading import load_policy, save_model
+from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.scoring import WeightedReward
 from posttrain.core.tracking.plots import learning_curves
@@ -113,7 +114,7 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
-        problems=problems,
+        prompts=PromptStream(problems, tokenizer, derive_seed(run.seed, context.name, "prompts")),
         held_out=held_out,
         critic=build_critic(context, stage),
     )

@@ -243,6 +243,18 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             for ids, values, length, seed in zip(tokens, logprobs, lengths, seeds, strict=True)
         ]
 
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
+        setup = self._started()
+        values = []
+        for ids in sequences:
+            row = torch.tensor([list(ids)], device=setup.device)
+            logits = self._model(input_ids=row, use_cache=False).logits[0, :-1]
+            logprobs = logits.float().log_softmax(dim=-1)
+            values.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).tolist())
+        return values
+
     @torch.no_grad()
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Copy all weights in place. A tied output layer may be left out; nothing else may.

@@ -166,6 +166,23 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         found = iter(rows)
         return [[next(found) for _ in repeats] for _ in prompts]
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
+        self._started()
+        from vllm import SamplingParams as Request
+
+        request = Request(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        inputs = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        with _undisturbed_random():
+            outputs = self._llm.generate(inputs, request, use_tqdm=False)
+        return [
+            [
+                float(entry[token].logprob)
+                for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
+
     def _completion(self, output: Any, seed: int) -> Completion:  # Any: vllm's CompletionOutput
         ids = tuple(output.token_ids)
         entries = zip(ids, output.logprobs, strict=True)

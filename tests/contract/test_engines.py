@@ -125,6 +125,13 @@ def test_a_cut_distribution_is_never_left_and_is_renormalised(
                 assert logprob == pytest.approx(float(expected), abs=running.tolerance)
 
 
+def test_given_tokens_are_scored_as_by_a_plain_forward_pass(running: Running) -> None:
+    scores = running.engine.score(running.prompts)
+    for ids, values in zip(running.prompts, scores, strict=True):
+        expected = next_logprobs(running.model, ids)[:-1].gather(-1, torch.tensor(ids)[1:, None])
+        assert values == pytest.approx(expected[:, 0].tolist(), abs=running.tolerance)
+
+
 def test_sampled_frequencies_follow_the_distribution(running: Running) -> None:
     draws, prompt = 3000, running.prompts[0]
     sampled = running.one(prompt, SamplingParams(draws, max_tokens=1, seed=5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import pytest
 import yaml
@@ -16,10 +17,12 @@ from posttrain.core.contracts import (
     PromptGroup,
     Reward,
     RolloutEngine,
+    RolloutRequest,
     Sampler,
 )
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.types import Completion, Problem, RewardSample, SamplingParams, Verdict
 
 MANAGER = PluginManager()
@@ -75,6 +78,8 @@ class ListedEngine(RolloutEngine[NoConfig]):
     def start(self, setup: EngineSetup) -> None: ...
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None: ...
     def close(self) -> None: ...
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise NotImplementedError
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -89,12 +94,26 @@ class ListedEngine(RolloutEngine[NoConfig]):
         ]
 
 
+def request(
+    engine: ListedEngine, prompts: Sequence[PromptGroup], num_generations: int
+) -> RolloutRequest:
+    return RolloutRequest(
+        engine=engine,
+        prompts=prompts,
+        params=SamplingParams(num_generations=num_generations),
+        policy_version=0,
+        generate=partial(generate_groups, engine),
+        more_prompts=lambda count: [],
+        verify=lambda group: [1.0] * len(group.completions),
+        check=lambda: None,
+    )
+
+
 def test_the_group_sampler_asks_once_and_keeps_prompts_with_their_completions() -> None:
     engine = ListedEngine(NoConfig())
     prompts = [PromptGroup(PROBLEM, (p,)) for p in (4, 2)]
-    groups = MANAGER.build(Sampler, "group").sample(
-        engine, prompts, SamplingParams(num_generations=3)
-    )
+    rollout = MANAGER.build(Sampler, "group").sample(request(engine, prompts, 3))
+    groups = rollout.groups
     assert engine.calls == 1
     assert [group.prompt for group in groups] == prompts
     tokens = [[completion.token_ids[0] for completion in group.completions] for group in groups]
@@ -105,9 +124,7 @@ def test_the_group_sampler_refuses_groups_that_are_too_small() -> None:
     engine = ListedEngine(NoConfig())
     engine.lost = 1
     with pytest.raises(RunError, match=r"engine 'listed' returned groups of \[1\]"):
-        MANAGER.build(Sampler, "group").sample(
-            engine, [PromptGroup(PROBLEM, (1,))], SamplingParams(num_generations=2)
-        )
+        MANAGER.build(Sampler, "group").sample(request(engine, [PromptGroup(PROBLEM, (1,))], 2))
 
 
 def test_the_grpo_preset_is_an_rl_stage_as_it_would_be_written() -> None:

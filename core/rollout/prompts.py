@@ -1,0 +1,35 @@
+"""Prompts in the order a stage consumes them, with a cursor that a checkpoint can keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.core.contracts import PromptGroup
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.runtime.seeding import generator
+from posttrain.core.types import Problem
+
+
+class PromptStream:
+    """An endless stream of prompts: the problems in order, then again and again in other orders."""
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: ChatTokenizer, seed: int) -> None:
+        self.problems, self.tokenizer, self.seed = problems, tokenizer, seed
+        self.position = 0
+        self._order: tuple[int, list[int]] = (0, list(range(len(problems))))
+
+    def take(self, count: int) -> list[PromptGroup]:
+        """The next `count` prompts."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> PromptGroup:
+        epoch, index = divmod(self.position, len(self.problems))
+        self.position += 1
+        if epoch != self._order[0]:
+            draw = generator(self.seed, "prompts", epoch)
+            order = torch.randperm(len(self.problems), generator=draw).tolist()
+            self._order = (epoch, order)
+        problem = self.problems[self._order[1][index]]
+        return PromptGroup(problem, self.tokenizer.encode_prompt(problem))
