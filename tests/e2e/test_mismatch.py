@@ -66,7 +66,9 @@ def config(model: Path, engine: str, **rl: Any) -> dict[str, Any]:
     }
     law = {"max_response_length": 8, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     correction = {"plugin": {"name": "tis_token", "statistics": "full"}}
-    cut = shared | {"generation": law, "rollout_correction": correction}
+    # An alarm at every step: float32 rounding alone makes a k3 of 1e-14.
+    alarm = {"mismatch_alarm": 1e-18}
+    cut = shared | {"generation": law, "rollout_correction": correction} | alarm
     return made | {"engine": engine, "stages": {"plain": shared, "cut": cut}}
 
 
@@ -83,7 +85,7 @@ def curves(done: Finished, stage: str, *names: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_engine_and_trainer_agree_before_and_after_ten_updates_under_every_law(
+def test_engine_and_trainer_agree_at_every_step_under_every_law_and_an_alarm_is_told_once(
     tmp_path: Path, engine: str
 ) -> None:
     found = PluginManager().find("rollout_engine", engine).cls
@@ -95,7 +97,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates_under_every_law(
     if engine == "vllm":
         settings["engine"] = {"name": "vllm", "kv_cache_gb": 0.25}
     path = write_config(tmp_path / "run.yaml", settings)
-    done = run_command("run", str(path), "--home", str(tmp_path / "home"), "--json")
+    done = run_command("run", str(path), "--home", str(tmp_path / "home"), "--json", timeout=550)
     assert done.code == 0, done.text
     for stage in ("plain", "cut"):
         gaps, k3, alarms, probe, moved, cost, whole = curves(
@@ -111,13 +113,18 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates_under_every_law(
         )
         assert max(gaps) < 1e-4
         assert max(k3) < 1e-6
-        assert max(alarms) == 0
+        assert sum(alarms) == 0 if stage == "plain" else sum(alarms) > 1
         assert max(probe) < 1e-4
         assert min(moved) > 1e-3, "the weights moved, and the engine with them"
         assert sum(cost) < 0.5 * sum(whole)
     low, high, cuts = curves(done, "cut", "is_weight/raw_min", "is_weight/raw_max", "tis/clip_frac")
     assert 0.999 < min(low) <= max(high) < 1.001, "a correction of nothing is none"
     assert max(cuts) == 0
+    (warning,) = done.result["warnings"]
+    assert warning.startswith("cut: step ") and "mismatch/k3" in warning
+    client = MlflowClient(done.result["mlflow_uri"])
+    run = client.get_run(done.result["stages"]["cut"]["mlflow_run_id"])
+    assert run.data.tags["posttrain.alarm.mismatch"] in warning
 
 
 @pytest.fixture
