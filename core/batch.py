@@ -51,6 +51,7 @@ COLUMN_AXES: dict[str, str] = {
     "correction_mask": "BT",
     "logprobs_now": "BT",
     "entropy_keep": "BT",
+    "log_kept": "BT",
 }
 
 
@@ -70,6 +71,10 @@ class RolloutBatch:
     sum of the old policy's squared probabilities over the vocabulary; `is_weight` and
     `correction_mask` [B, T] the rollout correction; `logprobs_now` and `entropy` [B, T] the policy
     at the start of an optimizer step; `entropy_keep` [B, T] the tokens an entropy mask keeps.
+
+    `log_kept` [B, T] is the log of the old policy's probability on what top-k and top-p kept at
+    each token; None when they cut nothing, or it is not known yet. Once it is filled,
+    `rollout_logprobs` are the engine's plus it: on the uncut law, as `old_logprobs` are.
     """
 
     prompt_ids: Tensor
@@ -104,6 +109,7 @@ class RolloutBatch:
     correction_mask: Tensor | None = None
     logprobs_now: Tensor | None = None
     entropy_keep: Tensor | None = None
+    log_kept: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)

@@ -1,7 +1,6 @@
 """What rollout engines share: request checks, a seed per response, drawing tokens, weight checks.
 
-Everything here is pure. Axes: N sequences that decode together, V vocabulary, W tokens kept by
-top-k or top-p.
+Everything here is pure. Axes: N sequences that decode together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.math.nucleus import Cut, nucleus
 from posttrain.core.types import SamplingParams
 
 # 8 rows of a 49k vocabulary stay in the cache of a CPU: 9 x as fast as 128 rows at once.
 CPU_BLOCK_ROWS = 8
-# Tokens looked at first for top-p; a nucleus that is wider is searched for again in 8 x as many.
-FIRST_NUCLEUS_WIDTH = 256
 
 
 def check_request(
@@ -122,7 +120,7 @@ def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     scores = scores / params.temperature
     kept: Tensor | None = None
     if params.top_p < 1 or 0 < params.top_k < scores.shape[-1]:
-        scores, kept = _nucleus(scores, params)
+        scores, kept = nucleus(scores, Cut(params.top_k, params.top_p))
     top = scores.amax(dim=-1, keepdim=True)
     # float64: in float32 the sum over a large vocabulary would swallow the tail's probabilities.
     cumulative = (scores - top).exp().cumsum(dim=-1, dtype=torch.float64)
@@ -132,26 +130,6 @@ def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     logprobs = (scores.gather(-1, choice) - top).squeeze(-1) - total.log().float()
     ids = choice if kept is None else kept.gather(-1, choice)
     return ids.squeeze(-1), logprobs
-
-
-def _nucleus(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Scores [N, W], best first and -inf beyond the cut, and their token ids [N, W].
-
-    top-p keeps the fewest tokens whose probability (after top-k) reaches it, at least one.
-    """
-    vocabulary = scores.shape[-1]
-    width = min(params.top_k or FIRST_NUCLEUS_WIDTH, vocabulary)
-    while True:
-        best = scores.topk(width, dim=-1)
-        base = best.values if params.top_k else scores
-        probabilities = (best.values - base.logsumexp(dim=-1, keepdim=True)).exp()
-        mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        wide_enough = params.top_k or width == vocabulary or mass[:, -1].min() >= params.top_p
-        if wide_enough:
-            break
-        width = min(8 * width, vocabulary)
-    beyond = mass - probabilities >= params.top_p if params.top_p < 1 else mass < 0
-    return best.values.masked_fill(beyond, float("-inf")), best.indices
 
 
 def checked_weights(

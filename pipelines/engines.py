@@ -17,6 +17,7 @@ from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.sync_check import check_stored
 from posttrain.core.runtime.device import is_cuda
 from posttrain.core.runtime.seeding import derive_seed
 
@@ -78,7 +79,14 @@ class EnginePool:
                 self._engine = self._start(model_dir)
             else:
                 self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
+                self._check_weights(self._engine, model_dir)
             yield self._engine
+
+    def _check_weights(self, engine: RolloutEngine[Any], model_dir: Path) -> None:
+        """Raise `RunError` unless `engine` has the weights of `model_dir`."""
+        model = self.config.model
+        tokenizer = ChatTokenizer.load(model_dir, model.system_prompt)
+        check_stored(engine, model_dir, self.runtime, tokenizer, model.max_model_len)
 
     def close(self) -> None:
         """Stop the engine."""

@@ -32,6 +32,7 @@ from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.scoring import (
@@ -46,6 +47,7 @@ from posttrain.core.training.checkpoint import LoopState, remove_older, save_che
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.value_phase import ValuePhase
 from posttrain.core.types import Problem, SamplingParams
+from posttrain.pipelines.alarms import mismatch_alarm
 from posttrain.pipelines.stages.context import StageContext, evaluation_table
 
 
@@ -66,6 +68,7 @@ class RlLoop:
     prompts: PromptStream
     held_out: Sequence[Problem]
     critic: ValuePhase | None = None
+    sync_check: SyncCheck | None = None
     first_step: int = 1
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -213,7 +216,11 @@ class RlLoop:
                 self.metrics |= self.critic.update(batch, step, self.context.check)
             if self.critic is None or not self.critic.pretraining:
                 self._update_policy(batch, step)
+            else:
+                self.metrics |= self.learner.mismatch(batch, self.context.check)
             trim_heap()
+        threshold = self.stage.mismatch_alarm
+        self.metrics |= mismatch_alarm(self.context, step, self.metrics, self.history, threshold)
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
 
@@ -234,17 +241,18 @@ class RlLoop:
             )
         if kl.refresh_every and step % kl.refresh_every == 0:
             self.learner.refresh_reference()
-        if found.get("mismatch/k3", 0.0) > self.stage.mismatch_alarm:
-            self.context.warn(
-                f"step {step}: engine and trainer log-probs disagree (mismatch/k3 "
-                f"{found['mismatch/k3']:.4f} > {self.stage.mismatch_alarm}): check that both use "
-                "one precision and that weights are synced"
-            )
 
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy of version `step`."""
         with self._timed("sync_s"):
             self.engine.sync_weights(self.learner.model.state_dict().items(), policy_version=step)
+        self.check_sync(f"the sync of step {step}")
+
+    def check_sync(self, event: str) -> None:
+        """Stop the run unless the engine has the learner's weights."""
+        if self.sync_check is not None and self.sync_check.is_due():
+            with self._timed("sync_check_s"):
+                self.metrics |= self.sync_check.after(event)
 
     def evaluate(self, step: int) -> None:
         """Greedy held-out accuracy of the policy after `step` steps; the cheap part of it."""

@@ -222,6 +222,14 @@ class _Check:
                 f"'{plugin.name}' decides in each micro-batch what it keeps, so the count of kept "
                 "tokens is not known before the first; set renormalise: false",
             )
+        generation = self.stage.generation
+        if section.bypass_old and (generation.top_k > 0 or generation.top_p < 1):
+            yield self.line(
+                "rollout_correction.bypass_old",
+                "the engine's log-probs are renormalised over what top_k and top_p keep, and the "
+                "policy's are not, so their ratio would not start at 1; set bypass_old: false, or "
+                "generation.top_p: 1 and top_k: 0",
+            )
 
     def trust_region(self) -> Iterable[str]:
         """What a loss with its own optimizer step cannot be combined with."""

@@ -449,6 +449,12 @@ class RlStage(StageBase):
         default=0.02, gt=0, description="warn when k3 between engine and trainer (nats) exceeds it"
     )
 
+    check_sync: Literal["every", "first", "never"] = Field(
+        default="every",
+        description="which weight syncs are followed by a check that the engine has the trainer's "
+        "weights; the run stops where it has not",
+    )
+
     def outside_paths(self) -> dict[str, str]:
         """A saved critic and a file of pre-training examples, where the config names them."""
         critic_path = None if self.critic is None else self.critic.path

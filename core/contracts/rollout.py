@@ -132,6 +132,14 @@ class RolloutEngine(Plugin[ConfigT]):
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Replace all weights by (name, tensor) pairs named as in the model's state dict."""
 
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...] | None:
+        """Names of those of `weights` that are not, bit for bit, what the engine computes with.
+
+        They are compared in the engine's own precision. None from an engine that cannot tell, as
+        when it keeps weights in another layout: then it is probed.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; may be called twice."""

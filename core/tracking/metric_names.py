@@ -105,6 +105,14 @@ METRICS: dict[str, Metric] = {
     "mismatch/log_ppl_abs_diff": Metric("nats", "mean absolute value of it", "lower"),
     "mismatch/log_ppl_diff_max": Metric("nats", "largest of it"),
     "mismatch/log_ppl_diff_min": Metric("nats", "smallest of it"),
+    "alarm/mismatch": Metric(
+        "0 or 1", "whether mismatch/k3 exceeded the stage's mismatch_alarm", "lower"
+    ),
+    "sync/probe_abs_max": Metric(
+        "nats", "engine against trainer on the probe after a sync, largest", "lower"
+    ),
+    "sync/probe_abs_mean": Metric("nats", "the same, mean over the probe's tokens", "lower"),
+    "sync/probe_change": Metric("nats", "how far the sync moved the probe's log-probs, mean"),
     "tis/clip_frac": Metric("fraction", "tokens whose importance weight was cut", "lower"),
     "mis/drop_frac": Metric("fraction", "tokens that a rollout correction drops", "lower"),
     "staleness/mean": Metric("updates", "mean age of the policy that sampled a token", "lower"),
@@ -195,6 +203,7 @@ METRICS: dict[str, Metric] = {
     "time/advantage_s": Metric("s", "computing advantages", "lower"),
     "time/update_s": Metric("s", "updating the policy", "lower"),
     "time/sync_s": Metric("s", "giving the engine the new weights", "lower"),
+    "time/sync_check_s": Metric("s", "checking that the engine has them", "lower"),
     "time/evaluate_s": Metric("s", "evaluating on held-out problems", "lower"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint", "lower"),
     "time/tracking_s": Metric("s", "handing measurements to the tracker", "lower"),

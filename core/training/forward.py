@@ -13,23 +13,31 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.training.logprobs import token_logprobs
+from posttrain.core.math.nucleus import Cut
+from posttrain.core.training.logprobs import cut_logprobs
+
+UNCUT = Cut()
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseForward:
-    """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0."""
+    """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0.
+
+    `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
+    """
 
     logprobs: Tensor
     entropy: Tensor
+    log_kept: Tensor | None = None
 
 
 def response_logprobs(
-    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
+    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float, cut: Cut = UNCUT
 ) -> ResponseForward:
     """Log-probs and entropy of each response token of `batch` at the sampling temperature."""
     states = response_states(model, batch, include_last=False)
-    return project_states(model, states, batch.response_ids.shape, temperature=temperature)
+    shape = batch.response_ids.shape
+    return project_states(model, states, shape, temperature=temperature, cut=cut)
 
 
 @torch.no_grad()
@@ -39,14 +47,19 @@ def forward_only(
     micro_batch_size: int,
     temperature: float,
     check: Callable[[], None] = lambda: None,
+    cut: Cut = UNCUT,
 ) -> ResponseForward:
     """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches."""
     parts = []
     for rows in torch.split(torch.arange(len(batch)), micro_batch_size):
         check()
-        parts.append(response_logprobs(model, batch.select(rows), temperature=temperature))
+        micro = batch.select(rows)
+        parts.append(response_logprobs(model, micro, temperature=temperature, cut=cut))
+    kept = [p.log_kept for p in parts if p.log_kept is not None]
     return ResponseForward(
-        torch.cat([p.logprobs for p in parts]).cpu(), torch.cat([p.entropy for p in parts]).cpu()
+        torch.cat([p.logprobs for p in parts]).cpu(),
+        torch.cat([p.entropy for p in parts]).cpu(),
+        torch.cat(kept).cpu() if kept else None,
     )
 
 
@@ -104,14 +117,18 @@ def project_states(
     shape: torch.Size,
     *,
     temperature: float,
+    cut: Cut = UNCUT,
 ) -> ResponseForward:
     """Log-probs and entropy of `shape` [B, T] from what `response_states` gave."""
     hidden, ids, mask = states
     flat = mask.nonzero(as_tuple=True)
-    values, entropies = token_logprobs(
-        hidden[:, : ids.shape[1]][flat], head_weight(model), ids[flat], temperature=temperature
+    chosen, head = hidden[:, : ids.shape[1]][flat], head_weight(model)
+    values, entropies, kept = cut_logprobs(chosen, head, ids[flat], cut, temperature=temperature)
+    return ResponseForward(
+        to_rows(values, mask, shape),
+        to_rows(entropies, mask, shape),
+        to_rows(kept, mask, shape) if cut else None,
     )
-    return ResponseForward(to_rows(values, mask, shape), to_rows(entropies, mask, shape))
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:

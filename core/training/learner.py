@@ -1,8 +1,8 @@
 """The learner: one rollout batch in, optimizer steps out, exact however the work is split.
 
 Every term of the loss is divided by counts of the *global* mini-batch, taken before its first
-micro-batch, so the summed micro-batch gradients equal the gradient of one big batch. What the loss
-is made of is the objective's business; here are the epochs, mini-batches and micro-batches.
+micro-batch, so the summed gradients equal that of one big batch. What the loss is made of is the
+objective's business; here are the epochs, mini-batches and micro-batches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.math.mismatch import mismatch_metrics
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.collision import response_sum_pi_squared
 from posttrain.core.training.exact_kl import response_exact_kl
 from posttrain.core.training.forward import (
+    UNCUT,
     ResponseForward,
     forward_only,
     project_states,
@@ -32,6 +33,7 @@ from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.records import record_micro, update_metrics
+from posttrain.core.training.sampled_law import mismatch_of, on_uncut_law
 from posttrain.core.training.splitting import micro_rows, mini_batches
 from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
 
@@ -74,12 +76,15 @@ class Learner:
 
         Needs `advantages`, and fills `old_logprobs` itself: from a forward pass before the first
         update, or, when there is only one update and nothing else reads them, from that update's
-        own forward, which is the same policy. `check` runs between micro-batches (it raises to
-        stop).
+        own forward, which is the same policy. `check` raises to stop, between micro-batches.
         """
         batch.require(["advantages", "mask"], "the learner")
         batch, metrics = self._ready(batch, kl_coef, check)
         settings, done = self.settings, Progress(batch.old_logprobs)
+        # An update without a token, or one that sees the policy only when it has moved.
+        unseen = not batch.mask.any() or (self.objective.bypass_old and self.trust_region)
+        if unseen:
+            metrics |= self.mismatch(batch, check)
         parts = mini_batches(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
@@ -101,8 +106,12 @@ class Learner:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
-        if not self.objective.bypass_old:
-            metrics |= mismatch_metrics(first, batch.rollout_logprobs, batch.mask)
+        if not unseen:
+            # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
+            own = self.objective.bypass_old or batch.old_logprobs is None
+            rows, seen = (done.first_mini, done.first_seen) if own else (batch, first)
+            assert rows is not None and seen is not None
+            metrics |= mismatch_of(rows, seen, rows.mask)
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
         return UpdateResult(metrics, first)
 
@@ -120,9 +129,11 @@ class Learner:
         `place` is the rollout batch's step and the update's number on it.
         """
         own = MetricSums()
-        seen = self._accumulate(mini, prepared, kl_coef, own, check)
+        seen, log_kept = self._accumulate(mini, prepared, kl_coef, own, check)
         if done.first_logprobs is None:
             done.first_logprobs = seen
+        if done.first_mini is None:
+            done.first_mini, done.first_seen = on_uncut_law(mini, log_kept), seen
         if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
             done.sums.add_scalar("guard/exceeded", 1.0)
             if self.guard.action == "stop":
@@ -161,8 +172,17 @@ class Learner:
             return batch
         if self.objective.bypass_old:
             return batch.with_columns(old_logprobs=batch.rollout_logprobs)
-        old = self.forward_only(self.model, batch, check)
+        old = self.forward_only(self.model, batch, check, self.settings.cut)
+        batch = on_uncut_law(batch, old.log_kept)
         return batch.with_columns(old_logprobs=old.logprobs, entropy=old.entropy)
+
+    def mismatch(self, batch: RolloutBatch, check: Check = _nothing) -> dict[str, float]:
+        """Engine against the present policy on all of `batch`, for a step that updates nothing."""
+        if batch.old_logprobs is not None and not self.objective.bypass_old:
+            return mismatch_of(batch, batch.old_logprobs, batch.response_mask)
+        old = self.forward_only(self.model, batch, check, self.settings.cut)
+        batch = on_uncut_law(batch, old.log_kept)
+        return mismatch_of(batch, old.logprobs, batch.response_mask)
 
     def _prepare(
         self, mini: RolloutBatch, step: int, number: int, check: Check
@@ -205,11 +225,11 @@ class Learner:
         return self.forward_only(self.reference, batch, check).logprobs
 
     def forward_only(
-        self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing
+        self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing, cut: Cut = UNCUT
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
-        settings = self.settings
-        return forward_only(model, batch, settings.micro_batch_size, settings.temperature, check)
+        size, temperature = self.settings.micro_batch_size, self.settings.temperature
+        return forward_only(model, batch, size, temperature, check, cut)
 
     def sum_pi_squared(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
@@ -227,12 +247,15 @@ class Learner:
         kl_coef: float,
         sums: MetricSums,
         check: Check = _nothing,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Forward and backward over the micro-batches of one mini-batch.
 
-        Returns the log-probs [B, T] that the forward passes saw; rows without loss stay 0.
+        Returns the log-probs [B, T] that the forward passes saw (rows without loss stay 0) and,
+        when these are the old policy's too, the log mass that a cut of the rollout keeps.
         """
         seen = torch.zeros_like(mini.rollout_logprobs)
+        cut = self.settings.cut if mini.old_logprobs is None else UNCUT
+        log_kept = torch.zeros_like(seen) if cut else None
         for rows in micro_rows(mini, self.settings.micro_batch_size):
             check()
             micro = mini.select(rows)
@@ -244,8 +267,12 @@ class Learner:
                 states,
                 micro.response_ids.shape,
                 temperature=self.settings.temperature,
+                cut=cut,
             )
             seen[rows] = out.logprobs.detach().to(seen)
+            if log_kept is not None and out.log_kept is not None:
+                log_kept[rows] = out.log_kept.to(log_kept)
+                micro = on_uncut_law(micro, out.log_kept)
             if micro.old_logprobs is None:
                 micro = micro.with_columns(old_logprobs=out.logprobs.cpu())
             loss = self.objective.loss(
@@ -258,7 +285,7 @@ class Learner:
             )
             record_micro(sums, loss, out, micro)
             loss.total.backward()  # type: ignore[no-untyped-call]
-        return seen
+        return seen, log_kept
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.math.masking import masked
+from posttrain.core.math.nucleus import Cut, log_kept_mass
 
 DEFAULT_CHUNK = 1024
 
@@ -24,7 +25,7 @@ def _chunk_log_softmax(hidden: Tensor, weight: Tensor, inv_temperature: float) -
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log p(target) and entropy; gradients for hidden states and weight."""
+    """log p(target), entropy, log mass a cut keeps; gradients for hidden states and weight."""
 
     @staticmethod
     def forward(
@@ -34,21 +35,26 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         inv_temperature: float,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = [], []
+        cut: Cut,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, entropies, kept = [], [], []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logp = _chunk_log_softmax(hidden[rows], weight, inv_temperature)
             logprobs.append(logp.gather(1, targets[rows, None]).squeeze(1))
             entropies.append(-torch.einsum("nv,nv->n", logp, logp.exp()))
+            if cut:
+                kept.append(log_kept_mass(logp, targets[rows], cut))
         ctx.save_for_backward(hidden, weight, targets)
         ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
-        return torch.cat(logprobs), torch.cat(entropies)
+        masses = torch.cat(kept) if kept else hidden.new_zeros(0)
+        ctx.mark_non_differentiable(masses)
+        return torch.cat(logprobs), torch.cat(entropies), masses
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         use_entropy = bool(grad_entropy.any())
         grad_hidden = torch.empty_like(hidden)
@@ -75,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += part
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def token_logprobs(
@@ -90,13 +96,33 @@ def token_logprobs(
 
     The distribution is softmax(hidden @ weight.T / temperature). Both results carry gradients.
     """
+    values, entropy, _ = cut_logprobs(
+        hidden, weight, targets, Cut(), temperature=temperature, chunk=chunk
+    )
+    return values, entropy
+
+
+def cut_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cut: Cut,
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
+
+    A log-prob less that mass is the one under the cut and renormalised distribution. The mass is
+    detached, and made chunk by chunk from the same logits.
+    """
     if hidden.shape[0] == 0:
         zero = hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
-        return zero, zero
-    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk
+        return zero, zero, zero.detach()
+    values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, 1.0 / temperature, chunk, cut
     )
-    return logprobs, entropy
+    return values, entropy, kept
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:

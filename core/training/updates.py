@@ -6,19 +6,25 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import StepReport
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """How one rollout batch is cut up. `micro_batch_size` changes memory, never the result."""
+    """How one rollout batch is cut up. `micro_batch_size` changes memory, never the result.
+
+    `temperature` and `cut` are the rollout's: the law that its tokens were sampled from.
+    """
 
     epochs: int
     num_mini_batches: int
     micro_batch_size: int
     temperature: float
     seed: int
+    cut: Cut = Cut()
 
     @property
     def updates_per_batch(self) -> int:
@@ -36,9 +42,14 @@ class UpdateResult:
 
 @dataclass
 class Progress:
-    """What the updates on one rollout batch have come to so far."""
+    """What the updates on one rollout batch have come to so far.
+
+    `first_mini` is the mini-batch of the first update and `first_seen` what its forward pass saw.
+    """
 
     first_logprobs: Tensor | None
+    first_mini: RolloutBatch | None = None
+    first_seen: Tensor | None = None
     sums: MetricSums = field(default_factory=MetricSums)
     report: StepReport | None = None
     norm_sum: float = 0.0

@@ -16,8 +16,10 @@ from posttrain.core.contracts import (
     RolloutEngine,
     Sampler,
 )
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.scoring import WeightedReward
 from posttrain.core.tracking.plots import learning_curves
@@ -25,6 +27,7 @@ from posttrain.core.training.checkpoint import load_checkpoint, newest_checkpoin
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.types import Problem
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.rl import rl_flow
 from posttrain.pipelines.rl_loop import RlLoop
@@ -45,6 +48,7 @@ def run_rl(context: StageContext) -> StageOutput:
     assert isinstance(stage, RlStage)
     with context.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine)
+        loop.check_sync("the start of the stage")
         found = newest_checkpoint(context.checkpoints)
         if found is not None:
             critic = None if loop.critic is None else loop.critic.optimizer
@@ -86,7 +90,13 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         micro_batch_size=stage.micro_batch_size,
         temperature=stage.generation.temperature,
         seed=derive_seed(run.seed, context.name, "learner"),
+        cut=Cut(stage.generation.top_k, stage.generation.top_p),
     )
+
+    def worked(problem: Problem) -> tuple[int, ...]:
+        prompt = tokenizer.encode_prompt(problem)
+        return (*prompt, *tokenizer.encode_response(problem.worked))
+
     kl = context.build(KlEstimator, stage.kl.estimator)
     controller = context.build(KlController, stage.kl.controller)
     objective = build_objective(context, stage, kl if stage.kl.place == "loss" else None)
@@ -117,6 +127,12 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         prompts=PromptStream(problems, tokenizer, derive_seed(run.seed, context.name, "prompts")),
         held_out=held_out,
         critic=build_critic(context, stage),
+        sync_check=SyncCheck(
+            engine,
+            model,
+            make_probe(tokenizer, run.model.max_model_len, [worked(p) for p in problems[:2]]),
+            stage.check_sync,
+        ),
     )
 
 

@@ -268,6 +268,17 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             tensor.copy_(given[name])
         self.policy_version = policy_version
 
+    @torch.no_grad()
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+        """Names of the weights that differ from the model's own; it holds them as they come."""
+        self._started()
+        own = {n: t for n, t in self._model.state_dict().items() if n not in self._tied}
+        return tuple(
+            name
+            for name, tensor in weights
+            if name in own and not torch.equal(own[name], tensor.to(own[name]))
+        )
+
     def close(self) -> None:
         """Free the model; may be called twice."""
         self._model = self._setup = None

@@ -88,7 +88,7 @@ def test_engine_and_trainer_agree_on_every_step(first: Finished, client: MlflowC
     rl = children(client, first)["rl"].info.run_id
     history = client.get_metric_history(rl, "mismatch/abs_max")
     assert len(history) == 4
-    assert max(m.value for m in history) < 1e-3  # float32 on both sides, weights synced each step
+    assert max(m.value for m in history) < 1e-4  # float32 on both sides, weights synced each step
 
 
 def test_pictures_tables_and_lineage_are_in_mlflow(first: Finished, client: MlflowClient) -> None:

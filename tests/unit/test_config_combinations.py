@@ -130,6 +130,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.rollout_correction\.renormalise: 'opsm' decides in each micro-batch",
     ),
     (
+        "the engine for the old policy where it renormalises",
+        {"generation": {"top_p": 0.9}, "rollout_correction": {"bypass_old": True}},
+        r"rl\.rollout_correction\.bypass_old: the engine's log-probs are renormalised .* set "
+        r"bypass_old: false, or generation\.top_p: 1 and top_k: 0",
+    ),
+    (
         "local counts by accident",
         {"aggregator": {"name": "token-mean", "counts": "micro"}},
         r"rl\.aggregator: counts: micro makes the result depend on micro_batch_size; say "
@@ -179,6 +185,17 @@ MENDED: list[tuple[dict[str, Any], str, object]] = [
         "micro",
     ),
     ({"rollout_correction": {"plugin": "opsm"}}, "rollout_correction.plugin.name", "opsm"),
+    (
+        {"generation": {"top_k": 0}, "rollout_correction": {"bypass_old": True}},
+        "rollout_correction.bypass_old",
+        True,
+    ),
+    (
+        {"generation": {"top_k": 20}, "rollout_correction": {"plugin": "tis_token"}},
+        "generation.top_k",
+        20,
+    ),
+    ({"check_sync": "never"}, "check_sync", "never"),
     ({"policy_loss": ["ppo_clip", {"name": "ptx", "coef": 27.8}]}, "policy_loss.1.coef", 27.8),
 ]
 

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from posttrain.core import rollout_sampling as sampling
 from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.math.nucleus import FIRST_NUCLEUS_WIDTH
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines import transformers as engine
 
@@ -83,12 +84,12 @@ def test_top_k_then_top_p_keep_the_fewest_tokens_and_renormalise(
 
 
 def test_a_nucleus_wider_than_the_first_look_is_found_whole() -> None:
-    vocabulary = 8 * sampling.FIRST_NUCLEUS_WIDTH
+    vocabulary = 8 * FIRST_NUCLEUS_WIDTH
     shuffled = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
     logits = (-0.001 * torch.arange(vocabulary))[shuffled][None]
     best_first = logits.softmax(-1).sort(descending=True)
     kept = int((best_first.values.cumsum(-1) < 0.9).sum()) + 1
-    assert kept > sampling.FIRST_NUCLEUS_WIDTH
+    assert kept > FIRST_NUCLEUS_WIDTH
     last = torch.tensor([1 - 2**-53], dtype=torch.float64)
     ids, logprobs = sampling.draw_tokens(logits, last, SamplingParams(top_p=0.9))
     assert int(ids) == int(best_first.indices[0, kept - 1])

@@ -1,0 +1,118 @@
+"""A learner and an engine on one model, in step after step of sampling, updating and syncing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.contracts import Aggregator, EngineSetup, PolicyLoss, RolloutCorrection
+from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.sync_check import SyncCheck, make_probe
+from posttrain.core.training.learner import Learner
+from posttrain.core.training.objective import LossTerm, Objective
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.types import SamplingParams
+from tests.helpers.engines import AnyEngine, make_engine
+
+MAX_LEN = 256
+
+
+@dataclass
+class Rig:
+    """`engine` and `learner` start from one model; prompts are token ids."""
+
+    engine: AnyEngine
+    learner: Learner
+    check: SyncCheck
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    correction: RolloutCorrection[Any] | None = None
+    version: int = 0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def sample(self) -> RolloutBatch:
+        """A rollout with advantages of both signs."""
+        groups = self.engine.generate(self.prompts, self.params)
+        rows = [(g, c) for g, group in enumerate(groups) for c in group]
+        batch = response_batch(
+            prompts=[self.prompts[g] for g, _ in rows],
+            responses=[c.token_ids for _, c in rows],
+            group_ids=[g for g, _ in rows],
+            pad_token_id=0,
+            problems=(),
+            response_logprobs=[c.logprobs for _, c in rows],
+            policy_versions=[c.policy_version for _, c in rows],
+        )
+        generator = torch.Generator().manual_seed(self.version)
+        advantages = torch.randn((len(rows), 1), generator=generator)
+        return batch.with_columns(advantages=advantages.expand(batch.mask.shape).contiguous())
+
+    def step(self) -> dict[str, float]:
+        """Sample, update, sync, check; returns what was measured."""
+        found = self.learner.update(self.sample(), self.version, 0.0).metrics
+        self.version += 1
+        self.sync()
+        found |= self.check.after(f"the sync of step {self.version}")
+        self.metrics.append(found)
+        return found
+
+    def sync(self) -> None:
+        """Give the engine the learner's weights."""
+        self.engine.sync_weights(self.learner.model.state_dict().items(), self.version)
+
+
+def make_rig(
+    engine_name: str,
+    folder: Path,
+    params: SamplingParams,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rate: float = 1e-3,
+    correction: str | None = None,
+    updates: int = 1,
+    num_prompts: int = 4,
+    engine: AnyEngine | None = None,
+) -> Rig:
+    """A rig on the model in `folder`; `updates` are optimizer steps per rollout."""
+    device = torch.device("cpu")
+    runtime = ModelRuntime(device, dtype, "eager")
+    tokenizer = ChatTokenizer.load(folder)
+    engine = engine or make_engine(engine_name)
+    engine.start(
+        EngineSetup(
+            folder, dtype, device, MAX_LEN, 64, (tokenizer.eos_token_id,), tokenizer.pad_token_id, 3
+        )
+    )
+    manager, model = PluginManager(), load_policy(folder, runtime)
+    mean = manager.build(Aggregator, "token-mean")
+    fields = {"statistics": "full"}
+    corrects = manager.build(RolloutCorrection, correction, fields) if correction else None
+    objective = Objective(
+        (LossTerm(manager.build(PolicyLoss, "ppo_clip", {}), mean, 1.0),), mean, correction=corrects
+    )
+    cut = Cut(params.top_k, params.top_p)
+    learner = Learner(
+        model,
+        MasterOptimizer(model, OptimizerSection(learning_rate=rate), 100),
+        objective,
+        UpdateSettings(updates, 1, 32, params.temperature, seed=0, cut=cut),
+    )
+    check = SyncCheck(engine, model, make_probe(tokenizer, MAX_LEN))
+    numbers = random.Random(0)
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": f"{numbers.randrange(90)} + {n} = ?"}])
+        for n in range(num_prompts)
+    ]
+    return Rig(engine, learner, check, prompts, params, corrects)
