@@ -140,6 +140,7 @@ def _bubblewrap(job: Job, ends: Ends) -> None:
     for name, content in job.contents().items():
         line += ["--perms", "0444", "--file", str(_sealed(content)), f"{BOX}/{name}"]
     line += ["--seccomp", str(_sealed(seccomp.program(sockets=True)))]
+    os.set_inheritable(ends.status, True)
     line += ["--json-status-fd", str(ends.status), "--remount-ro", "/", "--chdir", SCRATCH]
     line += ["--clearenv"]
     for name, value in environment(SCRATCH).items():

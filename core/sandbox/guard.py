@@ -138,7 +138,6 @@ def _supervise(job: Job, uid: int | None, alive: int, box: str, scratch: str) ->
     began = time.monotonic()
     child = os.fork()
     if child == 0:
-        os.set_inheritable(pipes[3][1], True)
         ends = Ends(stdin, pipes[0][1], pipes[1][1], pipes[2][1], pipes[3][1])
         become_program(job, uid, ends, box, scratch)
     for _, writer in pipes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 
 from posttrain.core.sandbox import kernel
@@ -100,4 +99,3 @@ def _build(job: Job) -> None:
     kernel.mount("none", base, "", remount)
     kernel.make_root(base)
     os.chdir(SCRATCH)
-    sys.stdout = sys.stderr = None  # type: ignore[assignment]

@@ -32,7 +32,7 @@ _ALL: frozenset[Level] = frozenset(LEVELS)
 _NAMED: frozenset[Level] = frozenset({"namespaces", "bubblewrap"})
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("files", _NAMED, "only /usr, six devices and the scratch folder exist"),
+    Capability("files", _NAMED, "only /usr, five devices and the scratch folder exist"),
     Capability(
         "writes", _NAMED, "all is read-only but a scratch folder in memory, limited in size"
     ),

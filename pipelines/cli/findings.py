@@ -175,9 +175,8 @@ def code_sandbox() -> Iterator[Finding]:
         return
     found = works[-1]
     open_to = ", ".join(not_contained(found.level))
-    detail = (
-        f"{found.level} ({found.detail}); contained: {'all but ' + open_to if open_to else 'all'}"
-    )
+    contains = f"does not contain {open_to}" if open_to else "contains all of docs/sandbox.md"
+    detail = f"{found.level}, {found.detail}; {contains}"
     best = found.level == LEVELS[-1]
     yield Finding("sandbox", "warn" if open_to else "ok", detail, "" if best else BETTER)
 

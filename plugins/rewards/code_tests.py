@@ -100,7 +100,7 @@ class CodeTestsReward(Reward[CodeTestsConfig]):
 def last_block(text: str) -> str:
     """The last fenced block marked as Python, else the last without a mark, else nothing."""
     blocks = [(mark.lower(), body) for mark, body in _FENCE.findall(text)]
-    marked = [body for mark, body in blocks if mark in _PYTHON]
+    marked: list[str] = [body for mark, body in blocks if mark in _PYTHON]
     plain = [body for mark, body in blocks if not mark]
     return (marked or plain or [""])[-1]
 
