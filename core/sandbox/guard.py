@@ -10,6 +10,7 @@ import binascii
 import fcntl
 import json
 import os
+import pwd
 import select
 import sys
 import time
@@ -82,9 +83,18 @@ def own_uid() -> int | None:
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     for uid in (0x70000000 + os.getpid(), 30000 + os.getpid() % 30000):
-        if any(first <= uid < first + count for first, _, count in ranges):
+        if any(first <= uid < first + count for first, _, count in ranges) and _is_free(uid):
             return uid
-    raise OSError("running as root in a user namespace that maps no other uid")
+    raise OSError("running as root in a user namespace that maps no free uid")
+
+
+def _is_free(uid: int) -> bool:
+    """Whether no account has this uid: all processes of it will be killed."""
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return True
+    return False
 
 
 def _folders(job: Job, uid: int | None) -> tuple[str, str, str]:

@@ -66,6 +66,31 @@ def test_a_failure_of_the_sandbox_is_not_one_of_the_program(level: Level) -> Non
         assert result.status == "error" and "No such file" in result.reason
 
 
+def works(*command: str) -> bool:
+    """Whether an unprivileged user can run this."""
+    user = 65534 if os.getuid() == 0 else None
+    try:
+        done = subprocess.run(command, user=user, cwd="/", capture_output=True, timeout=30)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+def test_no_level_is_missing_where_what_it_needs_works() -> None:
+    # Otherwise a fault in a level would skip its tests.
+    machine = os.uname()
+    if machine.sysname != "Linux" or machine.machine not in ("x86_64", "aarch64"):
+        pytest.skip("the sandbox needs Linux on x86-64 or aarch64")
+    if shutil.which("python3", path="/usr/bin:/usr/local/bin") is None:
+        pytest.skip("the system has no python3")
+    expected = {"rlimits"}
+    if works("unshare", "--user", "--net", "--mount", "--pid", "--ipc", "--fork", "true"):
+        expected.add("namespaces")
+    if works("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"):
+        expected.add("bubblewrap")
+    assert expected <= set(runner.levels_available())
+
+
 # --- among others -------------------------------------------------------------------------------
 
 
