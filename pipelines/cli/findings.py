@@ -44,6 +44,7 @@ def examine(home: Path) -> list[Finding]:
         torch_devices,
         lambda: room(home),
         plugins_and_engines,
+        code_sandbox,
         ports,
         model_source,
     ]
@@ -158,6 +159,26 @@ def plugins_and_engines() -> Iterator[Finding]:
             yield Finding(f"engine {entry.name}", status, reason or "available")
     if entries and not usable:
         yield Finding("engines", "bad", "none can run here", "pip install transformers")
+
+
+def code_sandbox() -> Iterator[Finding]:
+    """The isolation that model-written code gets here, and how to have a better one."""
+    from posttrain.core.sandbox.levels import BETTER, LEVELS, not_contained
+    from posttrain.core.sandbox.runner import probe
+
+    works = [found for found in probe() if found.interpreter is not None]
+    if not works:
+        reasons = "; ".join(f"{found.level}: {found.detail}" for found in probe())
+        yield Finding(
+            "sandbox", "warn", f"none works, so no model-written code ({reasons})", BETTER
+        )
+        return
+    found = works[-1]
+    open_to = ", ".join(not_contained(found.level))
+    contains = f"does not contain {open_to}" if open_to else "contains all of docs/sandbox.md"
+    detail = f"{found.level}, {found.detail}; {contains}"
+    best = found.level == LEVELS[-1]
+    yield Finding("sandbox", "warn" if open_to else "ok", detail, "" if best else BETTER)
 
 
 def ports() -> Iterator[Finding]:

@@ -1,0 +1,152 @@
+"""From a fork of the guard to the running program, at each level. Nothing here returns."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+from posttrain.core.sandbox import kernel, seccomp
+from posttrain.core.sandbox.jail import run_in_jail
+from posttrain.core.sandbox.job import BOX, DEVICES, MIB, SCRATCH, Job, environment, system_folders
+
+
+class Ends:
+    """Descriptors for the child. `report` carries `status N` and `error TEXT` lines to the guard.
+
+    `status` is where bubblewrap writes its JSON.
+    """
+
+    def __init__(self, stdin: int, stdout: int, stderr: int, report: int, status: int) -> None:
+        self.stdin = stdin
+        self.stdout = stdout
+        self.stderr = stderr
+        self.report = report
+        self.status = status
+
+
+def become_program(job: Job, uid: int | None, ends: Ends, box: str, scratch: str) -> None:
+    """Confine this process as `job.level` says and execute the program.
+
+    `uid` is the one to change to, None when this process is unprivileged already. `box` and
+    `scratch` are folders of the host, used at the level `rlimits` only.
+    """
+    try:
+        os.setsid()
+        for target, source in enumerate((ends.stdin, ends.stdout, ends.stderr)):
+            os.dup2(source, target)
+        _close_all_but({ends.report, ends.status})
+        if uid is not None:
+            drop_to(uid)
+        # After the change of uid, which clears both.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if job.level == "bubblewrap":
+            _set_limits(job)
+            _bubblewrap(job, ends)
+        elif job.level == "namespaces":
+            run_in_jail(job, ends.report, lambda: _start(job, ends, BOX, SCRATCH, 1))
+        else:
+            os.chdir(scratch)
+            others = 0 if uid is not None else _threads_of(os.getuid())
+            _start(job, ends, box, scratch, others)
+    except BaseException as error:  # also a fault of ours must reach the guard, not the program
+        os.write(ends.report, f"error {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def drop_to(uid: int) -> None:
+    """Become `uid`, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if os.getresuid() != (uid, uid, uid) or uid == 0:
+        raise OSError(f"could not change to uid {uid}")
+
+
+def _start(job: Job, ends: Ends, box: str, scratch: str, others: int) -> None:
+    try:
+        _set_limits(job)
+        resource.setrlimit(resource.RLIMIT_NPROC, (job.processes + others,) * 2)
+        # Python ignores SIGPIPE and SIGXFSZ, which execve would hand on.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        kernel.set_filter(seccomp.program(sockets=job.level != "rlimits"))
+        os.execve(job.python, job.command(box), environment(scratch))
+    except BaseException as error:  # as above
+        os.write(ends.report, f"error {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _set_limits(job: Job) -> None:
+    """Every limit that counts per process; the number of processes is set where it counts."""
+    for which, soft, hard in (
+        (resource.RLIMIT_CPU, job.cpu_s, job.cpu_s + 1),
+        (resource.RLIMIT_AS, job.memory_mib * MIB, job.memory_mib * MIB),
+        (resource.RLIMIT_FSIZE, job.file_mib * MIB, job.file_mib * MIB),
+        (resource.RLIMIT_NOFILE, job.open_files, job.open_files),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        _, most = resource.getrlimit(which)
+        if most != resource.RLIM_INFINITY:  # only root may go up again
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(which, (soft, hard))
+
+
+def _close_all_but(keep: set[int]) -> None:
+    lowest = 3
+    for descriptor in sorted(keep):
+        os.closerange(lowest, descriptor)
+        lowest = descriptor + 1
+    os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
+
+
+def _threads_of(uid: int) -> int:
+    """Threads of `uid` on this machine: RLIMIT_NPROC counts them all, whoever started them."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended
+            continue
+    return count
+
+
+def _sealed(content: bytes) -> int:
+    """A descriptor from which `content` can be read by whoever inherits it."""
+    descriptor = os.memfd_create("box", 0)
+    with open(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _bubblewrap(job: Job, ends: Ends) -> None:
+    links, folders = system_folders()
+    line = [job.bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    line += ["--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    line += ["--perms", "0700", "--size", str(job.scratch_mib * MIB), "--tmpfs", SCRATCH]
+    for path in ["/usr", *folders, *job.prefixes]:
+        line += ["--ro-bind", path, path]
+    for path, target in links.items():
+        line += ["--symlink", target, path]
+    for name in DEVICES:
+        line += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, content in job.contents().items():
+        line += ["--perms", "0444", "--file", str(_sealed(content)), f"{BOX}/{name}"]
+    line += ["--seccomp", str(_sealed(seccomp.program(sockets=True)))]
+    os.set_inheritable(ends.status, True)
+    line += ["--json-status-fd", str(ends.status), "--remount-ro", "/", "--chdir", SCRATCH]
+    line += ["--clearenv"]
+    for name, value in environment(SCRATCH).items():
+        line += ["--setenv", name, value]
+    # prlimit runs inside, where processes are counted per user namespace; bwrap's init is one.
+    line += ["--", "/usr/bin/prlimit", f"--nproc={job.processes + 1}", *job.command(BOX)]
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(job.bwrap, line, {})

@@ -1,0 +1,109 @@
+"""One sandbox per level that works here, and a look for processes left behind after each test."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.sandbox.levels import CAPABILITIES, LEVELS, Level
+from posttrain.core.sandbox.model import SandboxLimits, SandboxResult
+from posttrain.core.sandbox.runner import Interpreter, Sandbox, probe
+
+Run = Callable[..., SandboxResult]
+SMALL = SandboxLimits(
+    wall_s=20,  # a loaded machine is slow; what must not last is given less
+    cpu_s=5,
+    memory_mib=256,
+    processes=12,
+    file_mib=4,
+    scratch_mib=8,
+    open_files=32,
+    output_kib=64,
+)
+
+
+def running_with(token: str) -> list[int]:
+    """Pids whose command line or environment holds `token`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if token.encode() in text and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
+
+
+def wait_until_gone(token: str, seconds: float = 5.0) -> list[int]:
+    """What still runs after at most `seconds`."""
+    limit = time.monotonic() + seconds
+    while (left := running_with(token)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return left
+
+
+def interpreter_at(level: Level) -> Interpreter:
+    """The interpreter with which `level` works here; skips when it does not."""
+    found = next(item for item in probe() if item.level == level)
+    if found.interpreter is None:
+        pytest.skip(f"level {level} is not there: {found.detail}")
+    return found.interpreter
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Level:
+    """Each level."""
+    chosen: Level = request.param
+    interpreter_at(chosen)
+    return chosen
+
+
+@pytest.fixture
+def claims(level: Level) -> Callable[[str], None]:
+    """Skips what the level does not claim to contain, by the table that users read."""
+
+    def check(name: str) -> None:
+        row = next(row for row in CAPABILITIES if row.name == name)
+        if not row.contained(level):
+            pytest.skip(f"level {level} does not claim to contain: {name}")
+
+    return check
+
+
+@pytest.fixture
+def token() -> str:
+    """Marks the processes of one test."""
+    return "sandboxed-" + secrets.token_hex(8)
+
+
+@pytest.fixture
+def run(level: Level, token: str) -> Iterator[Run]:
+    """Run a program with the small limits; afterwards nothing of it may be alive."""
+
+    def start(source: str, *, stdin: bytes | None = None, **limits: object) -> SandboxResult:
+        changed = SMALL.model_copy(update=limits)
+        box = Sandbox(level, interpreter_at(level), changed)
+        files: Mapping[str, bytes] = {}
+        result = box.run(source, stdin=stdin, arguments=[token], files=files)
+        assert result.status != "error", result.reason
+        assert running_with(token) == []
+        return result
+
+    yield start
+    assert running_with(token) == []
+    if os.getuid() == 0:
+        owners = {entry.stat().st_uid for entry in existing(Path("/proc").glob("[0-9]*"))}
+        assert not [uid for uid in owners if uid >= 0x70000000]
+
+
+def existing(paths: Iterator[Path]) -> Iterator[Path]:
+    """Those that are still there."""
+    for path in paths:
+        if path.exists():
+            yield path
