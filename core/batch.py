@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import RunError
-from posttrain.core.types import Problem, RewardSample
+from posttrain.core.types import Problem, RewardSample, Score
 
 # Columns and their shape, as tensor axes. "[B]" and "[B, T]" are checked by `validate`.
 COLUMN_AXES: dict[str, str] = {
@@ -70,6 +70,8 @@ class RolloutBatch:
     sum of the old policy's squared probabilities over the vocabulary; `is_weight` and
     `correction_mask` [B, T] the rollout correction; `logprobs_now` and `entropy` [B, T] the policy
     at the start of an optimizer step; `entropy_keep` [B, T] the tokens an entropy mask keeps.
+
+    `samples` are what the rewards saw of each row, `scores` what each of the K rewards said of it.
     """
 
     prompt_ids: Tensor
@@ -107,6 +109,7 @@ class RolloutBatch:
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
+    scores: tuple[tuple[Score, ...], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return int(self.response_ids.shape[0])
@@ -169,6 +172,7 @@ class RolloutBatch:
             problems=tuple(self.problems[i] for i in index) if self.problems else (),
             texts=tuple(self.texts[i] for i in index) if self.texts else (),
             samples=tuple(self.samples[i] for i in index) if self.samples else (),
+            scores=tuple(self.scores[i] for i in index) if self.scores else (),
         )
 
     def groups(self) -> Iterator[Tensor]:
@@ -182,4 +186,9 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-assert {f.name for f in fields(RolloutBatch)} - {"problems", "texts", "samples"} == set(COLUMN_AXES)
+assert {f.name for f in fields(RolloutBatch)} - {
+    "problems",
+    "texts",
+    "samples",
+    "scores",
+} == set(COLUMN_AXES)

@@ -81,6 +81,7 @@ class Lost(Reward[NoConfig]):
 
     name = "lost"
     Config = NoConfig
+    runs_in = "host"
 
     def score(self, samples):
         try:
