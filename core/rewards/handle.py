@@ -50,6 +50,11 @@ class WorkerHandle:
         return self._closing
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has taken up the jobs it holds."""
+        return self._begun
+
+    @property
     def wants_work(self) -> bool:
         """Whether it is up and idle."""
         return self.pid is not None and not self.jobs and not self._closing

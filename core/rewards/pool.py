@@ -70,6 +70,7 @@ class RewardPool:
         self._workers: dict[int, WorkerHandle] = {}
         self._pending: deque[Job] = deque()
         self._results: dict[int, Score] = {}
+        self._returned: set[int] = set()  # jobs that a worker died with before it began
         self._numbers = 0
         self._starts_lost = 0
         self._start()
@@ -110,6 +111,7 @@ class RewardPool:
                 raise
             self.samples_per_s = len(jobs) / max(1e-9, time.monotonic() - began)
             found = [self._results.pop(job.number) for job in jobs]
+            self._returned.clear()
         return [found[i * len(samples) : (i + 1) * len(samples)] for i in range(len(self.rewards))]
 
     def _start(self) -> ForkServerProcess:
@@ -211,7 +213,13 @@ class RewardPool:
                     f"{self._starts_lost} workers of the reward pool died while they built their "
                     f"rewards: {how}; look at the rewards' __init__ and setup"
                 )
-        self._forget(worker, Score(None, "crashed", how))
+        # Work that was given to a worker as it died is not to blame, unless it happens again.
+        first = worker.jobs[0].number if worker.jobs else None
+        if not worker.has_begun and first is not None and first not in self._returned:
+            self._returned.add(first)
+            self._forget(worker)
+        else:
+            self._forget(worker, Score(None, "crashed", how))
 
     def _expire(self, server: ForkServerProcess) -> None:
         """Kill workers whose sample is over its limit, unless its score has just come."""

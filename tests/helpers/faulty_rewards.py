@@ -85,6 +85,7 @@ class FaultyConfig(PluginConfig):
 
     work_s: float = Field(default=0.0, description="seconds that every sample takes")
     harm_in_setup: str = Field(default="", description="what `setup` does")
+    harm_in_worker: str = Field(default="", description="what building it in a worker does")
     limit_s: float | None = Field(default=None, description="what `time_limit_s` says")
 
 
@@ -93,6 +94,11 @@ class FaultyReward(Reward[FaultyConfig]):
 
     name = "faulty"
     Config = FaultyConfig
+
+    def __init__(self, config: FaultyConfig) -> None:
+        super().__init__(config)
+        if config.harm_in_worker and "posttrain.core.rewards.server" in sys.modules:
+            HARM[config.harm_in_worker]()
 
     def setup(self, context: RewardContext) -> None:
         if self.config.harm_in_setup:
