@@ -12,7 +12,8 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup, Task
 from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.scoring import WeightedReward, score_batch
+from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.scoring import OnMissing, WeightedReward, score_batch
 from posttrain.core.types import SamplingParams
 
 
@@ -23,6 +24,10 @@ def greedy_rewards(
     rewards: Sequence[WeightedReward],
     batch: RolloutBatch,
     max_tokens: int,
+    clip: tuple[float | None, float | None] = (None, None),
+    *,
+    on_missing: OnMissing = "zero",
+    pool: RewardPool | None = None,
 ) -> Tensor:
     """Reward [B] of the greedy answer to each row's prompt; NaN where it could not be scored.
 
@@ -37,7 +42,8 @@ def greedy_rewards(
     params = SamplingParams(num_generations=1, max_tokens=max_tokens, temperature=0.0)
     answers = engine.generate([prompt.prompt_ids for prompt in prompts], params)
     sampled = [SampledGroup(p, tuple(a)) for p, a in zip(prompts, answers, strict=True)]
-    scored = score_batch(rollout_batch(sampled, tokenizer), task, rewards)
+    answered = rollout_batch(sampled, tokenizer)
+    scored = score_batch(answered, task, rewards, clip=clip, on_missing=on_missing, pool=pool)
     nan = torch.full((), torch.nan)
     values = torch.where(scored.column("scored").bool(), scored.column("rewards"), nan)
     result = torch.zeros(len(batch))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import RunError
-from posttrain.core.types import Problem, RewardSample
+from posttrain.core.types import Problem, RewardSample, Score
 
 # Columns and their shape, as tensor axes. "[B]" and "[B, T]" are checked by `validate`.
 COLUMN_AXES: dict[str, str] = {
@@ -75,6 +75,7 @@ class RolloutBatch:
     `log_kept` [B, T] is the log of the old policy's probability on what top-k and top-p kept at
     each token; None when they cut nothing, or it is not known yet. Once it is filled,
     `rollout_logprobs` are the engine's plus it: on the uncut law, as `old_logprobs` are.
+    `samples` are what the rewards saw of each row, `scores` what each of the K rewards said of it.
     """
 
     prompt_ids: Tensor
@@ -113,6 +114,7 @@ class RolloutBatch:
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
+    scores: tuple[tuple[Score, ...], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return int(self.response_ids.shape[0])
@@ -175,6 +177,7 @@ class RolloutBatch:
             problems=tuple(self.problems[i] for i in index) if self.problems else (),
             texts=tuple(self.texts[i] for i in index) if self.texts else (),
             samples=tuple(self.samples[i] for i in index) if self.samples else (),
+            scores=tuple(self.scores[i] for i in index) if self.scores else (),
         )
 
     def groups(self) -> Iterator[Tensor]:
@@ -188,4 +191,9 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-assert {f.name for f in fields(RolloutBatch)} - {"problems", "texts", "samples"} == set(COLUMN_AXES)
+assert {f.name for f in fields(RolloutBatch)} - {
+    "problems",
+    "texts",
+    "samples",
+    "scores",
+} == set(COLUMN_AXES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
+from posttrain.core.rewards.checking import checked_score, is_failure
+from posttrain.core.rewards.failures import failure_metrics
+from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.step_scores import fill_steps
 from posttrain.core.types import RewardSample, Score
+
+OnMissing = Literal["zero", "unscored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +64,28 @@ def score_batch(
     rewards: Sequence[WeightedReward],
     tokenizer: ChatTokenizer | None = None,
     clip: tuple[float | None, float | None] = (None, None),
+    *,
+    on_missing: OnMissing = "zero",
+    pool: RewardPool | None = None,
 ) -> RolloutBatch:
     """Fill `reward_components`, `rewards`, `scored`, `acc`, `token_rewards`, and narrow `mask`.
 
-    The reward is the weighted sum of the components that could be scored. A row that none could
-    score, or whose sum is not finite, is unscored: its reward is 0, its mask empty, and it takes no
-    part in group statistics. The sum is kept within `clip` and sits on the last sampled token. With
-    a `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
+    The reward is the weighted sum of the components that could be scored, kept within `clip`, plus
+    the weighted terms that shape length or form. A row that no component could score, one of whose
+    components failed, or whose sum is not finite, is unscored: its reward is 0, its mask empty, and
+    it takes no part in group statistics. The sum sits on the last sampled token. With a
+    `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
+    Rewards of the `pool` are scored there, the others here.
     """
     by_steps = next((i for i, w in enumerate(rewards) if w.reward.gives_steps), None)
     samples = reward_samples(batch, task, with_steps=by_steps is not None)
-    scores = [_scores(weighted.reward, samples) for weighted in rewards]
+    scores = score_samples([weighted.reward for weighted in rewards], samples, pool)
     components = torch.stack([_component(column) for column in scores], dim=1)
     if by_steps is not None and tokenizer is not None:
         batch = fill_steps(batch, scores[by_steps], tokenizer)
-    total, scored = weighted_sum(components, [weighted.weight for weighted in rewards])
-    total = clip_rewards(total, *clip).float()
+    rows = tuple(zip(*scores, strict=True))
+    failed = torch.tensor([any(map(is_failure, row)) for row in rows], dtype=torch.bool)
+    total, scored = shaped_sum(components, rewards, clip, on_missing=on_missing, failed=failed)
     filled = batch.with_columns(
         reward_components=components,
         rewards=total,
@@ -83,18 +94,29 @@ def score_batch(
         mask=batch.mask * scored[:, None].to(batch.mask.dtype),
         token_rewards=place_on_last_token(total, batch.response_mask),
     )
-    return replace(filled, samples=samples)
+    return replace(filled, samples=samples, scores=rows)
 
 
-def _scores(reward: Reward[Any], samples: Sequence[RewardSample]) -> list[Score]:
-    """A reward's scores, one per sample."""
-    scores: list[Score] = reward.score(samples)
+def score_samples(
+    rewards: Sequence[Reward[Any]], samples: Sequence[RewardSample], pool: RewardPool | None
+) -> list[list[Score]]:
+    """The checked scores of each reward, one per sample, in order."""
+    pooled: dict[int, list[Score]] = {}
+    if pool is not None:
+        columns = pool.score(samples)
+        pooled = {id(r): column for r, column in zip(pool.rewards, columns, strict=True)}
+    return [pooled[id(r)] if id(r) in pooled else _host_scores(r, samples) for r in rewards]
+
+
+def _host_scores(reward: Reward[Any], samples: Sequence[RewardSample]) -> list[Score]:
+    """The scores of a reward that runs in this process."""
+    scores = reward.score(samples)
     if len(scores) != len(samples):
         raise RunError(
             f"reward '{reward.name}' returned {len(scores)} scores for {len(samples)} samples: it "
             "must return one Score per sample, in order"
         )
-    return scores
+    return [checked_score(score) for score in scores]
 
 
 def _component(scores: Sequence[Score]) -> Tensor:
@@ -103,17 +125,57 @@ def _component(scores: Sequence[Score]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def weighted_sum(components: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+def shaped_sum(
+    components: Tensor,
+    rewards: Sequence[WeightedReward],
+    clip: tuple[float | None, float | None],
+    *,
+    on_missing: OnMissing = "zero",
+    failed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rewards [B], float32, and which of them are scored [B], of `components` [B, K].
+
+    Terms that shape length or form (`after_clip`) are added to the clipped sum of the others.
+    """
+    weights = [weighted.weight for weighted in rewards]
+    shaping = [weighted.reward.after_clip for weighted in rewards]
+    _, scored = weighted_sum(components, weights, on_missing=on_missing, failed=failed)
+    before, after = (
+        _sum([w if s is late else 0.0 for w, s in zip(weights, shaping, strict=True)], components)
+        for late in (False, True)
+    )
+    total = clip_rewards(before, *clip) + after
+    return masked(total, scored).float(), scored
+
+
+def weighted_sum(
+    components: Tensor,
+    weights: Sequence[float],
+    *,
+    on_missing: OnMissing = "zero",
+    failed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Rewards [B] of `components` [B, K], and which of them are scored [B].
 
-    A missing component (NaN) adds nothing. A row without any, or whose sum is not finite, is not
+    A missing component (NaN) adds nothing, or with `on_missing` "unscored" leaves its row unscored.
+    A row without any, one with a component that `failed` [B], or whose sum is not finite, is not
     scored: its reward is 0.
     """
+    total = _sum(weights, components)
+    missing = components.isnan()
+    scored = torch.isfinite(total) & ~missing.all(dim=1)
+    if on_missing == "unscored":
+        scored = scored & ~missing.any(dim=1)
+    if failed is not None:
+        scored = scored & ~failed
+    return masked(total, scored), scored
+
+
+def _sum(weights: Sequence[float], components: Tensor) -> Tensor:
+    """Weighted sum [B] of `components` [B, K]; a missing one adds nothing."""
     factors = torch.tensor(list(weights), dtype=components.dtype)
     given = components.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    total = (given * factors).sum(dim=1)
-    scored = torch.isfinite(total) & ~components.isnan().all(dim=1)
-    return masked(total, scored), scored
+    return (given * factors).sum(dim=1)
 
 
 def clip_rewards(rewards: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -158,6 +220,7 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     }
     metrics |= reward_metrics(batch.column("rewards"), scored)
     metrics |= component_metrics(batch.column("reward_components"), names)
+    metrics |= failure_metrics(batch.scores, names)
     return metrics | _group_metrics(batch, acc)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from posttrain.core.baseline import greedy_rewards
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.schema import RlStage
 from posttrain.core.contracts import (
@@ -35,13 +34,8 @@ from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import derive_seed, generator
-from posttrain.core.scoring import (
-    WeightedReward,
-    advantage_metrics,
-    rollout_metrics,
-    score_batch,
-    subtract_kl,
-)
+from posttrain.core.scorer import Scorer
+from posttrain.core.scoring import advantage_metrics, subtract_kl
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.checkpoint import LoopState, remove_older, save_checkpoint
 from posttrain.core.training.learner import Learner
@@ -61,7 +55,7 @@ class RlLoop:
     engine: RolloutEngine[Any]
     tokenizer: ChatTokenizer
     sampler: Sampler[Any]
-    rewards: Sequence[WeightedReward]
+    scorer: Scorer
     estimator: AdvantageEstimator[Any]
     kl: KlEstimator[Any]
     controller: KlController[Any]
@@ -154,10 +148,8 @@ class RlLoop:
         """Fill the reward columns."""
         self.context.check()
         with self._timed("score_s"):
-            scored = score_batch(
-                batch, self.context.task, self.rewards, self.tokenizer, self.stage.reward_clip
-            )
-        self.metrics |= rollout_metrics(scored, [w.reward.name for w in self.rewards])
+            scored, found = self.scorer.score(batch)
+        self.metrics |= found
         return scored
 
     def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
@@ -198,9 +190,7 @@ class RlLoop:
             batch = batch.with_columns(agent_id=torch.zeros(len(batch), dtype=torch.int64))
         if "baseline_reward" in needed:
             limit = self.stage.generation.max_response_length
-            greedy = greedy_rewards(
-                self.engine, self.tokenizer, self.context.task, self.rewards, batch, limit
-            )
+            greedy = self.scorer.greedy(self.engine, batch, limit)
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
             batch = self.critic.with_values(batch, check)
@@ -209,8 +199,7 @@ class RlLoop:
     def update_policy(self, batch: RolloutBatch, step: int) -> None:
         """Take the optimizer steps, and record the samples they were made of."""
         self.context.check()
-        names = [w.reward.name for w in self.rewards]
-        self.context.tracker.log_table("samples", step, sample_rows(batch, names))
+        self.context.tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
         with self._timed("update_s"):
             if self.critic is not None:
                 self.metrics |= self.critic.update(batch, step, self.context.check)
@@ -289,6 +278,7 @@ class RlLoop:
             critic={} if self.critic is None else self.critic.state(),
             sampler=self.sampler.state(),
             prompts=self.prompts.position,
+            rewards=self.scorer.shaping.state(),
         )
         critic = None if self.critic is None else self.critic.optimizer
         refreshed = self.learner.reference if self.stage.kl.refresh_every else None
@@ -304,6 +294,7 @@ class RlLoop:
         if self.critic is not None:
             self.critic.load_state(state.critic)
         self.sampler.load_state(state.sampler)
+        self.scorer.shaping.load_state(state.rewards)
         self.prompts.position = state.prompts
         self.first_step = state.step + 1
         self.history = list(state.history)

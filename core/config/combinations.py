@@ -161,6 +161,18 @@ class _Check:
                 f"{who} reads scores of its own, so a KL in the reward would be lost; use place: "
                 "loss, or set kl.controller.coef to 0",
             )
+        if self.stage.reward_whiten != "none" and not self.estimator.reads_token_rewards():
+            yield self.line(
+                "reward_whiten",
+                f"{who} reads scores of its own, so whitened rewards would be lost; use "
+                "reward_whiten: none",
+            )
+        if self.stage.reward_keep_mean and self.stage.reward_whiten != "batch":
+            yield self.line(
+                "reward_keep_mean",
+                f"only whitening over the batch takes a mean away, and reward_whiten is "
+                f"'{self.stage.reward_whiten}'; set one or the other",
+            )
         smallest, size = self.estimator.smallest_group(), self.stage.num_generations
         if size < smallest:
             yield self.line(

@@ -384,6 +384,24 @@ class ResampleSection(Section):
     power: float = Field(default=1.0, gt=0, description="of pow")
 
 
+class RewardPoolSection(Section):
+    """Worker processes for rewards that can hang or crash, and how many failures are too many."""
+
+    workers: int = Field(
+        default=0, ge=0, le=256, description="processes; 0 = one per core, at most 8"
+    )
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="seconds that one reward may take for one response"
+    )
+    max_failure_rate: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of a rollout batch's responses whose reward may fail (error, timeout, "
+        "crash) before the run stops; below it they are left out of the update",
+    )
+
+
 class CorrectionSection(Section):
     """What to do about samples whose engine disagrees with the trainer's policy."""
 
@@ -418,6 +436,24 @@ class RlStage(StageBase):
     )
     reward_clip: tuple[float | None, float | None] = Field(
         default=(None, None), description="[low, high] of the summed reward, before KL; null = off"
+    )
+    reward_pool: RewardPoolSection = RewardPoolSection()
+    on_missing: Literal["zero", "unscored"] = Field(
+        default="zero",
+        description="a response that some rewards have nothing to say of: these add nothing, or it "
+        "is unscored as a whole; one on which a reward failed always is",
+    )
+    overlong_filter: Literal["none", "mask", "exclude"] = Field(
+        default="none",
+        description="responses cut by the length limit: mask = no loss, exclude = nor part in the "
+        "statistics of their group",
+    )
+    reward_whiten: Literal["none", "batch", "running"] = Field(
+        default="none",
+        description="batch: (R - mean) / std of the batch; running: R / std of all rewards so far",
+    )
+    reward_keep_mean: bool = Field(
+        default=False, description="reward_whiten: batch adds the mean again"
     )
     drop_groups: Literal["none", "equal_accuracy", "zero_advantage"] = Field(
         default="none",

@@ -6,10 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.core.contracts.base import ConfigT, Plugin
 from posttrain.core.types import (
@@ -22,6 +19,10 @@ from posttrain.core.types import (
     StepVerdict,
     Verdict,
 )
+
+if TYPE_CHECKING:  # rewards run in processes that must stay small
+    import torch
+    from torch import Tensor
 
 
 class Task(Plugin[ConfigT]):
@@ -72,17 +73,25 @@ class Reward(Plugin[ConfigT]):
     """Scores finished responses. One `Score` per sample, in order; None is "unscored", never 0.
 
     A reward runs in worker processes, sample by sample, with a time limit each, unless it says
-    `runs_in = "host"`: for rewards that can neither hang nor crash, or that hold a model.
+    `runs_in = "host"`: for rewards that can neither hang nor crash, or that hold a model. A worker
+    imports the class by its module and builds it from its config, so it stands in a module.
     """
 
     kind = "reward"
     runs_in: ClassVar[Literal["worker", "host"]] = "worker"
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
+    after_clip: ClassVar[bool] = False
+    """Whether it shapes the reward by length or form: such terms are added once the sum of the
+    others was clipped."""
     gives_steps: ClassVar[bool] = False
     """Whether its scores carry `steps`, which process-supervised advantages read."""
 
     def setup(self, context: RewardContext) -> None:  # noqa: B027 - most rewards need nothing
         """Load what scoring needs; called once before the first `score`."""
+
+    def time_limit_s(self) -> float | None:
+        """Seconds that one sample may take in a worker, where that is more than the pool allows."""
+        return None
 
     @abstractmethod
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:

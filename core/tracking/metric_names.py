@@ -31,6 +31,15 @@ METRICS: dict[str, Metric] = {
     "reward/min": Metric("reward", "smallest reward of the batch"),
     "reward/max": Metric("reward", "largest reward of the batch"),
     "reward/unscored_frac": Metric("fraction", "responses that could not be scored", "lower"),
+    "reward/failures": Metric("count", "scores that failed: error, timeout or crash", "lower"),
+    "reward/timeouts": Metric("count", "scores that took longer than their limit", "lower"),
+    "reward/crashes": Metric("count", "scores whose worker process died", "lower"),
+    "reward/errors": Metric("count", "scores whose reward raised or gave nonsense", "lower"),
+    "reward/pool_samples_per_s": Metric("1/s", "scores made by worker processes", "higher"),
+    "reward/overlong_filtered_frac": Metric(
+        "fraction", "responses without loss because the length limit cut them", "lower"
+    ),
+    "reward/whiten_std": Metric("reward", "deviation that the rewards were divided by"),
     "acc/mean": Metric("fraction", "verifier's verdict before any shaping, sampled", "higher"),
     "group/zero_adv_frac": Metric("fraction", "groups whose advantages are all 0", "lower"),
     "group/all_correct_frac": Metric("fraction", "groups with only correct responses"),
@@ -220,6 +229,7 @@ PREFIXES: dict[str, Metric] = {
     "is_weight/": Metric("as named", "statistic of the rollout correction's weights"),
     "reject/": Metric("as named", "statistic of a rejection of the rollout correction"),
     "reward/component/": Metric("reward", "mean of one reward before its weight", "higher"),
+    "reward/failed_frac/": Metric("fraction", "responses one reward failed on", "lower"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
     "loss/term/": Metric("loss", "one term of the loss beside the first, factor included", "lower"),
     "plugin/": Metric("as its plugin says", "measured by a third party's plugin"),

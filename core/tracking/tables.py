@@ -18,8 +18,9 @@ def sample_rows(
 ) -> list[dict[str, object]]:
     """One row per response, for the first `limit` rows rounded up to whole groups.
 
-    Columns: group, prompt, response, reward, reward/NAME per component, advantage, correct,
-    finish_reason, policy_version. `advantage` is the mean over the response's tokens that take
+    Columns: group, prompt, response, reward, reward/NAME per component, reward_status (`ok`, or
+    which reward failed or had nothing to say), reward_detail, advantage, correct, finish_reason,
+    policy_version. `advantage` is the mean over the response's tokens that take
     loss. What the batch does not hold (yet) is None, as is the reward of an unscored response.
     """
     total = len(batch)
@@ -39,6 +40,8 @@ def sample_rows(
         for position, name in enumerate(component_names):
             parts = batch.reward_components
             row[f"reward/{name}"] = None if parts is None else _value(parts[:, position], index)
+        if batch.scores:
+            row["reward_status"], row["reward_detail"] = _told(batch, index, component_names)
         row |= {
             "advantage": _value(advantages, index),
             "correct": _value(batch.acc, index),
@@ -47,6 +50,14 @@ def sample_rows(
         }
         rows.append(row)
     return rows
+
+
+def _told(batch: RolloutBatch, index: int, names: Sequence[str]) -> tuple[str, str]:
+    """Statuses and details of a row's scores: those other than `ok`, and what rewards said."""
+    named = list(zip(names, batch.scores[index], strict=False))
+    statuses = [f"{name}: {score.status}" for name, score in named if score.status != "ok"]
+    details = [f"{name}: {score.detail}" for name, score in named if score.detail]
+    return "; ".join(statuses) or "ok", "; ".join(details)
 
 
 def _scored_rewards(batch: RolloutBatch) -> torch.Tensor | None:

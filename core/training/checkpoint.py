@@ -35,9 +35,9 @@ SCHEMA_VERSION = 3
 class LoopState:
     """Where a loop stands after `step` steps, and the metrics of each step so far.
 
-    `controller`, `estimator`, `losses` (by the loss's name), `critic` and `sampler` are what the KL
-    controller, the advantage estimator, the policy losses, the critic's schedule and the sampler
-    keep; `prompts` counts those taken from the task.
+    `controller`, `estimator`, `losses` (by the loss's name), `critic`, `sampler` and `rewards` are
+    what the KL controller, the advantage estimator, the policy losses, the critic's schedule, the
+    sampler and the whitening of rewards keep; `prompts` counts those taken from the task.
     """
 
     step: int
@@ -48,6 +48,7 @@ class LoopState:
     critic: dict[str, float] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
     prompts: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 def save_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,8 +12,6 @@ from posttrain.core.contracts import (
     AdvantageEstimator,
     KlController,
     KlEstimator,
-    Reward,
-    RewardContext,
     RolloutEngine,
     Sampler,
 )
@@ -21,7 +20,6 @@ from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.scoring import WeightedReward
 from posttrain.core.tracking.plots import learning_curves
 from posttrain.core.training.checkpoint import load_checkpoint, newest_checkpoint
 from posttrain.core.training.learner import Learner
@@ -40,15 +38,18 @@ from posttrain.pipelines.stages.rl_parts import (
     build_trust_region,
     in_optimizer_steps,
 )
+from posttrain.pipelines.stages.rl_rewards import build_scorer
 
 
 def run_rl(context: StageContext) -> StageOutput:
     """Train the input model with reinforcement learning; saves the result and the curves."""
     stage = context.stage
     assert isinstance(stage, RlStage)
-    with context.engines.lease(context.model_dir) as engine:
+    with context.engines.lease(context.model_dir) as engine, ExitStack() as opened:
         loop = build_loop(context, stage, engine)
         loop.check_sync("the start of the stage")
+        if loop.scorer.pool is not None:
+            opened.enter_context(loop.scorer.pool)
         found = newest_checkpoint(context.checkpoints)
         if found is not None:
             critic = None if loop.critic is None else loop.critic.optimizer
@@ -120,7 +121,7 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         engine=engine,
         tokenizer=tokenizer,
         sampler=context.build(Sampler, stage.sampler),
-        rewards=_rewards(context, stage),
+        scorer=build_scorer(context, stage, tokenizer),
         estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
@@ -143,19 +144,3 @@ def _reference(context: StageContext, *, needed: bool) -> PreTrainedModel | None
     reference = load_policy(context.model_dir, context.runtime)
     reference.requires_grad_(False)
     return reference
-
-
-def _rewards(context: StageContext, stage: RlStage) -> list[WeightedReward]:
-    setup = RewardContext(
-        inputs={role: artifact.path for role, artifact in context.inputs.items()},
-        dtype=context.runtime.dtype,
-        device=context.runtime.device,
-        attention=context.runtime.attention,
-        batch_size=stage.micro_batch_size,
-    )
-    weighted = []
-    for component in stage.rewards:
-        reward = context.build(Reward, component)
-        reward.setup(setup)
-        weighted.append(WeightedReward(reward, component.weight))
-    return weighted

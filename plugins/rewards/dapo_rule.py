@@ -19,6 +19,7 @@ class DapoRuleReward(Reward[NoConfig]):
 
     name = "dapo_rule"
     Config = NoConfig
+    runs_in = "host"
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

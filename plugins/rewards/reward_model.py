@@ -34,6 +34,7 @@ class RewardModelReward(Reward[RewardModelConfig]):
 
     name = "reward_model"
     Config = RewardModelConfig
+    runs_in = "host"
     needs_inputs = frozenset({"reward_model"})
 
     def setup(self, context: RewardContext) -> None:

@@ -59,6 +59,8 @@ class SoftOverlongReward(Reward[SoftOverlongConfig]):
 
     name = "soft_overlong"
     Config = SoftOverlongConfig
+    runs_in = "host"
+    after_clip = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

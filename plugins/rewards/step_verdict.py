@@ -18,6 +18,7 @@ class StepVerdictReward(Reward[NoConfig]):
 
     name = "step_verdict"
     Config = NoConfig
+    runs_in = "host"
     gives_steps = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:

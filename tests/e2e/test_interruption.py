@@ -22,6 +22,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interruption")
     made = tiny_config(make_tiny_model(folder / "model"))
     made["stages"]["rl"]["steps"] = 8
+    made["stages"]["rl"]["reward_whiten"] = "running"  # it keeps a state from step to step
     return write_config(folder / "run.yaml", made)
 
 
@@ -81,6 +82,7 @@ class Lost(Reward[NoConfig]):
 
     name = "lost"
     Config = NoConfig
+    runs_in = "host"
 
     def score(self, samples):
         try:

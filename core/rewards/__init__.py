@@ -1,0 +1,1 @@
+"""Rewards in worker processes: one that hangs or dies costs its own sample and nothing else."""

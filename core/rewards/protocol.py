@@ -1,0 +1,155 @@
+"""How the pool, its fork server and its workers talk: frames of JSON back, pickles only forth.
+
+A frame is four bytes of length and its payload. What comes from a worker ran somebody else's code,
+so the parent reads it as JSON, bounded in length, and never unpickles it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from posttrain.core.rewards.checking import checked_score, failed
+from posttrain.core.types import RewardSample, Score, StepVerdict
+
+_HEADER = struct.Struct(">I")
+MAX_REPLY = 1 << 20
+"""Bytes of one frame from a worker."""
+SEND_LIMIT_S = 10.0
+_CHUNK = 1 << 16
+
+
+class BadFrame(Exception):
+    """The other side sent what is no frame of this protocol."""
+
+
+class Closed(Exception):
+    """The other side is gone, or takes nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sample for one reward; `reward` is its place in the pool's list."""
+
+    number: int
+    reward: int
+    sample: RewardSample
+
+
+def framed(payload: bytes) -> bytes:
+    """`payload` as one frame."""
+    return _HEADER.pack(len(payload)) + payload
+
+
+def message(**fields: object) -> bytes:
+    """One JSON object as a frame."""
+    return framed(json.dumps(fields).encode())
+
+
+class Frames:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self, limit: int = MAX_REPLY) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes."""
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._buffer)
+            if length > self._limit:
+                raise BadFrame(f"a frame of {length} bytes, at most {self._limit} are allowed")
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            found.append(bytes(self._buffer[_HEADER.size : end]))
+            del self._buffer[:end]
+        return found
+
+
+def parse(payload: bytes) -> dict[str, object]:
+    """The JSON object in `payload`."""
+    try:
+        found = json.loads(payload)
+    except ValueError as error:
+        raise BadFrame("not JSON") from error
+    if not isinstance(found, dict):
+        raise BadFrame("not a JSON object")
+    return found
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    """`size` bytes of a blocking socket; raises `Closed` at its end."""
+    data = bytearray()
+    while len(data) < size:
+        part = sock.recv(min(_CHUNK, size - len(data)))
+        if not part:
+            raise Closed
+        data += part
+    return bytes(data)
+
+
+def read_frame(sock: socket.socket) -> bytes:
+    """The next payload of a blocking socket whose other side is our own parent."""
+    (length,) = _HEADER.unpack(read_exactly(sock, _HEADER.size))
+    return read_exactly(sock, length)
+
+
+def read_available(sock: socket.socket, frames: Frames) -> tuple[list[bytes], bool]:
+    """Payloads that a non-blocking socket holds now, and whether it is still open."""
+    found: list[bytes] = []
+    while True:
+        try:
+            data = sock.recv(_CHUNK)
+        except BlockingIOError:
+            return found, True
+        except OSError:
+            return found, False
+        if not data:
+            return found, False
+        found += frames.feed(data)
+
+
+def send_all(sock: socket.socket, data: bytes, limit_s: float = SEND_LIMIT_S) -> None:
+    """Send everything on a non-blocking socket; `Closed` when nobody takes it for `limit_s`."""
+    view, deadline = memoryview(data), time.monotonic() + limit_s
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    while view:
+        try:
+            view = view[sock.send(view) :]
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(1000 * left):
+                raise Closed from None
+        except OSError as error:
+            raise Closed from error
+
+
+def score_fields(score: Score) -> dict[str, object]:
+    """A score as JSON; by hand, because `asdict` copies deeply and takes ten times as long."""
+    return {
+        "value": score.value,
+        "status": score.status,
+        "detail": score.detail,
+        "steps": [{"end": step.end, "correct": step.correct} for step in score.steps],
+        "components": dict(score.components),
+    }
+
+
+def read_score(fields: object) -> Score:
+    """The score in a worker's JSON; an `error` for anything else."""
+    if not isinstance(fields, Mapping):
+        return failed("no JSON object")
+    try:
+        steps = tuple(StepVerdict(**step) for step in fields.get("steps", ()))
+        return checked_score(Score(**{**fields, "steps": steps}))
+    except TypeError:
+        return failed("fields that no Score has")

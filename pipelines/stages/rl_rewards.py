@@ -1,0 +1,58 @@
+"""The rewards of an RL stage, and the pool of processes for those that may hang or crash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.core.config.schema import RlStage
+from posttrain.core.contracts import Reward, RewardContext
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.reward_shaping import RewardShaping
+from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.scorer import Scorer
+from posttrain.core.scoring import WeightedReward
+from posttrain.pipelines.stages.context import StageContext
+
+
+def build_scorer(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:
+    """The rewards with their weights, shaping and, if they need one, their pool."""
+    setup = RewardContext(
+        inputs={role: artifact.path for role, artifact in context.inputs.items()},
+        dtype=context.runtime.dtype,
+        device=context.runtime.device,
+        attention=context.runtime.attention,
+        batch_size=stage.micro_batch_size,
+    )
+    rewards = [context.build(Reward, component) for component in stage.rewards]
+    for reward in rewards:
+        if reward.runs_in == "host":
+            reward.setup(setup)
+    weights = [component.weight for component in stage.rewards]
+    return Scorer(
+        task=context.task,
+        rewards=[WeightedReward(r, w) for r, w in zip(rewards, weights, strict=True)],
+        tokenizer=tokenizer,
+        clip=stage.reward_clip,
+        on_missing=stage.on_missing,
+        max_failure_rate=stage.reward_pool.max_failure_rate,
+        pool=_pool(context, stage, [r for r in rewards if r.runs_in == "worker"], setup),
+        shaping=RewardShaping(
+            stage.overlong_filter, stage.reward_whiten, keep_mean=stage.reward_keep_mean
+        ),
+    )
+
+
+def _pool(
+    context: StageContext, stage: RlStage, rewards: Sequence[Reward[Any]], setup: RewardContext
+) -> RewardPool | None:
+    """A pool for the rewards that run in worker processes; None when there are none."""
+    if not rewards:
+        return None
+    return RewardPool(
+        rewards,
+        workers=stage.reward_pool.workers,
+        timeout_s=stage.reward_pool.timeout_s,
+        context=setup,
+        check=context.check,
+    )

@@ -1,0 +1,122 @@
+"""Overlong filtering and whitening: what they take out, and that running moments are exact."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.data.packing import response_batch
+from posttrain.core.group_filter import drop_groups
+from posttrain.core.math.groups import outcome_rewards
+from posttrain.core.math.running import RunningMoments
+from posttrain.core.reward_shaping import RewardShaping, filter_overlong
+from posttrain.core.scoring import place_on_last_token
+from posttrain.core.types import Problem
+
+
+def scored_batch(rewards: list[float], truncated: list[bool], scored: list[bool]) -> RolloutBatch:
+    size = len(rewards)
+    batch = response_batch(
+        prompts=[[5]] * size,
+        responses=[[8] * (row + 1) for row in range(size)],
+        group_ids=[0] * size,
+        pad_token_id=0,
+        problems=[Problem("", "", "", "")] * size,
+    )
+    values, valid = torch.tensor(rewards), torch.tensor(scored)
+    return batch.with_columns(
+        rewards=values,
+        scored=valid,
+        acc=(values > 0).float(),
+        mask=batch.mask * valid[:, None],
+        truncated=torch.tensor(truncated),
+        token_rewards=place_on_last_token(values, batch.response_mask),
+    )
+
+
+@pytest.mark.parametrize(("rule", "in_statistics"), [("mask", True), ("exclude", False)])
+def test_a_truncated_response_takes_no_loss_and_stays_in_its_group_as_told(
+    rule: str, in_statistics: bool
+) -> None:
+    batch = scored_batch([1.0, 0.0, 1.0], [False, True, False], [True, True, True])
+    found, metrics = filter_overlong(batch, rule)  # type: ignore[arg-type]
+    assert found.mask.sum(dim=1).tolist() == [1, 0, 3]
+    assert found.column("scored").tolist() == [True, in_statistics, True]
+    assert outcome_rewards(found).tolist() == [1.0, 0.0, 1.0]
+    assert metrics == {"reward/overlong_filtered_frac": pytest.approx(1 / 3)}
+    assert filter_overlong(batch, "none")[0] is batch
+
+
+def test_whitening_the_batch_looks_at_scored_rows_only() -> None:
+    batch = scored_batch([1.0, 3.0, 50.0, 5.0], [False] * 4, [True, True, False, True])
+    found, metrics = RewardShaping(whitening="batch").apply(batch)
+    assert outcome_rewards(found).tolist() == [-1.0, 0.0, 0.0, 1.0]  # mean 3, deviation 2
+    assert metrics == {"reward/whiten_std": pytest.approx(2.0)}
+    kept, _ = RewardShaping(whitening="batch", keep_mean=True).apply(batch)
+    assert outcome_rewards(kept).tolist() == [2.0, 3.0, 0.0, 4.0]
+
+
+def test_whitening_comes_after_the_overlong_filter() -> None:
+    batch = scored_batch([1.0, 3.0, 50.0, 5.0], [False, False, True, False], [True] * 4)
+    out = RewardShaping("exclude", "batch").apply(batch)[0]
+    assert outcome_rewards(out).tolist() == [-1.0, 0.0, 0.0, 1.0]
+    inside = RewardShaping("mask", "batch").apply(batch)[0]
+    assert outcome_rewards(inside)[2] > 1.4 and inside.mask[2].sum() == 0
+
+
+def test_filters_of_groups_see_the_rewards_before_whitening() -> None:
+    batch = scored_batch([0.5, 0.5 + 5e-7], [False] * 2, [True, True])
+    found, _ = RewardShaping(whitening="batch").apply(batch)
+    assert found.column("rewards").tolist() == batch.column("rewards").tolist()
+    assert drop_groups(found, "zero_advantage")[1] == {"group/dropped_frac": 1.0}
+
+
+@pytest.mark.parametrize("rewards", [[0.25], [0.25, 0.25, 0.25], []])
+def test_one_reward_equal_ones_or_none_divide_by_nothing(rewards: list[float]) -> None:
+    size = len(rewards) + 1
+    batch = scored_batch([*rewards, 9.0], [False] * size, [True] * (size - 1) + [False])
+    centred, _ = RewardShaping(whitening="batch").apply(batch)
+    assert outcome_rewards(centred).tolist() == [0.0] * len(batch)
+    running, _ = RewardShaping(whitening="running").apply(batch)
+    assert outcome_rewards(running).tolist() == [*rewards, 0.0]
+
+
+def test_the_running_deviation_is_that_of_all_rewards_and_survives_a_checkpoint() -> None:
+    first = scored_batch([1.0, 3.0], [False] * 2, [True] * 2)
+    second = scored_batch([5.0, 9.0, 100.0], [False] * 3, [True, True, False])
+    whole = RewardShaping(whitening="running")
+    whole.apply(first)
+    resumed = RewardShaping(whitening="running")
+    resumed.load_state(json.loads(json.dumps(whole.state())))
+    deviation = torch.tensor([1.0, 3.0, 5.0, 9.0]).double().std()
+    for shaping in (whole, resumed):
+        found, _ = shaping.apply(second)
+        expected = torch.tensor([5.0, 9.0, 0.0]).double() / deviation
+        torch.testing.assert_close(outcome_rewards(found), expected, rtol=1e-6, atol=1e-6)
+    assert RewardShaping(whitening="batch").state() == {}
+
+
+def test_a_greedy_baseline_is_put_on_the_same_scale() -> None:
+    batch = scored_batch([1.0, 3.0, 5.0], [False] * 3, [True] * 3)
+    shaping = RewardShaping(whitening="batch")
+    found, _ = shaping.apply(batch)
+    again = shaping.rescaled(batch.column("rewards"))
+    torch.testing.assert_close(again, outcome_rewards(found))
+    assert shaping.rescaled(torch.tensor([torch.nan])).isnan().all()
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=6), min_size=1, max_size=6))
+def test_running_moments_equal_those_of_all_values_at_once(parts: list[list[float]]) -> None:
+    moments = RunningMoments()
+    for part in parts:
+        moments.update(torch.tensor(part, dtype=torch.float64))
+    values = torch.tensor([v for part in parts for v in part], dtype=torch.float64)
+    assert moments.count == len(values)
+    if len(values) > 1:
+        assert moments.mean == pytest.approx(float(values.mean()), abs=1e-9)
+        assert moments.std() == pytest.approx(float(values.std()), rel=1e-9, abs=1e-9)
