@@ -411,6 +411,12 @@ class RlStage(StageBase):
     micro_batch_size: int = Field(
         default=32, ge=1, description="sequences per forward and backward; memory only, never maths"
     )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="updates that a rollout's policy may lie behind; from 1 on, the next rollouts "
+        "are sampled while the update runs, and rollout_correction is tis_token unless it is set",
+    )
     generation: GenerationSection = GenerationSection()
     sampler: Component = Component(name="group")
     rewards: tuple[RewardComponent, ...] = Field(

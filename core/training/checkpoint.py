@@ -28,7 +28,7 @@ _STATE = "state.json"
 _TENSOR_FILES = ("master", "exp_avg", "exp_avg_sq", "step")
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LoopState:
 
     `controller`, `estimator`, `losses` (by the loss's name), `critic` and `sampler` are what the KL
     controller, the advantage estimator, the policy losses, the critic's schedule and the sampler
-    keep; `prompts` counts those taken from the task.
+    keep; `prompts` counts those taken from the task; `rollouts` were sampled for steps to come.
     """
 
     step: int
@@ -48,6 +48,7 @@ class LoopState:
     critic: dict[str, float] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
     prompts: int = 0
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
 
 
 def save_checkpoint(

@@ -28,6 +28,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.rl import rl_flow
 from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.rl_parts import (
     build_critic,
@@ -109,12 +110,20 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         learner=learner,
         engine=engine,
         tokenizer=tokenizer,
-        sampler=context.build(Sampler, stage.sampler),
+        rollouts=Rollouts(
+            context=context,
+            stage=stage,
+            engine=engine,
+            tokenizer=tokenizer,
+            sampler=context.build(Sampler, stage.sampler),
+            prompts=PromptStream(
+                problems, tokenizer, derive_seed(run.seed, context.name, "prompts")
+            ),
+        ),
         rewards=_rewards(context, stage),
         estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
-        prompts=PromptStream(problems, tokenizer, derive_seed(run.seed, context.name, "prompts")),
         held_out=held_out,
         critic=build_critic(context, stage),
     )

@@ -149,6 +149,28 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
 
+def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(
+    config: Path, tmp_path: Path
+) -> None:
+    """Killed while rollouts of later steps wait for their update, some of their groups carried."""
+    made = yaml.safe_load(config.read_text())
+    made["stages"]["rl"] |= {
+        "max_staleness": 1,
+        "rewards": ["accuracy"],
+        "inputs": {"model": "sft"},
+        "sampler": {"name": "dynamic", "keep": "length", "max_rounds": 3, "max_round_size": 3.0},
+        "steps": 10,
+    }
+    del made["stages"]["reward_model"]
+    path = write_config(tmp_path / "run.yaml", made)
+    whole = run_command("run", str(path), "--home", str(tmp_path / "whole"), "--json")
+    assert whole.code == 0, whole.text
+    found = history(whole)
+    assert [age for _, age in found["staleness/max"]][:2] == [0, 1]
+    assert max(age for _, age in found["staleness/max"]) <= 2, "its own lag and that of the carried"
+    assert_continues_bit_for_bit(path, tmp_path / "home", whole)
+
+
 def assert_continues_bit_for_bit(config: Path, home: Path, uninterrupted: Finished) -> None:
     """Killed in the middle of RL, the same command ends where an uninterrupted one does."""
     process = start_command("run", str(config), "--home", str(home))
