@@ -228,6 +228,12 @@ PREFIXES: dict[str, Metric] = {
     "reward/component/": Metric("reward", "mean of one reward before its weight", "higher"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
     "loss/term/": Metric("loss", "one term of the loss beside the first, factor included", "lower"),
+    "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased", "higher"),
+    "eval/pass_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
+    "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples", "higher"),
+    "eval/avg_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
+    "eval/maj_at/": Metric("fraction", "most frequent of k answers is right", "higher"),
+    "eval/maj_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
     "plugin/": Metric("as its plugin says", "measured by a third party's plugin"),
 }
 
