@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 from posttrain.core.config.schema import EvaluationSection
 from posttrain.core.contracts import RolloutEngine, Task
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.math.intervals import mean_interval, wilson
+from posttrain.core.math.intervals import mean_interval, standard_error, wilson
+from posttrain.core.math.subsets import pass_at_k
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Problem, SamplingParams
+from posttrain.core.types import Problem, SamplingParams, Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedProblem:
-    """One problem with the greedy answer and the share of sampled answers that were right."""
+    """One problem with the greedy answer and the verdicts on the sampled ones, in their order."""
 
     problem: Problem
     greedy_text: str
@@ -24,7 +26,34 @@ class EvaluatedProblem:
     greedy_correct: float
     truncated: bool
     response_tokens: int
-    sampled_accuracy: float | None
+    sampled: tuple[Verdict, ...] = ()
+
+    @property
+    def sampled_accuracy(self) -> float | None:
+        """Mean verdict of the sampled answers; None without any."""
+        if not self.sampled:
+            return None
+        return sum(verdict.correct for verdict in self.sampled) / len(self.sampled)
+
+    def pass_at(self, k: int) -> float:
+        """Unbiased chance that k answers hold a fully right one (arXiv:2107.03374)."""
+        right = sum(verdict.correct >= 1 for verdict in self.sampled)
+        return pass_at_k(len(self.sampled), right, k)
+
+    def avg_at(self, k: int) -> float:
+        """Mean verdict of the first k answers (DAPO's avg@32)."""
+        return sum(verdict.correct for verdict in self.sampled[:k]) / k
+
+    def maj_at(self, k: int) -> float:
+        """Whether the answer read most often among the first k is right; the earlier wins a tie.
+
+        Answers that could not be read have no vote; with none at all it is wrong.
+        """
+        read = [verdict for verdict in self.sampled[:k] if verdict.parsed is not None]
+        if not read:
+            return 0.0
+        winner, _ = Counter(verdict.parsed for verdict in read).most_common(1)[0]
+        return float(next(v for v in read if v.parsed == winner).correct >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +101,7 @@ def _evaluate_part(
     greedy = engine.generate(
         prompts, SamplingParams(max_tokens=section.max_response_length, temperature=0.0)
     )
-    sampled_accuracy: list[float | None] = [None] * len(problems)
+    verdicts: list[tuple[Verdict, ...]] = [()] * len(problems)
     if section.num_samples:
         # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
         sampled = engine.generate(
@@ -87,10 +116,9 @@ def _evaluate_part(
         )
         for i, (problem, completions) in enumerate(zip(problems, sampled, strict=True)):
             texts = [tokenizer.decode_response(c.token_ids) for c in completions]
-            right = [task.verify(problem, text).correct for text in texts]
-            sampled_accuracy[i] = sum(right) / len(right)
+            verdicts[i] = tuple(task.verify(problem, text) for text in texts)
     rows = []
-    for problem, (completion,), share in zip(problems, greedy, sampled_accuracy, strict=True):
+    for problem, (completion,), sampled_verdicts in zip(problems, greedy, verdicts, strict=True):
         text = tokenizer.decode_response(completion.token_ids)
         verdict = task.verify(problem, text)
         rows.append(
@@ -101,7 +129,7 @@ def _evaluate_part(
                 verdict.correct,
                 completion.finish_reason == "length",
                 len(completion.token_ids),
-                share,
+                sampled_verdicts,
             )
         )
     return rows
@@ -127,4 +155,20 @@ def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> di
             "eval/sampled_low": max(0.0, low),
             "eval/sampled_high": min(1.0, high),
         }
+        metrics |= _at_k(rows, section)
+    return metrics
+
+
+def _at_k(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
+    """pass@k, avg@k and, if asked for, maj@k, each with its standard error over problems."""
+    metrics: dict[str, float] = {}
+    for k in section.pass_at:
+        found = {"pass": [row.pass_at(k) for row in rows], "avg": [row.avg_at(k) for row in rows]}
+        if section.majority:
+            found["maj"] = [row.maj_at(k) for row in rows]
+        for name, values in found.items():
+            metrics[f"eval/{name}_at/{k}"] = sum(values) / len(values)
+            error = standard_error(values)
+            if error is not None:
+                metrics[f"eval/{name}_at_se/{k}"] = error
     return metrics

@@ -3,48 +3,52 @@
     rollout -> score_rewards -> compute_advantages -> update_policy -> sync_weights
                                                        (+ evaluate, checkpoint when due)
 
-The tasks pass the live `RolloutBatch` in memory behind an opaque handle: nothing is pickled, cached
-or walked. What each phase does is a method of `RlLoop`; the maths lives in `core` and in plugins.
+With `max_staleness: k` the rollouts of the next k steps are sampled while `update_policy` runs; all
+of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k).
+
+The tasks pass the live `Rollout` in memory behind an opaque handle: nothing is pickled, cached or
+walked. What each phase does is a method of `RlLoop`; the maths lives in `core` and in plugins.
 """
 
 from __future__ import annotations
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
 
-from posttrain.core.batch import RolloutBatch
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.rollouts import Rollout
 
 # An optimizer step must never be repeated, so no phase is retried.
 phase = task(cache_policy=NO_CACHE, persist_result=False, retries=0)
 
 LiveLoop = Live[RlLoop]
-LiveBatch = Live[RolloutBatch]
+LiveRollout = Live[Rollout]
 
 
 @phase
-def rollout(loop: LiveLoop, step: int) -> LiveBatch:
+def rollout(loop: LiveLoop, step: int) -> LiveRollout:
     """Sample a group of responses for each prompt of this step."""
     return Live(loop.value.rollout(step))
 
 
 @phase
-def score_rewards(loop: LiveLoop, batch: LiveBatch) -> LiveBatch:
+def score_rewards(loop: LiveLoop, sampled: LiveRollout) -> LiveRollout:
     """Verify and score every response."""
-    return Live(loop.value.score_rewards(batch.value))
+    return Live(loop.value.score_rewards(sampled.value))
 
 
 @phase
-def compute_advantages(loop: LiveLoop, batch: LiveBatch) -> LiveBatch:
+def compute_advantages(loop: LiveLoop, scored: LiveRollout) -> LiveRollout:
     """Turn rewards into per-token advantages."""
-    return Live(loop.value.compute_advantages(batch.value))
+    return Live(loop.value.compute_advantages(scored.value))
 
 
 @phase
-def update_policy(loop: LiveLoop, batch: LiveBatch, step: int) -> None:
+def update_policy(loop: LiveLoop, ready: LiveRollout) -> None:
     """Take the optimizer steps of this batch."""
-    loop.value.update_policy(batch.value, step)
+    loop.value.update_policy(ready.value)
 
 
 @phase
@@ -65,17 +69,45 @@ def checkpoint(loop: LiveLoop, step: int) -> None:
     loop.value.checkpoint(step)
 
 
+class RolloutsAhead:
+    """Task runs of rollouts that are sampled beside the update, one after another."""
+
+    def __init__(self, loop: LiveLoop) -> None:
+        self.loop = loop
+        self.under_way: dict[int, PrefectFuture[LiveRollout]] = {}
+
+    def sampled(self, step: int) -> LiveRollout:
+        """Start what is due with `step`, and wait for its own rollout."""
+        for due in self.loop.value.rollouts_due(step):
+            before = list(self.under_way.values())[-1:]
+            self.under_way[due] = rollout.submit(
+                self.loop, due, wait_for=before, return_state=False
+            )
+        with self.loop.value.waiting_for_rollouts():
+            return self.under_way.pop(step).result()
+
+    def finish(self) -> None:
+        """Wait for all of them: the engine's weights may change afterwards."""
+        with self.loop.value.waiting_for_rollouts():
+            for future in self.under_way.values():
+                future.result()
+
+
 @flow(name="rl", flow_run_name="{stage}", validate_parameters=False, persist_result=False)
 def rl_flow(stage: str, loop: LiveLoop) -> None:
     """All steps of one RL stage, from where the loop stands to its last step."""
     if loop.value.evaluates_before_first_step:
         evaluate(loop, 0)
+    ahead = RolloutsAhead(loop) if loop.value.max_staleness else None
     for step in loop.value.remaining_steps():
         loop.value.begin_step(step)
-        batch = rollout(loop, step)
-        scored = score_rewards(loop, batch)
-        ready = compute_advantages(loop, scored)
-        update_policy(loop, ready, step)
+        sampled = ahead.sampled(step) if ahead else rollout(loop, step)
+        if loop.value.take(sampled.value):
+            scored = score_rewards(loop, sampled)
+            ready = compute_advantages(loop, scored)
+            update_policy(loop, ready)
+        if ahead:
+            ahead.finish()
         sync_weights(loop, step)
         if loop.value.evaluation_is_due(step):
             evaluate(loop, step)

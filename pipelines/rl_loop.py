@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,24 @@ from posttrain.core.contracts import (
     KlController,
     KlEstimator,
     RolloutEngine,
-    RolloutRequest,
-    SampledGroup,
-    Sampler,
 )
-from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.group_filter import drop_groups
 from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
-from posttrain.core.rollout.generation import generate_groups
-from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
-from posttrain.core.runtime.seeding import derive_seed, generator
+from posttrain.core.runtime.seeding import generator
 from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import advantage_metrics, subtract_kl
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.checkpoint import LoopState, remove_older, save_checkpoint
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.value_phase import ValuePhase
-from posttrain.core.types import Problem, SamplingParams
+from posttrain.core.types import Problem
 from posttrain.pipelines.alarms import mismatch_alarm
+from posttrain.pipelines.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stages.context import StageContext, evaluation_table
 
 
@@ -54,12 +48,11 @@ class RlLoop:
     learner: Learner
     engine: RolloutEngine[Any]
     tokenizer: ChatTokenizer
-    sampler: Sampler[Any]
+    rollouts: Rollouts
     scorer: Scorer
     estimator: AdvantageEstimator[Any]
     kl: KlEstimator[Any]
     controller: KlController[Any]
-    prompts: PromptStream
     held_out: Sequence[Problem]
     critic: ValuePhase | None = None
     sync_check: SyncCheck | None = None
@@ -68,6 +61,11 @@ class RlLoop:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps whose rollouts are sampled ahead of their update."""
+        return self.stage.max_staleness
 
     @property
     def evaluates_before_first_step(self) -> bool:
@@ -88,6 +86,11 @@ class RlLoop:
         every = self.stage.checkpoint_every
         return every > 0 and step % every == 0 and step < self.stage.steps
 
+    def rollouts_due(self, step: int) -> range:
+        """Steps whose rollouts start when `step` does: its own, or those of steps ahead."""
+        stage = self.stage
+        return rollouts_due(step, self.first_step, stage.steps, stage.max_staleness)
+
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self.context.check()
@@ -97,6 +100,8 @@ class RlLoop:
     def end_step(self, step: int) -> None:
         """Record everything that was measured in this step."""
         phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
+        if self.stage.max_staleness:  # sampled beside an earlier update: this step only waited
+            phases -= self.metrics["time/rollout_s"]
         seconds = time.perf_counter() - self._step_began
         self.metrics |= {
             "time/step_s": seconds,
@@ -107,54 +112,38 @@ class RlLoop:
         self.context.log_step(step, self.metrics)
         self.history.append({"step": float(step), **self.metrics})
 
-    def rollout(self, step: int) -> RolloutBatch:
-        """Sample this step's groups with the current policy."""
-        stage, generation = self.stage, self.stage.generation
-        params = SamplingParams(
-            num_generations=stage.num_generations,
-            max_tokens=generation.max_response_length,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
-        )
-        with self._timed("rollout_s"):
-            request = RolloutRequest(
-                engine=self.engine,
-                prompts=self.prompts.take(stage.prompts_per_step),
-                params=params,
-                policy_version=self.engine.policy_version,
-                generate=partial(generate_groups, self.engine),
-                more_prompts=self.prompts.take,
-                verify=self._verify,
-                check=self.context.check,
-            )
-            sampled = self.sampler.sample(request)
-            batch = rollout_batch(sampled.groups, self.tokenizer)
-        self.metrics |= sampled.metrics
-        tokens = float(batch.response_mask.sum())
-        self.metrics["throughput/rollout_tokens_per_s"] = tokens / self.metrics["time/rollout_s"]
-        lag = (step - 1) - batch.policy_version.double()
-        self.metrics |= {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
-        return batch
+    def rollout(self, step: int) -> Rollout:
+        """Sample the groups of `step`; changes nothing of the step that trains meanwhile."""
+        return self.rollouts.sample(step)
 
-    def _verify(self, group: SampledGroup) -> list[float]:
-        """The verifier's raw verdict on each response of a group."""
-        texts = [self.tokenizer.decode_response(c.token_ids) for c in group.completions]
-        problem = group.prompt.problem
-        return [self.context.task.verify(problem, text).correct for text in texts]
+    @contextmanager
+    def waiting_for_rollouts(self) -> Iterator[None]:
+        """Count the time that a step stands still for rollouts sampled beside it."""
+        before = self.metrics.get("time/rollout_wait_s", 0.0)
+        with self._timed("rollout_wait_s"):
+            yield
+        self.metrics["time/rollout_wait_s"] += before
 
-    def score_rewards(self, batch: RolloutBatch) -> RolloutBatch:
+    def take(self, rollout: Rollout) -> bool:
+        """Make `rollout` the one this step trains on; False when there is nothing to train on."""
+        self.rollouts.take(rollout.step)
+        self.metrics |= rollout.metrics | rollout.staleness()
+        if rollout.batch is None:
+            self.metrics |= {"train/updates": 0.0, "train/skipped_empty": 1.0}
+        return rollout.batch is not None
+
+    def score_rewards(self, rollout: Rollout) -> Rollout:
         """Fill the reward columns."""
         self.context.check()
+        batch = rollout.rows
         with self._timed("score_s"):
             scored, found = self.scorer.score(batch)
         self.metrics |= found
-        return scored
+        return rollout.with_rows(scored)
 
-    def compute_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+    def compute_advantages(self, rollout: Rollout) -> Rollout:
         """Fill `advantages`; with KL in the reward, after it has been subtracted."""
-        coef = self.controller.coefficient()
+        coef, batch = self.controller.coefficient(), rollout.rows
         with self._timed("advantage_s"):
             batch, dropped = drop_groups(batch, self.stage.drop_groups)
             batch = self._fill_columns(batch, coef)
@@ -165,10 +154,10 @@ class RlLoop:
                 ready = ready.with_columns(returns=estimate.returns)
             if self.stage.resample is not None:
                 section, seed = self.stage.resample, self.learner.settings.seed
-                draw = generator(seed, "resample", int(batch.policy_version.max()))
+                draw = generator(seed, "resample", rollout.step)
                 ready = resample(ready, section.method, section.power, draw)
         self.metrics |= {**advantage_metrics(ready), **estimate.metrics, **dropped, "kl/coef": coef}
-        return ready
+        return rollout.with_rows(ready)
 
     def _fill_columns(self, batch: RolloutBatch, kl_coef: float) -> RolloutBatch:
         """What the estimator reads beside rewards, and the KL penalty on the rewards."""
@@ -190,15 +179,17 @@ class RlLoop:
             batch = batch.with_columns(agent_id=torch.zeros(len(batch), dtype=torch.int64))
         if "baseline_reward" in needed:
             limit = self.stage.generation.max_response_length
-            greedy = self.scorer.greedy(self.engine, batch, limit)
+            with self.rollouts.using_engine():
+                greedy = self.scorer.greedy(self.engine, batch, limit)
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
             batch = self.critic.with_values(batch, check)
         return batch
 
-    def update_policy(self, batch: RolloutBatch, step: int) -> None:
+    def update_policy(self, rollout: Rollout) -> None:
         """Take the optimizer steps, and record the samples they were made of."""
         self.context.check()
+        batch, step = rollout.rows, rollout.step
         self.context.tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
         with self._timed("update_s"):
             if self.critic is not None:
@@ -276,8 +267,9 @@ class RlLoop:
             estimator=self.estimator.state(),
             losses={term.loss.name: term.loss.state() for term in terms},
             critic={} if self.critic is None else self.critic.state(),
-            sampler=self.sampler.state(),
-            prompts=self.prompts.position,
+            sampler=self.rollouts.sampler.state(),
+            prompts=self.rollouts.prompts.position,
+            rollouts=self.rollouts.state(),
             rewards=self.scorer.shaping.state(),
         )
         critic = None if self.critic is None else self.critic.optimizer
@@ -293,9 +285,10 @@ class RlLoop:
             term.loss.load_state(state.losses.get(term.loss.name, {}))
         if self.critic is not None:
             self.critic.load_state(state.critic)
-        self.sampler.load_state(state.sampler)
+        self.rollouts.sampler.load_state(state.sampler)
+        self.rollouts.prompts.position = state.prompts
+        self.rollouts.load_state(state.rollouts)
         self.scorer.shaping.load_state(state.rewards)
-        self.prompts.position = state.prompts
         self.first_step = state.step + 1
         self.history = list(state.history)
         self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -67,6 +67,21 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     return f"{value * 100:.1f} %{interval}"
 
 
+def pass_sizes(evaluations: Iterable[Mapping[str, float]]) -> list[int]:
+    """The k of every pass@k that an evaluation measured, in order."""
+    prefix = "eval/pass_at/"
+    names = {name for metrics in evaluations for name in metrics if name.startswith(prefix)}
+    return sorted(int(name.removeprefix(prefix)) for name in names)
+
+
+def with_error(metrics: Mapping[str, float], name: str, error: str) -> str:
+    """`61.5 % +- 3.1` of `eval/<name>` and its standard error, or a dash."""
+    value, spread = metrics.get(f"eval/{name}"), metrics.get(f"eval/{error}")
+    if value is None:
+        return "-"
+    return f"{value * 100:.1f} %" + ("" if spread is None else f" +- {spread * 100:.1f}")
+
+
 def gain(metrics: Mapping[str, float]) -> str:
     """`+12.0 points [+5.1, +18.9]`, or a dash where there is no baseline."""
     value = metrics.get("eval/gain")
@@ -82,11 +97,14 @@ def print_summary(result: RunResult, console: Console) -> None:
     evaluations = {n: s.metrics for n, s in result.stages.items() if s.kind == "evaluate"}
     if evaluations:
         table = Table(title="Held-out accuracy, 95 % intervals", title_justify="left")
-        for heading in ("evaluation", "greedy", "sampled", "gain over baseline"):
+        sizes = pass_sizes(evaluations.values())
+        several = [f"pass@{k}" for k in sizes]
+        for heading in ("evaluation", "greedy", "sampled", *several, "gain over baseline"):
             table.add_column(heading)
         for name, metrics in evaluations.items():
             greedy, sampled = with_interval(metrics, "greedy"), with_interval(metrics, "sampled")
-            table.add_row(name, greedy, sampled, gain(metrics))
+            passed = [with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}") for k in sizes]
+            table.add_row(name, greedy, sampled, *passed, gain(metrics))
         console.print(table, soft_wrap=False)
     table = Table(title="Stages", title_justify="left")
     for heading in ("stage", "kind", "status"):

@@ -52,6 +52,7 @@ def check_rl(
     check = _Check(name, stage, loaded, manager)
     yield from check.loss_terms()
     yield from check.advantage()
+    yield from check.sampler()
     yield from check.critic()
     yield from check.kl()
     yield from check.correction()
@@ -180,6 +181,17 @@ class _Check:
                 f"{who} compares the responses to a prompt, and a group of {size} has nothing to "
                 f"compare; use num_generations: {smallest} or more, or an advantage for single "
                 "responses such as 'reinforce_baseline'",
+            )
+
+    def sampler(self) -> Iterable[str]:
+        """Groups too small for the sampler."""
+        sampler, size = self.build("sampler", self.stage.sampler), self.stage.num_generations
+        if size < sampler.smallest_group():
+            yield self.line(
+                "num_generations",
+                f"sampler '{sampler.name}' looks for prompts whose responses differ, which a group "
+                f"of {size} never does; use num_generations: {sampler.smallest_group()} or more, "
+                "or the sampler 'group'",
             )
 
     def critic(self) -> Iterable[str]:

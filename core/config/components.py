@@ -8,6 +8,7 @@ from typing import Any
 from posttrain.core.config.marks import Loc
 from posttrain.core.config.schema import (
     Component,
+    CorrectionSection,
     LossTermComponent,
     PreferenceStage,
     RlStage,
@@ -69,13 +70,36 @@ def from_stage(kind: str, filled: dict[str, object], stage: RlStage) -> dict[str
     """A component's fields, those that were left null filled with what the stage itself says.
 
     An aggregator that divides by a constant length gets the response limit; an advantage that
-    weighs reward components gets the rewards' weights.
+    weighs reward components gets the rewards' weights; a reward that bounds lengths the response
+    limit, and for the buffer before the bound a fifth of it (DAPO's 4,096 of 20,480).
     """
     if kind == "aggregator" and filled.get("norm_length", 0) is None:
         return {**filled, "norm_length": stage.generation.max_response_length}
     if kind == "advantage" and filled.get("weights", ()) is None:
         return {**filled, "weights": [reward.weight for reward in stage.rewards]}
+    if kind == "reward" and {"max_length", "buffer_length"} <= set(filled):
+        longest, buffer = filled["max_length"], filled["buffer_length"]
+        longest = stage.generation.max_response_length if longest is None else longest
+        assert isinstance(longest, int)
+        return {
+            **filled,
+            "max_length": longest,
+            "buffer_length": longest // 5 if buffer is None else buffer,
+        }
     return filled
+
+
+def with_default_correction(stage: RlStage, raw: Mapping[str, Any], lag: int) -> RlStage:
+    """`stage` with `tis_token` where samples may be older than the policy and nothing is said.
+
+    `raw` is the stage as the user wrote it; `lag` is how much older than the engine's policy the
+    sampler's groups may be. Any: nested YAML values.
+    """
+    said = "rollout_correction" in raw or stage.rollout_correction != CorrectionSection()
+    if said or stage.max_staleness + lag == 0:
+        return stage
+    section = CorrectionSection(plugin=Component(name="tis_token"))
+    return stage.model_copy(update={"rollout_correction": section})
 
 
 def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from posttrain.core.config.components import (
     preference_components,
     put,
     rl_components,
+    with_default_correction,
 )
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import Loc, dotted
@@ -30,6 +31,7 @@ from posttrain.core.config.schema import (
     PreferenceDataStage,
     PreferenceStage,
     RegisterStage,
+    RewardComponent,
     RewardModelStage,
     RlStage,
     RunConfig,
@@ -195,6 +197,8 @@ class _Resolver:
         assert isinstance(stage, RlStage)
         expanded = self._expand(name, stage)
         preset = expanded.algorithm.name
+        raw: Any = self.loaded.raw["stages"]  # Any: nested YAML values
+        expanded = with_default_correction(expanded, raw[name], self._sampler_lag(expanded))
         values: dict[str, Any] = expanded.model_dump(mode="json")  # Any: nested YAML values
         used: list[PluginUse] = []
         for path, kind, component in rl_components(expanded):
@@ -205,7 +209,10 @@ class _Resolver:
         roles = self.reward_roles.setdefault(name, set())
         for index, reward in enumerate(expanded.rewards):
             loc = ("stages", name, "rewards", index)
-            values["rewards"][index], use = self.component("reward", reward, loc, preset)
+            filled, use = self.component("reward", reward, loc, preset)
+            whole = RewardComponent.model_validate(from_stage("reward", filled, expanded))
+            # Again, if it was right: what the stage fills in may not fit what the user wrote.
+            values["rewards"][index] = self.component("reward", whole, loc)[0] if use else filled
             used += use
             if use:
                 cls = self.manager.find("reward", reward.name).cls
@@ -216,6 +223,15 @@ class _Resolver:
         if len(self.problems) == before:  # plugins that could not be built cannot be compared
             self.problems += combinations.check_rl(name, filled_stage, self.loaded, self.manager)
         return filled_stage, used
+
+    def _sampler_lag(self, stage: RlStage) -> int:
+        """How much older than the engine's policy the sampler's groups may be; 0 if it is wrong."""
+        try:
+            entry = self.manager.find("sampler", stage.sampler.name)
+            config = self.manager.config("sampler", entry.name, stage.sampler.fields())
+        except (ConfigError, ValidationError):
+            return 0  # `component` reports it
+        return int(getattr(entry.cls(config), "max_lag")())  # noqa: B009 - the kind's contract
 
     def _expand(self, name: str, stage: PresetStageT) -> PresetStageT:
         """The stage as its preset sets it, the fields the user wrote on top."""

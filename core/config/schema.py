@@ -144,9 +144,29 @@ class EvaluationSection(Section):
     num_samples: int = Field(
         default=4, ge=0, description="sampled answers per problem for avg@k; 0 = greedy only"
     )
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="values of k for pass@k (unbiased) and avg@k, each with its standard error "
+        "over problems; at most num_samples",
+    )
+    majority: bool = Field(
+        default=False, description="maj@k as well: whether the most frequent answer is right"
+    )
     temperature: float = Field(default=1.0, gt=0, description="of the sampled answers")
     top_p: float = Field(default=1.0, gt=0, le=1, description="of the sampled answers; 1 = off")
     batch_size: int = Field(default=64, ge=1, description="sequences decoded together")
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvaluationSection:
+        too_large = [k for k in self.pass_at if k > self.num_samples]
+        if too_large:
+            raise ValueError(
+                f"pass_at {too_large[0]} cannot be estimated from num_samples {self.num_samples}; "
+                f"set num_samples to {max(self.pass_at)} or more, or lower pass_at"
+            )
+        if self.majority and not self.pass_at:
+            raise ValueError("majority needs the sizes k to vote in: set pass_at, such as [4]")
+        return self
 
 
 class StageBase(Section):
@@ -428,6 +448,12 @@ class RlStage(StageBase):
     )
     micro_batch_size: int = Field(
         default=32, ge=1, description="sequences per forward and backward; memory only, never maths"
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="updates that a rollout's policy may lie behind; from 1 on, the next rollouts "
+        "are sampled while the update runs, and rollout_correction is tis_token unless it is set",
     )
     generation: GenerationSection = GenerationSection()
     sampler: Component = Component(name="group")

@@ -207,7 +207,15 @@ class Sampler(Plugin[ConfigT]):
 
     @abstractmethod
     def sample(self, request: RolloutRequest) -> SampledRollout:
-        """Groups for one rollout batch."""
+        """Groups for one rollout batch; none at all means a step without an update."""
+
+    def max_lag(self) -> int:
+        """Policy versions that its groups may be older than the engine's; 0 = always fresh."""
+        return 0
+
+    def smallest_group(self) -> int:
+        """Fewest responses to a prompt that it can work with."""
+        return 1
 
     def state(self) -> dict[str, Any]:  # Any: JSON
         """What a resumed run needs of it, as JSON."""

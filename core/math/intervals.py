@@ -45,6 +45,15 @@ def mean_interval(
     return mean, max(lowest, mean - half), min(highest, mean + half)
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """s / sqrt(n) of `values`, one per problem, s with n - 1; None of a single one."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))
+
+
 def newcombe_difference(
     before: tuple[int, int], after: tuple[int, int]
 ) -> tuple[float, float, float]:

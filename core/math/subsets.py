@@ -15,7 +15,8 @@ from torch import Tensor
 def pass_at_k(total: int, correct: int, k: int) -> float:
     """Unbiased probability that k of `total` responses, `correct` of them right, hold a right one.
 
-    1 - C(n - c, k) / C(n, k). Raises `ValueError` unless 1 <= k <= total and 0 <= correct <= total.
+    1 - C(n - c, k) / C(n, k), as 1 - prod_{i = n-c+1}^{n} (1 - k / i). Raises `ValueError` unless
+    1 <= k <= total and 0 <= correct <= total.
     Source: Chen et al., arXiv:2107.03374, section 2.1.
     """
     if not (1 <= k <= total and 0 <= correct <= total):
@@ -23,7 +24,7 @@ def pass_at_k(total: int, correct: int, k: int) -> float:
             f"k is {k} and correct is {correct} for {total} responses; expected 1 <= k <= "
             f"{total} and 0 <= correct <= {total}"
         )
-    return 1.0 - _choose(total - correct, k) / _choose(total, k)
+    return 1.0 - math.prod(max(0.0, 1 - k / i) for i in range(total - correct + 1, total + 1))
 
 
 def pass_at_k_scores(verdicts: Tensor, k: int) -> Tensor:

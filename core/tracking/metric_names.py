@@ -129,7 +129,21 @@ METRICS: dict[str, Metric] = {
     "ess/token": Metric("fraction", "effective sample size of the importance weights", "higher"),
     "ess/seq": Metric("fraction", "the same of the weights of whole responses", "higher"),
     "sampling/rounds": Metric("rounds", "rounds of sampling to fill the batch", "lower"),
-    "sampling/accept_frac": Metric("fraction", "sampled groups that were kept", "higher"),
+    "sampling/acceptance": Metric("fraction", "groups of this step that were kept", "higher"),
+    "sampling/prompts_drawn": Metric("prompts", "sampled in this step"),
+    "sampling/dropped_all_right": Metric("groups", "dropped, every response right"),
+    "sampling/dropped_all_wrong": Metric("groups", "dropped, no response right"),
+    "sampling/dropped_equal": Metric("groups", "dropped, all with the same part marks"),
+    "sampling/dropped_stale": Metric("groups", "carried over and too old when needed", "lower"),
+    "sampling/dropped_surplus": Metric("groups", "kept, and neither needed nor carried", "lower"),
+    "sampling/carried_in": Metric("groups", "kept by an earlier step and used in this one"),
+    "sampling/carried_out": Metric("groups", "kept for the next step"),
+    "sampling/exhausted": Metric("0 or 1", "whether the rounds did not fill the batch", "lower"),
+    "sampling/tokens_drawn": Metric("tokens", "response tokens sampled for the step"),
+    "sampling/tokens_wasted": Metric("tokens", "of responses that were dropped", "lower"),
+    "sampling/verdict_mean": Metric(
+        "fraction", "mean verdict of all that was sampled, dropped groups included", "higher"
+    ),
     "group/dropped_frac": Metric("fraction", "prompts that take no part in the update"),
     "guard/exceeded": Metric("count", "updates that found the KL guard's bound exceeded", "lower"),
     "guard/rate_factor": Metric("factor", "what the KL guard left of the learning rate"),
@@ -208,6 +222,7 @@ METRICS: dict[str, Metric] = {
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right", "higher"),
     # where the time goes
     "time/rollout_s": Metric("s", "sampling responses", "lower"),
+    "time/rollout_wait_s": Metric("s", "waiting for rollouts sampled beside the update", "lower"),
     "time/score_s": Metric("s", "scoring responses", "lower"),
     "time/advantage_s": Metric("s", "computing advantages", "lower"),
     "time/update_s": Metric("s", "updating the policy", "lower"),
@@ -232,6 +247,12 @@ PREFIXES: dict[str, Metric] = {
     "reward/failed_frac/": Metric("fraction", "responses one reward failed on", "lower"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
     "loss/term/": Metric("loss", "one term of the loss beside the first, factor included", "lower"),
+    "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased", "higher"),
+    "eval/pass_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
+    "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples", "higher"),
+    "eval/avg_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
+    "eval/maj_at/": Metric("fraction", "most frequent of k answers is right", "higher"),
+    "eval/maj_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
     "plugin/": Metric("as its plugin says", "measured by a third party's plugin"),
 }
 

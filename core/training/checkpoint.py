@@ -28,7 +28,7 @@ _STATE = "state.json"
 _TENSOR_FILES = ("master", "exp_avg", "exp_avg_sq", "step")
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class LoopState:
 
     `controller`, `estimator`, `losses` (by the loss's name), `critic`, `sampler` and `rewards` are
     what the KL controller, the advantage estimator, the policy losses, the critic's schedule, the
-    sampler and the whitening of rewards keep; `prompts` counts those taken from the task.
+    sampler and the whitening of rewards keep; `prompts` counts those taken from the task;
+    `rollouts` were sampled for steps to come.
     """
 
     step: int
@@ -49,6 +50,7 @@ class LoopState:
     sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
     prompts: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
 
 
 def save_checkpoint(

@@ -130,7 +130,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = No
     (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2))
     with (folder / "rows.jsonl").open("w") as stream:
         for row in evaluation.rows:
-            stream.write(json.dumps(asdict(row)) + "\n")
+            values = asdict(row) | {"sampled_accuracy": row.sampled_accuracy}
+            stream.write(json.dumps(values) + "\n")
     return folder
 
 
@@ -145,6 +146,8 @@ def evaluation_table(evaluation: Evaluation, limit: int = 100) -> list[dict[str,
             "correct": row.greedy_correct,
             "truncated": row.truncated,
             "sampled_accuracy": row.sampled_accuracy,
+            "sampled_right": sum(verdict.correct >= 1 for verdict in row.sampled),
+            "sampled": len(row.sampled),
         }
         for row in evaluation.rows[:limit]
     ]

@@ -29,6 +29,7 @@ from posttrain.core.types import Problem
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.rl import rl_flow
 from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.rl_parts import (
     build_critic,
@@ -120,12 +121,20 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         learner=learner,
         engine=engine,
         tokenizer=tokenizer,
-        sampler=context.build(Sampler, stage.sampler),
+        rollouts=Rollouts(
+            context=context,
+            stage=stage,
+            engine=engine,
+            tokenizer=tokenizer,
+            sampler=context.build(Sampler, stage.sampler),
+            prompts=PromptStream(
+                problems, tokenizer, derive_seed(run.seed, context.name, "prompts")
+            ),
+        ),
         scorer=build_scorer(context, stage, tokenizer),
         estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
-        prompts=PromptStream(problems, tokenizer, derive_seed(run.seed, context.name, "prompts")),
         held_out=held_out,
         critic=build_critic(context, stage),
         sync_check=SyncCheck(

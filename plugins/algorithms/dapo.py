@@ -9,8 +9,9 @@ from posttrain.core.hooks import hookimpl
 class Dapo(Algorithm[NoConfig]):
     """L = (1 / N_tok) sum_it clip loss(A_i, r_it; 0.2, 0.28), mixed groups only.
 
-    Prompts answered all right or all wrong take no part in the update. Refilling the batch with
-    others and the soft penalty on long answers are a sampler and a reward of their own.
+    Prompts answered all right or all wrong are replaced by others until the batch is full (sampler
+    `dynamic`); the reward is +1 or -1 and a penalty that grows before the length limit. With
+    `sampler: group` and `drop_groups: equal_accuracy` such prompts are only left out.
     Source: arXiv:2503.14476, eq. 8 and section 3.
     """
 
@@ -24,7 +25,8 @@ class Dapo(Algorithm[NoConfig]):
             "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
             "aggregator": "token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
-            "drop_groups": "equal_accuracy",
+            "sampler": "dynamic",
+            "rewards": ["dapo_rule", "soft_overlong"],
         }
 
 

@@ -16,16 +16,17 @@ from posttrain.core.types import RewardSample, Score
 class SoftOverlongConfig(PluginConfig):
     """Settings of `soft_overlong`."""
 
-    max_length: int = Field(
-        default=20480,
+    max_length: int | None = Field(
+        default=None,
         ge=1,
-        description="L_max, tokens, where the whole penalty is due; the paper's is also "
-        "generation.max_response_length",
+        description="L_max, tokens, where the whole penalty is due; null = the stage's "
+        "generation.max_response_length (20,480 in the paper, and outside a stage)",
     )
-    buffer_length: int = Field(
-        default=4096,
+    buffer_length: int | None = Field(
+        default=None,
         ge=0,
-        description="L_cache, tokens before max_length over which the penalty grows; 0 = a step",
+        description="L_cache, tokens before max_length over which the penalty grows; 0 = a step; "
+        "null = a fifth of max_length (4,096 in the paper)",
     )
     factor: float = Field(
         default=1.0, ge=0, description="the penalty at max_length (verl: penalty_factor)"
@@ -39,6 +40,8 @@ class SoftOverlongConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> SoftOverlongConfig:
+        if self.buffer_length is None or self.max_length is None:
+            return self
         if self.buffer_length > self.max_length:
             raise ValueError(
                 f"buffer_length ({self.buffer_length}) is longer than max_length "
@@ -64,10 +67,12 @@ class SoftOverlongReward(Reward[SoftOverlongConfig]):
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""
+        config = self.config
+        longest = 20480 if config.max_length is None else config.max_length
         penalties = soft_overlong(
             torch.tensor([len(sample.response_ids) for sample in samples]),
-            max_length=self.config.max_length,
-            cache=self.config.buffer_length,
+            max_length=longest,
+            cache=longest // 5 if config.buffer_length is None else config.buffer_length,
             factor=self.config.factor,
             floor=self.config.floor,
         )

@@ -34,9 +34,10 @@ class EmptyLoop:
     """The loop's interface with phases that do nothing but record what a real step records."""
 
     evaluates_before_first_step = False
+    max_staleness = 0
 
     def __init__(self, tracker: Any, steps: int) -> None:
-        self.tracker, self.steps, self.seconds = tracker, steps, []
+        self.tracker, self.steps, self.seconds, self.step = tracker, steps, [], 0
         names = [n for n in METRICS if not n.startswith(("eval/", "rm/", "sft/"))][:50]
         self.metrics = dict.fromkeys(names, 0.5)
 
@@ -49,14 +50,18 @@ class EmptyLoop:
     def rollout(self, step: int) -> SimpleNamespace:
         return SimpleNamespace()
 
+    def take(self, rollout: SimpleNamespace) -> bool:
+        return True
+
     def score_rewards(self, batch: SimpleNamespace) -> SimpleNamespace:
         return batch
 
     def compute_advantages(self, batch: SimpleNamespace) -> SimpleNamespace:
         return batch
 
-    def update_policy(self, batch: SimpleNamespace, step: int) -> None:
-        self.tracker.log_table("samples", step, ROWS)
+    def update_policy(self, batch: SimpleNamespace) -> None:
+        self.step += 1
+        self.tracker.log_table("samples", self.step, ROWS)
 
     def sync_weights(self, step: int) -> None: ...
 

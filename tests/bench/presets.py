@@ -110,7 +110,7 @@ def outcome(
     """A preset's curve and final figure: reward, or unseen pairs ranked right."""
     if preset in BUDGETS:
         assert rl is not None
-        curve = rl.result().curve(preset, "reward/mean")
+        curve = rl.result().curve(preset, BUDGETS[preset].metric)
         return curve, final([value for _, value in curve])
     assert preference is not None
     curve = preference.result().curve(preset, "pref/held_out_pair_accuracy")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -55,7 +56,7 @@ def learned(request: pytest.FixtureRequest, runs: Runs) -> Learned:
 
 @pytest.mark.parametrize("preset", BUDGETS)
 def test_a_preset_learns(learned: Learned, preset: str) -> None:
-    rewards = learned.history(preset, "reward/mean")
+    rewards = learned.history(preset, BUDGETS[preset].metric)
     assert len(rewards) == BUDGETS[preset].steps
     assert rewards[0] < 0.2, "a random model is not there already"
     assert final(rewards) >= REACHED
@@ -85,10 +86,17 @@ def test_trpo_keeps_its_measured_kl_within_the_bound(learned: Learned) -> None:
 
 
 def test_dapo_trains_on_no_group_without_advantage(learned: Learned) -> None:
-    """Groups whose advantages are all 0 are exactly those that were taken out of the update."""
-    equal = learned.history("dapo", "group/zero_adv_frac")
-    dropped = learned.history("dapo", "group/dropped_frac")
-    assert dropped == equal and max(dropped) > 0.5
+    """They are replaced by others, or the batch is smaller; what was dropped is counted."""
+    assert not any(learned.history("dapo", "group/zero_adv_frac"))
+    dropped = learned.history("dapo", "sampling/dropped_all_wrong")
+    assert dropped[0] > 0 and max(learned.history("dapo", "sampling/dropped_all_right")) > 0
+
+
+def test_a_preset_learns_from_rollouts_sampled_ahead_and_carried_over(controlled: Learned) -> None:
+    verdicts = controlled.history("ahead", AHEAD.metric)
+    assert verdicts[0] < 0.2 and final(verdicts) >= REACHED
+    assert max(controlled.history("ahead", "staleness/max")) == 2
+    assert max(controlled.history("ahead", "sampling/carried_in")) > 0
 
 
 def test_vapo_trains_its_critic_alone_first(learned: Learned) -> None:
@@ -106,7 +114,10 @@ def test_ppo_penalty_adapts_its_coefficient(learned: Learned) -> None:
 
 # The policy wants to be 5.4 nats from where it started; the controllers hold it at their target.
 TARGET = 1.0
-CONTROLLED: dict[str, Budget] = {
+AHEAD = replace(
+    BUDGETS["dapo"], fields={**BUDGETS["dapo"].fields, "max_staleness": 1}, preset="dapo"
+)
+CONTROLLERS: dict[str, Budget] = {
     "adaptive": Budget(
         100,
         {
@@ -157,12 +168,15 @@ CONTROLLED: dict[str, Budget] = {
 }
 
 
+CONTROLLED = {**CONTROLLERS, "ahead": AHEAD}
+
+
 @pytest.fixture(scope="module")
 def controlled(runs: Runs) -> Learned:
     return runs["controlled"].result()
 
 
-@pytest.mark.parametrize("name", CONTROLLED)
+@pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_kl_controller_brings_the_run_to_its_target(controlled: Learned, name: str) -> None:
     target = 2 * TARGET if name == "ppo" else TARGET
     last = controlled.history(name, "kl/ref_sequence")[-30:]

@@ -28,12 +28,14 @@ NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
 class Budget:
     """Steps a preset gets, and what it needs at this size beside the common settings.
 
-    `preset` is what the stage trains with, where the stage has another name.
+    `preset` is what the stage trains with, where the stage has another name. `metric` is what it
+    learns by.
     """
 
     steps: int = 30
     fields: dict[str, Any] = field(default_factory=dict)
     preset: str = ""
+    metric: str = "reward/mean"
 
 
 # KL terms are made weak, because a policy that copies lies 2.7 nats per token from a random one and
@@ -69,8 +71,14 @@ BUDGETS: dict[str, Budget] = {
     "remax": Budget(40),
     "gspo": Budget(),
     "gspo_token": Budget(),
-    # Half right earns half the reward here, so it is the reward that tells what a prompt can teach.
-    "dapo": Budget(30, {"drop_groups": "zero_advantage"}),
+    # Half right is half the verdict here, so the spread tells what a prompt can teach, and it earns
+    # half the reward. Groups that are all right are not in the batch: what was learned shows in all
+    # that was sampled.
+    "dapo": Budget(
+        30,
+        {"sampler": {"name": "dynamic", "keep": "spread"}, "rewards": ["accuracy"]},
+        metric="sampling/verdict_mean",
+    ),
     "bapo": Budget(),
     "sapo": Budget(),
     "arpo": Budget(),

@@ -65,7 +65,8 @@ NUMBERS: list[tuple[str, str, str, float]] = [
 # Settings beside the axes: preset, field, value.
 EXTRAS: list[tuple[str, str, Any]] = [
     ("a2c", "entropy_coef", 0.01),
-    ("dapo", "drop_groups", "equal_accuracy"),
+    ("dapo", "sampler", "dynamic"),
+    ("dapo", "rewards", ["dapo_rule", "soft_overlong"]),
     ("ppo", "epochs", 4),
     ("vapo", "critic", {"pretrain_steps": 50}),
 ]

@@ -131,7 +131,8 @@ def test_dapo_has_the_paper_s_numbers() -> None:
     (loss,) = rl.loss_terms
     assert loss.name == "ppo_clip"
     assert (loss.fields()["clip_low"], loss.fields()["clip_high"]) == (0.2, 0.28)
-    assert rl.aggregator.name == "token-mean" and rl.drop_groups == "equal_accuracy"
+    assert rl.aggregator.name == "token-mean" and rl.sampler.name == "dynamic"
+    assert rl.sampler.fields()["keep"] == "mixed" and rl.drop_groups == "none"
     assert rl.kl.controller.fields() == {"coef": 0.0}
     assert rl.generation.max_response_length == 20480 == 16384 + 4096
     assert (rl.generation.temperature, rl.generation.top_p) == (1.0, 1.0)

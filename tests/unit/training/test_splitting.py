@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.core.contracts import Aggregator
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.splitting import micro_rows, mini_batches
 from tests.helpers.rollouts import ragged_batch
 
@@ -31,3 +33,20 @@ def test_micro_batches_cover_the_rows_in_order() -> None:
     rows = list(micro_rows(batch, 4))
     assert [len(part) for part in rows] == [4, 2]
     assert torch.equal(torch.cat(rows), torch.arange(6))
+
+
+def test_a_batch_of_fewer_groups_than_planned_splits_without_losing_any() -> None:
+    """What dynamic sampling leaves when its rounds are used up."""
+    for groups, parts, sizes in ((5, 2, [6, 4]), (3, 4, [2, 2, 2]), (1, 4, [2])):
+        batch = ragged_batch([3] * groups, group_size=2)
+        found = [mini.seq_id.tolist() for mini in mini_batches(batch, 1, parts, 7)]
+        assert [len(part) for part in found] == sizes
+        assert sorted(sum(found, [])) == list(range(2 * groups))
+
+
+def test_each_part_of_a_partial_batch_is_divided_by_its_own_counts() -> None:
+    aggregator = PluginManager().build(Aggregator, "token-mean")
+    minis = list(mini_batches(ragged_batch([3] * 5, group_size=2), 1, 2, 7))
+    counts = [aggregator.count(mini.mask, mini.group_id) for mini in minis]
+    assert [int(count.num_tokens) for count in counts] == [int(mini.mask.sum()) for mini in minis]
+    assert counts[0].num_tokens != counts[1].num_tokens

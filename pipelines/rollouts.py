@@ -1,0 +1,161 @@
+"""Rollouts on their way from the sampler to the update, some of them sampled ahead of it.
+
+With `max_staleness: k` the rollouts up to step s + k are sampled while step s trains, one after
+another, so rollout n is sampled with policy version max(0, n - 1 - k): always, whatever was faster.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.schema import RlStage
+from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
+from posttrain.core.data.packing import rollout_batch
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
+from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.types import SamplingParams
+from posttrain.pipelines.stages.context import StageContext
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The sampled groups of one step as a batch that grows, and what sampling measured.
+
+    `metrics` belong to `step`, whatever step was trained on while they were taken. `batch` is None
+    when the sampler kept no group at all.
+    """
+
+    step: int
+    groups: Sequence[SampledGroup]
+    batch: RolloutBatch | None
+    metrics: dict[str, float]
+
+    @property
+    def rows(self) -> RolloutBatch:
+        """The batch of a step that has one."""
+        assert self.batch is not None, "a step without samples has no update"
+        return self.batch
+
+    def with_rows(self, batch: RolloutBatch) -> Rollout:
+        """The same rollout with columns filled."""
+        return replace(self, batch=batch)
+
+    def staleness(self) -> dict[str, float]:
+        """Age, in updates, of the policies that sampled the tokens, when `step` begins."""
+        if self.batch is None:
+            return {}
+        lag = (self.step - 1) - self.batch.policy_version.double()
+        return {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+
+
+@dataclass
+class Rollouts:
+    """Samples the rollouts of a stage, and keeps those that no update has used yet."""
+
+    context: StageContext
+    stage: RlStage
+    engine: RolloutEngine[Any]
+    tokenizer: ChatTokenizer
+    sampler: Sampler[Any]
+    prompts: PromptStream
+    waiting: dict[int, Rollout] = field(default_factory=dict)
+    _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
+
+    def sample(self, step: int) -> Rollout:
+        """The groups of `step`, sampled with the engine's policy unless a checkpoint had them.
+
+        May run in a thread beside an update.
+        """
+        if step not in self.waiting:
+            with self.using_engine():
+                self.waiting[step] = self._sample(step)
+        return self.waiting[step]
+
+    def take(self, step: int) -> Rollout:
+        """The rollout of `step`, which is kept no longer."""
+        return self.waiting.pop(step)
+
+    @contextmanager
+    def using_engine(self) -> Iterator[None]:
+        """Inside, nobody else uses the engine: a rollout beside the update waits, or is waited for.
+
+        Whoever calls the engine between the start of a step and the end of its update needs this.
+        """
+        with self._engine_in_use:
+            yield
+
+    def _sample(self, step: int) -> Rollout:
+        stage, generation = self.stage, self.stage.generation
+        began = time.perf_counter()
+        params = SamplingParams(
+            num_generations=stage.num_generations,
+            max_tokens=generation.max_response_length,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
+        )
+        request = RolloutRequest(
+            engine=self.engine,
+            prompts=self.prompts.take(stage.prompts_per_step),
+            params=params,
+            policy_version=self.engine.policy_version,
+            generate=partial(generate_groups, self.engine),
+            more_prompts=self.prompts.take,
+            verify=self._verify,
+            check=self.context.check,
+        )
+        sampled = self.sampler.sample(request)
+        batch = self._batch(sampled.groups)
+        kept = 0.0 if batch is None else float(batch.response_mask.sum())
+        seconds = time.perf_counter() - began
+        tokens = sampled.metrics.get("sampling/tokens_drawn", kept)
+        metrics = {
+            **sampled.metrics,
+            "time/rollout_s": seconds,
+            "throughput/rollout_tokens_per_s": tokens / seconds,
+        }
+        return Rollout(step, sampled.groups, batch, metrics)
+
+    def _verify(self, group: SampledGroup) -> list[float]:
+        """The verifier's raw verdict on each response of a group."""
+        texts = [self.tokenizer.decode_response(c.token_ids) for c in group.completions]
+        problem = group.prompt.problem
+        return [self.context.task.verify(problem, text).correct for text in texts]
+
+    def _batch(self, groups: Sequence[SampledGroup]) -> RolloutBatch | None:
+        return rollout_batch(groups, self.tokenizer) if groups else None
+
+    def state(self) -> list[dict[str, Any]]:  # Any: JSON
+        """The waiting rollouts; only to be asked while none is being sampled."""
+        return [
+            {"step": r.step, "metrics": r.metrics, "groups": groups_to_json(r.groups)}
+            for r in self.waiting.values()
+        ]
+
+    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
+        """Have waiting what was waiting when `state` was taken."""
+        for saved in state:
+            groups = groups_from_json(saved["groups"])
+            step = int(saved["step"])
+            self.waiting[step] = Rollout(step, groups, self._batch(groups), saved["metrics"])
+
+
+def rollouts_due(step: int, first_step: int, last_step: int, max_staleness: int) -> range:
+    """Steps whose rollouts are to be started when `step` begins, in order.
+
+    At the first step (of the stage, or after a restart) all up to `max_staleness` ahead, then one
+    for each step.
+    """
+    newest = step + max_staleness
+    return range(step if step == first_step else newest, min(newest, last_step) + 1)

@@ -1,0 +1,120 @@
+"""pass@k, avg@k and maj@k: published numbers, errors over problems, settings that cannot work."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.contracts import NoConfig
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.errors import ConfigError
+from posttrain.core.evaluation import EvaluatedProblem, evaluate_policy
+from posttrain.core.math.mismatch import effective_sample_size
+from posttrain.core.math.subsets import pass_at_k, pass_at_k_scores
+from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.types import Problem, Verdict
+from posttrain.pipelines.summary import pass_sizes, with_error
+from tests.helpers.engines import make_engine, make_setup
+from tests.helpers.tiny import make_tiny_model
+from tests.unit.test_evaluation import PROBLEMS, EvenLength
+
+PROBLEM = Problem("k", "p", "a", "w")
+
+
+def row(*verdicts: tuple[float, str | None]) -> EvaluatedProblem:
+    sampled = tuple(Verdict(correct, parsed) for correct, parsed in verdicts)
+    return EvaluatedProblem(PROBLEM, "", None, 0.0, False, 1, sampled)
+
+
+@pytest.mark.parametrize(
+    ("total", "correct", "k", "expected"),
+    [(10, 3, 1, 0.3), (10, 3, 5, 0.916667), (16, 4, 8, 0.961538)],
+)
+def test_pass_at_k_has_the_golden_values(total: int, correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(total, correct, k) == pytest.approx(expected, abs=5e-7)
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer() -> None:
+    for correct, k in itertools.product(range(8), range(1, 8)):
+        subsets = list(itertools.combinations([True] * correct + [False] * (7 - correct), k))
+        expected = sum(map(any, subsets)) / len(subsets)
+        assert pass_at_k(7, correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_neither_overflows_nor_leaves_its_range() -> None:
+    assert pass_at_k(100_000, 0, 50_000) == 0
+    assert pass_at_k(100_000, 50_001, 50_000) == 1
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
+
+
+def test_the_analytic_advantage_and_the_sample_size_have_the_golden_values() -> None:
+    verdicts = torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    right, wrong = pass_at_k_scores(verdicts, 4)[[0, 7]].tolist()
+    assert (right, wrong) == pytest.approx((0.522233, -0.174078), abs=1e-6)
+    assert effective_sample_size(torch.tensor([1.0, 1, 1, 5])) == pytest.approx(0.571429, abs=1e-6)
+
+
+def test_avg_at_k_is_the_mean_verdict_of_the_first_k() -> None:
+    found = row((1.0, "2"), (0.5, "x"), (0.0, None), (0.0, None))
+    assert [found.avg_at(k) for k in (1, 2, 4)] == [1.0, 0.75, 0.375]
+    assert found.pass_at(1) == 0.25, "half right is not right"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "k", "expected"),
+    [
+        ([(0.0, "3"), (1.0, "2"), (1.0, "2")], 3, 1.0),
+        ([(0.0, "3"), (1.0, "2"), (1.0, "2")], 2, 0.0),  # a tie: the earlier
+        ([(1.0, "2"), (0.0, "3"), (0.0, "4")], 3, 1.0),
+        ([(0.0, None), (0.0, None), (1.0, "2")], 3, 1.0),  # what could not be read has no vote
+        ([(0.0, None), (0.0, None)], 2, 0.0),
+    ],
+)
+def test_maj_at_k_takes_the_answer_read_most_often(
+    verdicts: list[tuple[float, str | None]], k: int, expected: float
+) -> None:
+    assert row(*verdicts).maj_at(k) == expected
+
+
+def test_an_evaluation_reports_each_k_with_its_error_over_problems(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    engine = make_engine("transformers")
+    engine.start(make_setup(folder))
+    section = EvaluationSection(
+        num_problems=6, max_response_length=12, num_samples=8, pass_at=(1, 4), majority=True
+    )
+    tokenizer = ChatTokenizer.load(folder, None)
+    found = evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), PROBLEMS, section, seed=3)
+    values = [r.pass_at(4) for r in found.rows]
+    assert 0 < sum(values) < 6, "otherwise this test shows nothing"
+    assert found.metrics["eval/pass_at/4"] == pytest.approx(sum(values) / 6)
+    spread = torch.tensor(values, dtype=torch.float64).std() / math.sqrt(6)
+    assert found.metrics["eval/pass_at_se/4"] == pytest.approx(float(spread))
+    assert found.metrics["eval/pass_at/1"] == pytest.approx(found.metrics["eval/sampled_accuracy"])
+    assert {"eval/avg_at/1", "eval/avg_at_se/4", "eval/maj_at/4"} <= set(found.metrics)
+    check_names(found.metrics)
+
+
+def test_more_tries_than_samples_are_a_config_error_with_the_mend() -> None:
+    overrides = ["evaluation.pass_at=[1, 16]", "evaluation.num_samples=8"]
+    with pytest.raises(ConfigError, match=r"pass_at 16 .* num_samples 8; set num_samples to 16"):
+        load_config([Path("quickstart")], overrides)
+
+
+def test_a_majority_needs_its_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"majority needs the sizes k"):
+        load_config([Path("quickstart")], ["evaluation.majority=true"])
+
+
+def test_the_summary_has_a_column_for_each_k() -> None:
+    measured = {"eval/pass_at/16": 0.5, "eval/pass_at_se/16": 0.031, "eval/pass_at/4": 0.25}
+    assert pass_sizes([{}, measured]) == [4, 16]
+    assert with_error(measured, "pass_at/16", "pass_at_se/16") == "50.0 % +- 3.1"
+    assert with_error(measured, "pass_at/4", "pass_at_se/4") == "25.0 %"
+    assert with_error({}, "pass_at/4", "pass_at_se/4") == "-"
