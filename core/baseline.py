@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup, Task
+from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.scoring import WeightedReward, score_batch
 from posttrain.core.types import SamplingParams
 
@@ -23,10 +25,12 @@ def greedy_rewards(
     rewards: Sequence[WeightedReward],
     batch: RolloutBatch,
     max_tokens: int,
+    episodes: EpisodeRunner | None = None,
 ) -> Tensor:
     """Reward [B] of the greedy answer to each row's prompt; NaN where it could not be scored.
 
-    One more generation per prompt, at temperature 0. Source: ReMax, arXiv:2310.10505, section 4.
+    One more generation per prompt, at temperature 0; with `episodes`, a whole episode.
+    Source: ReMax, arXiv:2310.10505, section 4.
     """
     groups = list(batch.groups())
     prompts = []
@@ -35,8 +39,8 @@ def greedy_rewards(
         ids = batch.prompt_ids[first][batch.prompt_mask[first].bool()]
         prompts.append(PromptGroup(batch.problems[first], tuple(ids.tolist())))
     params = SamplingParams(num_generations=1, max_tokens=max_tokens, temperature=0.0)
-    answers = engine.generate([prompt.prompt_ids for prompt in prompts], params)
-    sampled = [SampledGroup(p, tuple(a)) for p, a in zip(prompts, answers, strict=True)]
+    generate = episodes.generate if episodes else generate_groups
+    sampled = generate(engine, prompts, params)
     scored = score_batch(rollout_batch(sampled, tokenizer), task, rewards)
     nan = torch.full((), torch.nan)
     values = torch.where(scored.column("scored").bool(), scored.column("rewards"), nan)

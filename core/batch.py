@@ -106,6 +106,7 @@ class RolloutBatch:
     entropy_keep: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
+    transcripts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
@@ -168,6 +169,7 @@ class RolloutBatch:
             **columns,
             problems=tuple(self.problems[i] for i in index) if self.problems else (),
             texts=tuple(self.texts[i] for i in index) if self.texts else (),
+            transcripts=tuple(self.transcripts[i] for i in index) if self.transcripts else (),
             samples=tuple(self.samples[i] for i in index) if self.samples else (),
         )
 
@@ -182,4 +184,5 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-assert {f.name for f in fields(RolloutBatch)} - {"problems", "texts", "samples"} == set(COLUMN_AXES)
+NOT_COLUMNS = {"problems", "texts", "transcripts", "samples"}
+assert {f.name for f in fields(RolloutBatch)} - NOT_COLUMNS == set(COLUMN_AXES)

@@ -24,12 +24,13 @@ from posttrain.core.contracts import (
     SampledGroup,
     Sampler,
 )
-from posttrain.core.data.packing import rollout_batch
+from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.group_filter import drop_groups
 from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
+from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
@@ -65,6 +66,7 @@ class RlLoop:
     controller: KlController[Any]
     prompts: PromptStream
     held_out: Sequence[Problem]
+    episodes: EpisodeRunner | None = None
     critic: ValuePhase | None = None
     first_step: int = 1
     history: list[dict[str, float]] = field(default_factory=list)
@@ -121,20 +123,23 @@ class RlLoop:
             top_k=generation.top_k,
             seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
         )
+        check, episodes = self.context.check, self.episodes
+        generate = partial(episodes.generate, check=check) if episodes else generate_groups
         with self._timed("rollout_s"):
             request = RolloutRequest(
                 engine=self.engine,
                 prompts=self.prompts.take(stage.prompts_per_step),
                 params=params,
                 policy_version=self.engine.policy_version,
-                generate=partial(generate_groups, self.engine),
+                generate=partial(generate, self.engine),
                 more_prompts=self.prompts.take,
                 verify=self._verify,
-                check=self.context.check,
+                check=check,
+                episodes=episodes,
             )
             sampled = self.sampler.sample(request)
             batch = rollout_batch(sampled.groups, self.tokenizer)
-        self.metrics |= sampled.metrics
+        self.metrics |= {**episode_metrics(sampled.groups), **sampled.metrics}
         tokens = float(batch.response_mask.sum())
         self.metrics["throughput/rollout_tokens_per_s"] = tokens / self.metrics["time/rollout_s"]
         lag = (step - 1) - batch.policy_version.double()
@@ -143,7 +148,7 @@ class RlLoop:
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""
-        texts = [self.tokenizer.decode_response(c.token_ids) for c in group.completions]
+        texts = [response_texts(c, self.tokenizer)[0] for c in group.completions]
         problem = group.prompt.problem
         return [self.context.task.verify(problem, text).correct for text in texts]
 
@@ -195,8 +200,9 @@ class RlLoop:
             batch = batch.with_columns(agent_id=torch.zeros(len(batch), dtype=torch.int64))
         if "baseline_reward" in needed:
             limit = self.stage.generation.max_response_length
+            task, engine, episodes = self.context.task, self.engine, self.episodes
             greedy = greedy_rewards(
-                self.engine, self.tokenizer, self.context.task, self.rewards, batch, limit
+                engine, self.tokenizer, task, self.rewards, batch, limit, episodes
             )
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
@@ -258,6 +264,7 @@ class RlLoop:
                 greedy_only,
                 self.context.run.seed,
                 lambda done: self.context.check(),
+                self.episodes,
             )
         found = {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
         self.evaluations.append({"step": float(step), **found})

@@ -25,6 +25,14 @@ from posttrain.core.contracts.correction import (
     RejectConfig,
     WeightedConfig,
 )
+from posttrain.core.contracts.environment import (
+    Environment,
+    Observation,
+    Opening,
+    Tool,
+    ToolResult,
+    Turn,
+)
 from posttrain.core.contracts.kl import KlController, KlEstimator, MovingController, StartConfig
 from posttrain.core.contracts.policy import (
     SEQUENCE_AGGREGATORS,
@@ -74,6 +82,8 @@ CONTRACTS: dict[str, type[Plugin]] = {  # type: ignore[type-arg]
         Reward,
         Sampler,
         Task,
+        Environment,
+        Tool,
         RolloutEngine,
         Algorithm,
     )
@@ -98,6 +108,7 @@ __all__ = [
     "CorrectionConfig",
     "Counts",
     "EngineSetup",
+    "Environment",
     "GeneralCorrection",
     "GroupAdvantage",
     "GroupConfig",
@@ -107,6 +118,8 @@ __all__ = [
     "LabelledScores",
     "MovingController",
     "NoConfig",
+    "Observation",
+    "Opening",
     "PairLoss",
     "PairScores",
     "Plugin",
@@ -131,6 +144,9 @@ __all__ = [
     "Task",
     "TokenAdvantage",
     "TokenLoss",
+    "Tool",
+    "ToolResult",
+    "Turn",
     "ValueAdvantage",
     "ValueConfig",
     "WeightedConfig",

@@ -73,7 +73,8 @@ BUDGETS: dict[str, Budget] = {
     "dapo": Budget(30, {"drop_groups": "zero_advantage"}),
     "bapo": Budget(),
     "sapo": Budget(),
-    "arpo": Budget(),
+    # Answers of two digits call no tool; test_tools_learn.py has its tree.
+    "arpo": Budget(30, {"sampler": "group"}),
     "cispo": Budget(),
     "gmpo": Budget(),
     "clip_cov": Budget(),
