@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup, Task
+from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.scoring import OnMissing, WeightedReward, score_batch
 from posttrain.core.types import SamplingParams
 
@@ -28,10 +30,12 @@ def greedy_rewards(
     *,
     on_missing: OnMissing = "zero",
     pool: RewardPool | None = None,
+    episodes: EpisodeRunner | None = None,
 ) -> Tensor:
     """Reward [B] of the greedy answer to each row's prompt; NaN where it could not be scored.
 
-    One more generation per prompt, at temperature 0. Source: ReMax, arXiv:2310.10505, section 4.
+    One more generation per prompt, at temperature 0; with `episodes`, a whole episode.
+    Source: ReMax, arXiv:2310.10505, section 4.
     """
     groups = list(batch.groups())
     prompts = []
@@ -40,9 +44,8 @@ def greedy_rewards(
         ids = batch.prompt_ids[first][batch.prompt_mask[first].bool()]
         prompts.append(PromptGroup(batch.problems[first], tuple(ids.tolist())))
     params = SamplingParams(num_generations=1, max_tokens=max_tokens, temperature=0.0)
-    answers = engine.generate([prompt.prompt_ids for prompt in prompts], params)
-    sampled = [SampledGroup(p, tuple(a)) for p, a in zip(prompts, answers, strict=True)]
-    answered = rollout_batch(sampled, tokenizer)
+    generate = episodes.generate if episodes else generate_groups
+    answered = rollout_batch(generate(engine, prompts, params), tokenizer)
     scored = score_batch(answered, task, rewards, clip=clip, on_missing=on_missing, pool=pool)
     nan = torch.full((), torch.nan)
     values = torch.where(scored.column("scored").bool(), scored.column("rewards"), nan)

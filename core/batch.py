@@ -113,6 +113,7 @@ class RolloutBatch:
     log_kept: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
+    transcripts: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
     scores: tuple[tuple[Score, ...], ...] = field(default=(), repr=False)
 
@@ -176,6 +177,7 @@ class RolloutBatch:
             **columns,
             problems=tuple(self.problems[i] for i in index) if self.problems else (),
             texts=tuple(self.texts[i] for i in index) if self.texts else (),
+            transcripts=tuple(self.transcripts[i] for i in index) if self.transcripts else (),
             samples=tuple(self.samples[i] for i in index) if self.samples else (),
             scores=tuple(self.scores[i] for i in index) if self.scores else (),
         )
@@ -191,9 +193,5 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-assert {f.name for f in fields(RolloutBatch)} - {
-    "problems",
-    "texts",
-    "samples",
-    "scores",
-} == set(COLUMN_AXES)
+NOT_COLUMNS = {"problems", "texts", "transcripts", "samples", "scores"}
+assert {f.name for f in fields(RolloutBatch)} - NOT_COLUMNS == set(COLUMN_AXES)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from posttrain.core.config.schema import EvaluationSection
-from posttrain.core.contracts import RolloutEngine, Task
+from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
+from posttrain.core.data.packing import response_texts
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.intervals import mean_interval, standard_error, wilson
 from posttrain.core.math.subsets import pass_at_k
+from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
 
@@ -72,19 +77,19 @@ def evaluate_policy(
     section: EvaluationSection,
     seed: int,
     progress: Callable[[int], None] = lambda done: None,
+    episodes: EpisodeRunner | None = None,
 ) -> Evaluation:
     """Evaluate the engine's current weights on `problems`.
 
     Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
     avg@k: the mean over problems of the share of `num_samples` answers that were right; its
     interval is over problems, since answers to one problem are not independent. `progress`
-    is told how many problems are done.
+    is told how many problems are done. With `episodes`, answers take several turns.
     """
     rows: list[EvaluatedProblem] = []
     for start in range(0, len(problems), section.batch_size):
-        rows += _evaluate_part(
-            engine, tokenizer, task, problems[start : start + section.batch_size], section, seed
-        )
+        part = problems[start : start + section.batch_size]
+        rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes)
         progress(len(rows))
     return Evaluation(tuple(rows), _summary(rows, section))
 
@@ -96,16 +101,16 @@ def _evaluate_part(
     problems: Sequence[Problem],
     section: EvaluationSection,
     seed: int,
+    episodes: EpisodeRunner | None,
 ) -> list[EvaluatedProblem]:
-    prompts = [tokenizer.encode_prompt(problem) for problem in problems]
-    greedy = engine.generate(
-        prompts, SamplingParams(max_tokens=section.max_response_length, temperature=0.0)
-    )
+    encoder: PromptEncoder = episodes or tokenizer
+    prompts = [PromptGroup(problem, encoder.encode_prompt(problem)) for problem in problems]
+    draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
+    greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
     verdicts: list[tuple[Verdict, ...]] = [()] * len(problems)
     if section.num_samples:
         # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
-        sampled = engine.generate(
-            prompts,
+        sampled = draw(
             SamplingParams(
                 num_generations=section.num_samples,
                 max_tokens=section.max_response_length,
@@ -114,21 +119,22 @@ def _evaluate_part(
                 seed=derive_seed(seed, "evaluate"),
             ),
         )
-        for i, (problem, completions) in enumerate(zip(problems, sampled, strict=True)):
-            texts = [tokenizer.decode_response(c.token_ids) for c in completions]
+        for i, (problem, group) in enumerate(zip(problems, sampled, strict=True)):
+            texts = [response_texts(c, tokenizer)[0] for c in group.completions]
             verdicts[i] = tuple(task.verify(problem, text) for text in texts)
     rows = []
-    for problem, (completion,), sampled_verdicts in zip(problems, greedy, verdicts, strict=True):
-        text = tokenizer.decode_response(completion.token_ids)
+    for problem, group, sampled_verdicts in zip(problems, greedy, verdicts, strict=True):
+        (completion,) = group.completions
+        text, transcript = response_texts(completion, tokenizer)
         verdict = task.verify(problem, text)
         rows.append(
             EvaluatedProblem(
                 problem,
-                text,
+                transcript,
                 verdict.parsed,
                 verdict.correct,
                 completion.finish_reason == "length",
-                len(completion.token_ids),
+                sum(completion.sampled) if completion.sampled else len(completion.token_ids),
                 sampled_verdicts,
             )
         )

@@ -20,6 +20,7 @@ from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.reward_shaping import RewardShaping
 from posttrain.core.rewards.failures import check_failure_rate
 from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.scoring import OnMissing, WeightedReward, rollout_metrics, score_batch
 
 
@@ -59,7 +60,13 @@ class Scorer:
         shaped, found = self.shaping.apply(scored)
         return shaped, metrics | found
 
-    def greedy(self, engine: RolloutEngine[Any], batch: RolloutBatch, max_tokens: int) -> Tensor:
+    def greedy(
+        self,
+        engine: RolloutEngine[Any],
+        batch: RolloutBatch,
+        max_tokens: int,
+        episodes: EpisodeRunner | None = None,
+    ) -> Tensor:
         """Rewards [B] of the greedy answers to the prompts of a scored `batch`, on its scale."""
         found = greedy_rewards(
             engine,
@@ -71,5 +78,6 @@ class Scorer:
             self.clip,
             on_missing=self.on_missing,
             pool=self.pool,
+            episodes=episodes,
         )
         return self.shaping.rescaled(found)

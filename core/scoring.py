@@ -52,6 +52,7 @@ def reward_samples(
                 text=text,
                 truncated=bool(batch.truncated[row]),
                 verdict=task.verify(problem, text),
+                transcript=batch.transcripts[row] if batch.transcripts else text,
                 steps=task.verify_steps(problem, text) if with_steps else (),
             )
         )

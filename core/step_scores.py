@@ -18,6 +18,7 @@ def fill_steps(
 
     A step ends at the first sampled token after which the decoded text reaches the step's last
     character. Tokens and characters need not align, so the response is decoded prefix by prefix.
+    Of a response of several turns the text, and so the steps, are those of the last turn.
     """
     num_steps = max([1, *(len(score.steps) for score in scores)])
     ends = torch.full((len(batch), num_steps), -1, dtype=torch.int64)
@@ -26,6 +27,8 @@ def fill_steps(
         if not score.steps:
             continue
         columns = batch.response_mask[row].nonzero().squeeze(1).tolist()
+        breaks = [n for n in range(1, len(columns)) if columns[n] > columns[n - 1] + 1]
+        columns = columns[breaks[-1] :] if breaks else columns
         ids = batch.response_ids[row][columns].tolist()
         reached = [len(tokenizer.decode_response(ids[: n + 1])) for n in range(len(ids))]
         for index, step in enumerate(score.steps):

@@ -24,6 +24,7 @@ from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.group_filter import drop_groups
 from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
+from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import generator
@@ -54,6 +55,7 @@ class RlLoop:
     kl: KlEstimator[Any]
     controller: KlController[Any]
     held_out: Sequence[Problem]
+    episodes: EpisodeRunner | None = None
     critic: ValuePhase | None = None
     sync_check: SyncCheck | None = None
     first_step: int = 1
@@ -180,7 +182,7 @@ class RlLoop:
         if "baseline_reward" in needed:
             limit = self.stage.generation.max_response_length
             with self.rollouts.using_engine():
-                greedy = self.scorer.greedy(self.engine, batch, limit)
+                greedy = self.scorer.greedy(self.engine, batch, limit, self.episodes)
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
             batch = self.critic.with_values(batch, check)
@@ -246,6 +248,7 @@ class RlLoop:
                 greedy_only,
                 self.context.run.seed,
                 lambda done: self.context.check(),
+                self.episodes,
             )
         found = {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
         self.evaluations.append({"step": float(step), **found})

@@ -17,8 +17,9 @@ from typing import Any
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.schema import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
-from posttrain.core.data.packing import rollout_batch
+from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
 from posttrain.core.rollout.prompts import PromptStream
@@ -68,6 +69,7 @@ class Rollouts:
     tokenizer: ChatTokenizer
     sampler: Sampler[Any]
     prompts: PromptStream
+    episodes: EpisodeRunner | None = None
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
@@ -105,15 +107,18 @@ class Rollouts:
             top_k=generation.top_k,
             seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
         )
+        check, episodes = self.context.check, self.episodes
+        generate = partial(episodes.generate, check=check) if episodes else generate_groups
         request = RolloutRequest(
             engine=self.engine,
             prompts=self.prompts.take(stage.prompts_per_step),
             params=params,
             policy_version=self.engine.policy_version,
-            generate=partial(generate_groups, self.engine),
+            generate=partial(generate, self.engine),
             more_prompts=self.prompts.take,
             verify=self._verify,
-            check=self.context.check,
+            check=check,
+            episodes=episodes,
         )
         sampled = self.sampler.sample(request)
         batch = self._batch(sampled.groups)
@@ -121,6 +126,7 @@ class Rollouts:
         seconds = time.perf_counter() - began
         tokens = sampled.metrics.get("sampling/tokens_drawn", kept)
         metrics = {
+            **episode_metrics(sampled.groups),
             **sampled.metrics,
             "time/rollout_s": seconds,
             "throughput/rollout_tokens_per_s": tokens / seconds,
@@ -129,7 +135,7 @@ class Rollouts:
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""
-        texts = [self.tokenizer.decode_response(c.token_ids) for c in group.completions]
+        texts = [response_texts(c, self.tokenizer)[0] for c in group.completions]
         problem = group.prompt.problem
         return [self.context.task.verify(problem, text).correct for text in texts]
 

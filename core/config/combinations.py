@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.schema import Component, LossTermComponent, OptimizerSection, RlStage
+from posttrain.core.config.marks import dotted
+from posttrain.core.config.schema import (
+    Component,
+    GenerationSection,
+    LossTermComponent,
+    OptimizerSection,
+    RlStage,
+)
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -57,6 +64,7 @@ def check_rl(
     yield from check.kl()
     yield from check.correction()
     yield from check.trust_region()
+    yield from check.sampling()
 
 
 def check_optimizer(
@@ -68,6 +76,18 @@ def check_optimizer(
         yield (
             f"{where}: {'.'.join(map(str, place))}.warmup_rollouts: this stage has no rollouts; "
             f"use warmup_steps: {section.warmup_rollouts}"
+        )
+
+
+def check_generation(
+    section: GenerationSection, place: tuple[str | int, ...], loaded: LoadedConfig
+) -> Iterable[str]:
+    """A temperature at which there is nothing to learn from."""
+    if section.temperature == 0:
+        yield (
+            f"{loaded.where((*place, 'temperature'))}: {dotted(place)}.temperature: at 0 all "
+            "responses to a prompt are the same, so nothing can be learned; use a value above 0, "
+            "such as 1.0"
         )
 
 
@@ -254,6 +274,25 @@ class _Check:
                 "policy's are not, so their ratio would not start at 1; set bypass_old: false, or "
                 "generation.top_p: 1 and top_k: 0",
             )
+
+    def sampling(self) -> Iterable[str]:
+        """A sampler that cannot do with this group size, or without an environment."""
+        sampler = self.build("sampler", self.stage.sampler)
+        if sampler.needs_environment and self.stage.environment is None:
+            yield self.line(
+                "sampler",
+                f"'{sampler.name}' branches after observations, which only an environment gives; "
+                "add `environment: {name: tools, tools: [calculator]}`, or set sampler: group",
+            )
+        refused = sampler.refuses(self.stage.num_generations)
+        if refused:
+            yield self.line("sampler", refused)
+        read = {} if self.stage.environment is None else self.stage.environment.paths()
+        for field, path in read.items():
+            if not Path(path).expanduser().exists():
+                yield self.line(
+                    field, f"there is no file or folder '{path}'; paths start at {Path.cwd()}"
+                )
 
     def trust_region(self) -> Iterable[str]:
         """What a loss with its own optimizer step cannot be combined with."""

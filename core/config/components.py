@@ -48,6 +48,19 @@ def rl_components(stage: RlStage) -> list[tuple[Loc, str, Component]]:
     return found
 
 
+def tool_components(environment: Mapping[str, object]) -> list[tuple[int, Component]]:
+    """(place in `tools`, component) of the tools that an environment's fields name.
+
+    What is no component is left out: the environment's own config refuses it.
+    """
+    tools = environment.get("tools")
+    listed = enumerate(tools if isinstance(tools, list) else ())
+    fits = (
+        (i, v) for i, v in listed if isinstance(v, str) or isinstance(v, Mapping) and "name" in v
+    )
+    return [(index, Component.model_validate(value)) for index, value in fits]
+
+
 def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Component]]:
     """(place, plugin kind, component) of every component of a preference stage."""
     found: list[tuple[Loc, str, Component]] = [(("algorithm",), "algorithm", stage.algorithm)]

@@ -19,6 +19,7 @@ from posttrain.core.config.components import (
     preference_components,
     put,
     rl_components,
+    tool_components,
     with_default_correction,
 )
 from posttrain.core.config.loading import LoadedConfig
@@ -27,7 +28,6 @@ from posttrain.core.config.problems import explain, raise_problems
 from posttrain.core.config.schema import (
     Component,
     EvaluateStage,
-    GenerationSection,
     PreferenceDataStage,
     PreferenceStage,
     RegisterStage,
@@ -100,8 +100,11 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             filled, used = resolver.reward_model_stage(name, stage)
         elif isinstance(stage, PreferenceStage):
             filled, used = resolver.preference_stage(name, stage)
-        elif isinstance(stage, EvaluateStage) and stage.evaluation is None:
-            filled = stage.model_copy(update={"evaluation": loaded.config.evaluation})
+        elif isinstance(stage, EvaluateStage):
+            environment, used = resolver.environment(name, stage)
+            evaluation = stage.evaluation or loaded.config.evaluation
+            given = {"evaluation": evaluation, "environment": environment}
+            filled = EvaluateStage.model_validate(stage.model_dump() | given)
         else:
             filled = stage
         stages[name] = filled
@@ -152,6 +155,20 @@ class _Resolver:
             return plain, []
         use = PluginUse(kind, entry.name, entry.package, entry.version)
         return plain | config.model_dump(mode="json"), [use]
+
+    def environment(
+        self, name: str, stage: EvaluateStage | RlStage
+    ) -> tuple[dict[str, object] | None, list[PluginUse]]:
+        """The stage's environment with its fields and its tools' filled in, and their plugins."""
+        if stage.environment is None:
+            return None, []
+        loc = ("stages", name, "environment")
+        filled, used = self.component("environment", stage.environment, loc)
+        tools: Any = filled.get("tools")  # Any: nested YAML values
+        for index, tool in tool_components(filled):
+            tools[index], use = self.component("tool", tool, (*loc, "tools", index))
+            used += use
+        return filled, used
 
     def reward_model_stage(
         self, name: str, stage: RewardModelStage
@@ -206,6 +223,8 @@ class _Resolver:
             filled, use = self.component(kind, component, loc, preset)
             put(values, path, from_stage(kind, filled, expanded))
             used += use
+        values["environment"], use = self.environment(name, expanded)
+        used += use
         roles = self.reward_roles.setdefault(name, set())
         for index, reward in enumerate(expanded.rewards):
             loc = ("stages", name, "rewards", index)
@@ -272,7 +291,7 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
     if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
     if isinstance(stage, RlStage | PreferenceDataStage):
-        yield from _check_generation(stage.generation, (*place, "generation"), loaded)
+        yield from combinations.check_generation(stage.generation, (*place, "generation"), loaded)
     if not isinstance(stage, RlStage):
         return
     if all(reward.weight == 0 for reward in stage.rewards):
@@ -294,12 +313,4 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
             f"{loaded.where((*place, 'kl'))}: stages.{name}.kl: estimator '{kl.estimator.name}' in "
             "the reward has a biased gradient; use 'estimator: k1', 'place: loss', or say "
             "'allow_biased_reward_kl: true'"
-        )
-
-
-def _check_generation(section: GenerationSection, loc: Loc, loaded: LoadedConfig) -> Iterable[str]:
-    if section.temperature == 0:
-        yield (
-            f"{loaded.where((*loc, 'temperature'))}: {dotted(loc)}.temperature: at 0 all responses "
-            "to a prompt are the same, so nothing can be learned; use a value above 0, such as 1.0"
         )

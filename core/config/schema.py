@@ -65,6 +65,27 @@ class RewardComponent(Component):
     weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
 
 
+class EnvironmentComponent(Component):
+    """An environment with the limits of its episodes."""
+
+    max_turns: int = Field(
+        default=4, ge=1, description="turns of the policy; one that has not answered by then is cut"
+    )
+    max_observation_tokens: int = Field(
+        default=512, ge=1, description="tokens of one observation, at most; the rest is cut off"
+    )
+
+    def paths(self) -> dict[str, str]:
+        """Files and folders that its tools read, by field."""
+        tools = self.fields().get("tools")
+        listed = tools if isinstance(tools, list | tuple) else ()
+        return {
+            f"environment.tools.{index}.path": str(tool["path"])
+            for index, tool in enumerate(listed)
+            if isinstance(tool, dict) and "path" in tool
+        }
+
+
 class ModelSection(Section):
     """The base model and how models are held in memory."""
 
@@ -192,6 +213,13 @@ class EvaluateStage(StageBase):
     evaluation: EvaluationSection | None = Field(
         default=None, description="null = the run's own `evaluation` section"
     )
+    environment: EnvironmentComponent | None = Field(
+        default=None, description="answers in several turns, as in the rl stage that has it"
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        """What the environment's tools read."""
+        return {} if self.environment is None else self.environment.paths()
 
 
 class SftStage(StageBase):
@@ -457,6 +485,9 @@ class RlStage(StageBase):
     )
     generation: GenerationSection = GenerationSection()
     sampler: Component = Component(name="group")
+    environment: EnvironmentComponent | None = Field(
+        default=None, description="answers each turn of a response; null = one turn, no tools"
+    )
     rewards: tuple[RewardComponent, ...] = Field(
         default=(RewardComponent(name="accuracy"),), min_length=1
     )
@@ -518,10 +549,11 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """A saved critic and a file of pre-training examples, where the config names them."""
+        """A saved critic, pre-training examples and tools' texts, where the config names them."""
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
-        return {field: path for field, path in named.items() if path is not None}
+        read = {} if self.environment is None else self.environment.paths()
+        return read | {field: path for field, path in named.items() if path is not None}
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:

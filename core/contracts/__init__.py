@@ -32,6 +32,14 @@ if TYPE_CHECKING:
         RejectConfig,
         WeightedConfig,
     )
+    from posttrain.core.contracts.environment import (
+        Environment,
+        Observation,
+        Opening,
+        Tool,
+        ToolResult,
+        Turn,
+    )
     from posttrain.core.contracts.kl import KlController, KlEstimator, MovingController, StartConfig
     from posttrain.core.contracts.policy import (
         SEQUENCE_AGGREGATORS,
@@ -74,6 +82,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "base",
     "rollout",
+    "environment",
     "algorithm",
     "advantages",
     "aggregation",
@@ -94,6 +103,8 @@ _KINDS = (
     "Reward",
     "Sampler",
     "Task",
+    "Environment",
+    "Tool",
     "RolloutEngine",
     "Algorithm",
 )
@@ -132,6 +143,7 @@ __all__ = [
     "CorrectionConfig",
     "Counts",
     "EngineSetup",
+    "Environment",
     "GeneralCorrection",
     "GroupAdvantage",
     "GroupConfig",
@@ -141,6 +153,8 @@ __all__ = [
     "LabelledScores",
     "MovingController",
     "NoConfig",
+    "Observation",
+    "Opening",
     "PairLoss",
     "PairScores",
     "Plugin",
@@ -165,6 +179,9 @@ __all__ = [
     "Task",
     "TokenAdvantage",
     "TokenLoss",
+    "Tool",
+    "ToolResult",
+    "Turn",
     "ValueAdvantage",
     "ValueConfig",
     "WeightedConfig",

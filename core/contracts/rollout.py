@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # rewards run in processes that must stay small
     import torch
     from torch import Tensor
 
+    from posttrain.core.rollout.episodes import EpisodeRunner
+
 
 class Task(Plugin[ConfigT]):
     """A source of problems with a verifier. The two splits are disjoint by construction."""
@@ -186,6 +188,7 @@ class RolloutRequest:
     stage has an environment; `more_prompts(n)` takes n further prompts from the task; `verify`
     gives the verifier's raw verdict in [0, 1] on each response of a group, before any shaping;
     `check` raises when the run was told to stop. `policy_version` is that of the engine's weights.
+    `episodes` runs the stage's environment turn by turn, for samplers that act between turns.
     """
 
     engine: RolloutEngine[Any]
@@ -196,6 +199,7 @@ class RolloutRequest:
     more_prompts: Callable[[int], Sequence[PromptGroup]]
     verify: Callable[[SampledGroup], Sequence[float]]
     check: Callable[[], None]
+    episodes: EpisodeRunner | None = None
 
 
 class Sampler(Plugin[ConfigT]):
@@ -204,6 +208,12 @@ class Sampler(Plugin[ConfigT]):
     kind = "sampler"
     adds_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of the batch that it fills beside the responses (`node_id` of a tree)."""
+    needs_environment: ClassVar[bool] = False
+    """Whether it only works on episodes of several turns."""
+
+    def refuses(self, num_generations: int) -> str:
+        """Why it cannot make groups of this size, with the mend; empty when it can."""
+        return ""
 
     @abstractmethod
     def sample(self, request: RolloutRequest) -> SampledRollout:

@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import SampledGroup
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.types import Problem
+from posttrain.core.types import Completion, Problem
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -40,10 +40,15 @@ def response_batch(
     response_logprobs: Sequence[Sequence[float]] | None = None,
     policy_versions: Sequence[int] | None = None,
     truncated: Sequence[bool] | None = None,
+    sampled: Sequence[Sequence[bool]] = (),
+    node_ids: Sequence[Sequence[int]] = (),
+    transcripts: Sequence[str] = (),
 ) -> RolloutBatch:
     """A batch of one row per response. Rows of one group share a prompt.
 
-    Log-probs that nobody gave are NaN, so that nothing can take them for real.
+    Log-probs that nobody gave are NaN, so that nothing can take them for real. `sampled` says of
+    each token whether the policy sampled it (an empty row = all of them): the others, observations,
+    are in no mask. Tokens without a tree node, padding too, have node -1.
     """
     num_rows = len(responses)
     prompt_ids, prompt_mask = pad_left(prompts, pad_token_id)
@@ -53,6 +58,8 @@ def response_batch(
         logprobs = torch.zeros(response_ids.shape)
         for row, values in enumerate(response_logprobs):
             logprobs[row, : len(values)] = torch.tensor(values, dtype=torch.float32)
+    for row, own in enumerate(sampled):
+        response_mask[row, : len(own)] *= torch.tensor(own, dtype=torch.int64)
     versions = torch.tensor(policy_versions or [0] * num_rows)
     batch = RolloutBatch(
         prompt_ids=prompt_ids,
@@ -67,22 +74,42 @@ def response_batch(
         truncated=torch.tensor(truncated or [False] * num_rows),
         problems=tuple(problems),
         texts=tuple(texts),
+        transcripts=tuple(transcripts),
     )
+    if any(node_ids):
+        nodes = torch.full(response_ids.shape, -1, dtype=torch.int64)
+        for row, ids in enumerate(node_ids):
+            nodes[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        batch = batch.with_columns(node_id=nodes)
     batch.validate()
     return batch
+
+
+def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> tuple[str, str]:
+    """What verifiers read of a response, its last turn, and all of it with its observations."""
+    ids = completion.token_ids
+    transcript = tokenizer.decode_response(ids)
+    if not completion.sampled:
+        return transcript, transcript
+    last = max(index for index, own in enumerate(completion.sampled) if not own) + 1
+    return tokenizer.decode_response(ids[last:]), transcript
 
 
 def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:
     """A sampler's groups as one batch, group by group."""
     rows = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
+    texts = [response_texts(c, tokenizer) for _, _, c in rows]
     return response_batch(
         prompts=[group.prompt.prompt_ids for _, group, _ in rows],
         responses=[c.token_ids for _, _, c in rows],
         group_ids=[g for g, _, _ in rows],
         pad_token_id=tokenizer.pad_token_id,
         problems=[group.prompt.problem for _, group, _ in rows],
-        texts=[tokenizer.decode_response(c.token_ids) for _, _, c in rows],
+        texts=[text for text, _ in texts],
+        transcripts=[transcript for _, transcript in texts],
         response_logprobs=[c.logprobs for _, _, c in rows],
         policy_versions=[c.policy_version for _, _, c in rows],
         truncated=[c.finish_reason == "length" for _, _, c in rows],
+        sampled=[c.sampled for _, _, c in rows],
+        node_ids=[c.node_ids for _, _, c in rows],
     )

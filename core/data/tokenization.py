@@ -64,6 +64,14 @@ class ChatTokenizer:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return (*ids, self.eos_token_id)
 
+    def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Token ids of `text` alone, in which special tokens are plain text unless `special`.
+
+        The piece is never joined to what stands before it, so that nobody's tokens change.
+        """
+        found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return tuple(found["input_ids"])
+
     def decode_response(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

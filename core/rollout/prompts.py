@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from posttrain.core.contracts import PromptGroup
-from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.types import Problem
+
+
+class PromptEncoder(Protocol):
+    """A `ChatTokenizer`, or an `EpisodeRunner`, whose prompts tell of the environment."""
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        ...
 
 
 class PromptStream:
     """An endless stream of prompts: the problems in order, then again and again in other orders."""
 
-    def __init__(self, problems: Sequence[Problem], tokenizer: ChatTokenizer, seed: int) -> None:
+    def __init__(self, problems: Sequence[Problem], tokenizer: PromptEncoder, seed: int) -> None:
         self.problems, self.tokenizer, self.seed = problems, tokenizer, seed
         self.position = 0
         self._order: tuple[int, list[int]] = (0, list(range(len(problems))))

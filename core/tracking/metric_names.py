@@ -144,6 +144,15 @@ METRICS: dict[str, Metric] = {
     "sampling/verdict_mean": Metric(
         "fraction", "mean verdict of all that was sampled, dropped groups included", "higher"
     ),
+    "tools/turns": Metric("turns", "turns of the policy per response"),
+    "tools/calls_per_response": Metric("calls", "tool calls per response"),
+    "tools/failed_frac": Metric("fraction", "tool calls that failed or were malformed", "lower"),
+    "tree/leaves": Metric("responses", "leaves of a prompt's tree, mean over prompts"),
+    "tree/branches": Metric("responses", "leaves that branched off another, mean over prompts"),
+    "tree/topped_up": Metric("responses", "leaves sampled afresh at the end, mean over prompts"),
+    "tree/shared_tokens_frac": Metric(
+        "fraction", "sampled tokens that are copies of a prefix, not sampled again"
+    ),
     "group/dropped_frac": Metric("fraction", "prompts that take no part in the update"),
     "guard/exceeded": Metric("count", "updates that found the KL guard's bound exceeded", "lower"),
     "guard/rate_factor": Metric("factor", "what the KL guard left of the learning rate"),

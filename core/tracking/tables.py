@@ -28,13 +28,14 @@ def sample_rows(
     last = min(limit, total)
     while 0 < last < total and groups[last] == groups[last - 1]:
         last += 1
+    texts = batch.transcripts or batch.texts
     rewards, advantages = _scored_rewards(batch), _row_means(batch)
     rows: list[dict[str, object]] = []
     for index in range(last):
         row: dict[str, object] = {
             "group": groups[index],
             "prompt": batch.problems[index].prompt if batch.problems else None,
-            "response": batch.texts[index] if batch.texts else None,
+            "response": texts[index] if texts else None,
             "reward": _value(rewards, index),
         }
         for position, name in enumerate(component_names):

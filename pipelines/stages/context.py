@@ -22,6 +22,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.evaluation import Evaluation
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_stage import StageTracker
 from posttrain.core.types import Problem
@@ -110,7 +111,7 @@ class StageContext:
         )
 
     def check_lengths(
-        self, tokenizer: ChatTokenizer, problems: Sequence[Problem], max_response_length: int
+        self, tokenizer: PromptEncoder, problems: Sequence[Problem], max_response_length: int
     ) -> None:
         """Raise `DataError` for a prompt that leaves no room for a response."""
         limit = self.run.model.max_model_len

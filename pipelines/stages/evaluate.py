@@ -14,6 +14,7 @@ from posttrain.pipelines.stages.context import (
     evaluation_table,
     write_evaluation,
 )
+from posttrain.pipelines.stages.episodes import build_episodes
 
 
 def run_evaluate(context: StageContext) -> StageOutput:
@@ -23,7 +24,8 @@ def run_evaluate(context: StageContext) -> StageOutput:
     section = stage.evaluation or context.run.evaluation
     problems = context.held_out_problems(section)
     tokenizer = context.tokenizer()
-    context.check_lengths(tokenizer, problems, section.max_response_length)
+    episodes = build_episodes(context, stage.environment, tokenizer)
+    context.check_lengths(episodes or tokenizer, problems, section.max_response_length)
     context.started(len(problems))
 
     def progress(done: int) -> None:
@@ -32,7 +34,7 @@ def run_evaluate(context: StageContext) -> StageOutput:
 
     with context.engines.lease(context.model_dir) as engine:
         evaluation = evaluate_policy(
-            engine, tokenizer, context.task, problems, section, context.run.seed, progress
+            engine, tokenizer, context.task, problems, section, context.run.seed, progress, episodes
         )
     metrics = dict(evaluation.metrics)
     if "baseline" in context.inputs:

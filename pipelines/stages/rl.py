@@ -31,6 +31,7 @@ from posttrain.pipelines.rl import rl_flow
 from posttrain.pipelines.rl_loop import RlLoop
 from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stages.episodes import build_episodes
 from posttrain.pipelines.stages.rl_parts import (
     build_critic,
     build_guard,
@@ -81,10 +82,11 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
     """Load the models and build every plugin of the stage."""
     run = context.run
     tokenizer = context.tokenizer()
+    episodes = build_episodes(context, stage.environment, tokenizer)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     longest = max(stage.generation.max_response_length, run.evaluation.max_response_length)
-    context.check_lengths(tokenizer, [*problems, *held_out], longest)
+    context.check_lengths(episodes or tokenizer, [*problems, *held_out], longest)
     model = load_policy(context.model_dir, context.runtime)
     settings = UpdateSettings(
         epochs=stage.epochs,
@@ -128,13 +130,15 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
             tokenizer=tokenizer,
             sampler=context.build(Sampler, stage.sampler),
             prompts=PromptStream(
-                problems, tokenizer, derive_seed(run.seed, context.name, "prompts")
+                problems, episodes or tokenizer, derive_seed(run.seed, context.name, "prompts")
             ),
+            episodes=episodes,
         ),
         scorer=build_scorer(context, stage, tokenizer),
         estimator=context.build(AdvantageEstimator, stage.advantage),
         kl=kl,
         controller=controller,
+        episodes=episodes,
         held_out=held_out,
         critic=build_critic(context, stage),
         sync_check=SyncCheck(

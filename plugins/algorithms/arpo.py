@@ -10,9 +10,10 @@ class Arpo(Algorithm[NoConfig]):
     """GRPO's advantages over all leaves of a prompt, clipped token loss, token mean, no KL.
 
     Tokens that leaves share take each leaf's advantage in turn (`attribution: soft`) or the mean
-    (`hard`). The entropy-triggered branching is a sampler of its own; without one, every response
-    is a leaf and this is GRPO with a token mean.
-    Source: arXiv:2507.19849, section 3.2.
+    (`hard`). The sampler branches where a tool result leaves the policy uncertain, so the stage
+    needs an environment; with `sampler: group`, every response is a leaf and this is GRPO with a
+    token mean.
+    Source: arXiv:2507.19849, sections 3.1 and 3.2.
     """
 
     name = "arpo"
@@ -21,6 +22,7 @@ class Arpo(Algorithm[NoConfig]):
     def expand(self) -> dict[str, object]:
         """Fields of an `rl` stage."""
         return {
+            "sampler": "arpo_tree",
             "advantage": {"name": "grpo", "attribution": "soft"},
             "policy_loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
             "aggregator": "token-mean",

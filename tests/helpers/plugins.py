@@ -15,6 +15,7 @@ MANAGER = PluginManager()
 REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("aggregator", "seq-mean-token-sum-norm"): {"norm_length": 8},
     ("task", "jsonl"): {"path": "problems.jsonl"},
+    ("tool", "search"): {"path": "texts"},
 }
 
 

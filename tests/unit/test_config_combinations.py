@@ -238,8 +238,11 @@ def test_a_trust_region_is_accepted_in_float32(tmp_path: Path, manager: PluginMa
 def test_every_preset_is_a_possible_combination(
     tmp_path: Path, manager: PluginManager, preset: str
 ) -> None:
-    extra = {"rewards": ["step_verdict"]} if preset == "grpo_process" else {}
-    run = resolved(tmp_path, manager, "float32", algorithm=preset, **extra)
+    extras: dict[str, dict[str, object]] = {
+        "grpo_process": {"rewards": ["step_verdict"]},
+        "arpo": {"environment": "tools"},
+    }
+    run = resolved(tmp_path, manager, "float32", algorithm=preset, **extras.get(preset, {}))
     again = resolve(load_config([_written(tmp_path, run.to_yaml())]), manager)
     assert again.config == run.config, "the resolved configuration resolves to itself"
 

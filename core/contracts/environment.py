@@ -1,0 +1,93 @@
+"""What the policy talks with during a response of several turns: environments, and their tools."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.types import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool says to the model; `failed` when it could not do what it was asked."""
+
+    text: str
+    failed: bool = False
+
+
+class Tool(Plugin[ConfigT]):
+    """Something that answers a text with a text. A field `path` of its config names a file or
+    folder that is part of a stage's identity."""
+
+    kind = "tool"
+    description: ClassVar[str] = ""
+    """One sentence to the model: what it does, and what to write as its argument."""
+
+    @abstractmethod
+    def call(self, arguments: str) -> ToolResult:
+        """The answer to `arguments`, in bounded time; raises on no text, a failure is a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an episode begins: its first state, and what the model is told beside the problem."""
+
+    state: object
+    suffix: str = ""
+    """Text after the problem's own prompt."""
+    system: str | None = None
+    """A system message; None = the run's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy said until a stop string, or until it ended its answer (`ended`)."""
+
+    text: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment answers to a turn.
+
+    With `done` the episode is over and `text` is not shown. `counts` are added up over an episode:
+    `calls` and `failed` for tools.
+    """
+
+    text: str
+    done: bool
+    state: object
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Plugin[ConfigT]):
+    """Answers each turn of the policy with text, which enters the response but takes no loss.
+
+    A state is a value: `step` returns the next one and changes nothing, because several branches of
+    a tree go on from one state. Nothing here may be random but by what it is given.
+    """
+
+    kind = "environment"
+    reads_special_tokens: ClassVar[bool] = False
+    """Whether special tokens written in its observations are those of the tokenizer. False: they
+    are plain text, so that nothing a tool returns can end a turn or begin another role's."""
+
+    def setup(self, tools: Sequence[Tool[Any]]) -> None:  # noqa: B027 - most have no tools
+        """Take the tools that the config's field `tools` names; called once."""
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a turn, beside the end of the answer."""
+        return ()
+
+    @abstractmethod
+    def reset(self, problem: Problem) -> Opening:
+        """The beginning of an episode on `problem`."""
+
+    @abstractmethod
+    def step(self, state: object, turn: Turn) -> Observation:
+        """The answer to `turn`; raises on no text."""

@@ -1,0 +1,235 @@
+"""Responses of several turns: the policy speaks, the environment answers, for all rows at once.
+
+What the policy sampled is never tokenised again: each turn continues the token ids so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.core.contracts import (
+    Environment,
+    Observation,
+    PromptGroup,
+    RolloutEngine,
+    SampledGroup,
+    Turn,
+)
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.types import Completion, FinishReason, Problem, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a response: one turn as the engine gave it, or an observation's tokens."""
+
+    token_ids: tuple[int, ...]
+    turn: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A response in progress. It is a value: branches go on from one episode side by side."""
+
+    prompt: PromptGroup
+    state: object
+    segments: tuple[Segment, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The response so far, observations included."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def turns(self) -> tuple[Completion, ...]:
+        """What the policy sampled, turn by turn."""
+        return tuple(segment.turn for segment in self.segments if segment.turn is not None)
+
+
+class EpisodeRunner:
+    """Runs an environment's episodes: `max_turns` turns at most, observations cut to a length."""
+
+    def __init__(
+        self,
+        environment: Environment[Any],
+        tokenizer: ChatTokenizer,
+        max_turns: int,
+        max_observation_tokens: int,
+    ) -> None:
+        self.environment, self.tokenizer = environment, tokenizer
+        self.max_turns, self.max_observation_tokens = max_turns, max_observation_tokens
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return len(self.tokenizer.tokenizer)
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of the prompt with what the environment tells the model."""
+        opening = self.environment.reset(problem)
+        messages = [{"role": "user", "content": problem.prompt + opening.suffix}]
+        if opening.system is not None:
+            messages.insert(0, {"role": "system", "content": opening.system})
+        return self.tokenizer.encode_chat(messages)
+
+    def open(self, prompt: PromptGroup) -> Episode:
+        """An episode without a turn."""
+        return Episode(prompt, self.environment.reset(prompt.problem).state)
+
+    def generate(
+        self,
+        engine: RolloutEngine[Any],
+        prompts: Sequence[PromptGroup],
+        params: SamplingParams,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[SampledGroup]:
+        """`params.num_generations` whole episodes for each prompt, in order."""
+        repeats = range(params.num_generations)
+        episodes = [self.open(prompt) for prompt in prompts for _ in repeats]
+        for number in range(self.max_turns):
+            check()
+            going = [i for i, episode in enumerate(episodes) if episode.finish_reason is None]
+            advanced = self.advance(engine, [episodes[i] for i in going], params, number)
+            for index, episode in zip(going, advanced, strict=True):
+                episodes[index] = episode
+        found = iter(episodes)
+        return [
+            SampledGroup(prompt, tuple(completion_of(next(found)) for _ in repeats))
+            for prompt in prompts
+        ]
+
+    def advance(
+        self,
+        engine: RolloutEngine[Any],
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        number: int,
+    ) -> list[Episode]:
+        """Each of `episodes` one turn on, with the environment's answer to it.
+
+        `params.max_tokens` is the limit of the whole response, observations included. `number`
+        tells this call from others with the same seed; that of a first turn is 0, so a response of
+        one turn is the one that the engine gives to the prompt.
+        """
+        if not episodes:
+            return []
+        seed = params.seed if number == 0 else derive_seed(params.seed, "turn", number)
+        prompts = [PromptGroup(e.prompt.problem, _so_far(e)) for e in episodes]
+        limits = [params.max_tokens - len(e.token_ids) for e in episodes]
+        runs = _runs(prompts)
+        same = runs[0][1] if len({count for _, count in runs}) == 1 else 1
+        firsts = range(0, len(prompts), same)
+        each = tuple(limits[i] for i in firsts)
+        request = replace(
+            params,
+            num_generations=same,
+            max_tokens=max(each),
+            max_tokens_each=each if len(set(each)) > 1 else (),
+            stop_strings=self.environment.stop_strings(),
+            seed=seed,
+        )
+        groups = generate_groups(engine, [prompts[i] for i in firsts], request)
+        turns = [completion for group in groups for completion in group.completions]
+        return [
+            self._answered(episode, turn, limit)
+            for episode, turn, limit in zip(episodes, turns, limits, strict=True)
+        ]
+
+    def _answered(self, episode: Episode, turn: Completion, limit: int) -> Episode:
+        """The episode after `turn`, which had room for `limit` tokens, and the answer to it."""
+        segments = (*episode.segments, Segment(turn.token_ids, turn))
+        counts = {**episode.counts, "turns": episode.counts.get("turns", 0.0) + 1}
+        episode = replace(episode, segments=segments, counts=counts)
+        ended, room = turn.finish_reason == "stop", limit - len(turn.token_ids)
+        if turn.finish_reason == "length" or (not ended and counts["turns"] >= self.max_turns):
+            return replace(episode, finish_reason="length")
+        said = Turn(self.tokenizer.decode_response(turn.token_ids), ended)
+        observation = self.environment.step(episode.state, said)
+        for name, value in observation.counts.items():
+            counts[name] = counts.get(name, 0.0) + value
+        episode = replace(episode, state=observation.state, counts=counts)
+        if observation.done:
+            return replace(episode, finish_reason=turn.finish_reason)
+        if counts["turns"] >= self.max_turns:
+            return replace(episode, finish_reason="stop")
+        answer = Segment(self._tokens(observation)[: max(room, 0)])
+        episode = replace(episode, segments=(*segments, answer))
+        cut = len(answer.token_ids) >= room
+        return replace(episode, finish_reason="length") if cut else episode
+
+    def _tokens(self, observation: Observation) -> tuple[int, ...]:
+        """An observation's tokens, made once, of its text alone."""
+        ids = self.tokenizer.encode_text(
+            observation.text, special=self.environment.reads_special_tokens
+        )
+        return ids[: self.max_observation_tokens]
+
+
+def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Completion:
+    """The finished episode as one response.
+
+    With `nodes`, which is filled on the way and shared by the episodes of a group, each segment is
+    a node of their tree: those that several episodes hold in common have one number.
+    """
+    first = episode.turns[0]
+    ids: list[int] = []
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    sampled: list[bool] = []
+    node_ids: list[int] = []
+    for segment in episode.segments:
+        size, turn = len(segment.token_ids), segment.turn
+        ids += segment.token_ids
+        logprobs += turn.logprobs if turn is not None else [0.0] * size
+        entropies += turn.entropies if turn is not None else [0.0] * size
+        sampled += [turn is not None] * size
+        if nodes is not None:
+            node_ids += [nodes.setdefault(id(segment), len(nodes))] * size
+    return replace(
+        first,
+        token_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        finish_reason=episode.finish_reason or "length",
+        entropies=tuple(entropies) if first.entropies else (),
+        sampled=() if all(sampled) else tuple(sampled),
+        node_ids=tuple(node_ids),
+        counts=dict(episode.counts),
+    )
+
+
+def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:
+    """Turns and tool calls of finished episodes; nothing where there were none."""
+    counts = [c.counts for group in groups for c in group.completions if c.counts]
+    if not counts:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(found.get(name, 0.0) for found in counts)
+
+    calls = total("calls")
+    return {
+        "tools/turns": total("turns") / len(counts),
+        "tools/calls_per_response": calls / len(counts),
+        "tools/failed_frac": total("failed") / calls if calls else 0.0,
+    }
+
+
+def _so_far(episode: Episode) -> tuple[int, ...]:
+    return (*episode.prompt.prompt_ids, *episode.token_ids)
+
+
+def _runs(prompts: Sequence[PromptGroup]) -> list[tuple[PromptGroup, int]]:
+    """Neighbours with the same tokens, counted: what an engine computes once."""
+    runs: list[tuple[PromptGroup, int]] = []
+    for prompt in prompts:
+        if runs and runs[-1][0].prompt_ids == prompt.prompt_ids:
+            runs[-1] = (prompt, runs[-1][1] + 1)
+        else:
+            runs.append((prompt, 1))
+    return runs
