@@ -450,9 +450,12 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """A saved critic and a file of pre-training examples, where the config names them."""
+        """A saved critic, a file of examples and rewards' models, where the config names them."""
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
+        for index, reward in enumerate(self.rewards):
+            path = reward.fields().get("path")
+            named[f"rewards.{index}.path"] = None if path is None else str(path)
         return {field: path for field, path in named.items() if path is not None}
 
     @property
