@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import random
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,9 +68,10 @@ class ChatClient:
         self.slots = asyncio.Semaphore(concurrency)
         self.key = api_key(endpoint.api_key_env)
         # Settings of a proxy are for hosts elsewhere.
-        local = urlsplit(endpoint.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+        url = urlsplit(endpoint.base_url)
         self.http = httpx.AsyncClient(
-            trust_env=not local,
+            verify=certificates() if url.scheme == "https" else False,  # http has none to verify
+            trust_env=url.hostname not in ("127.0.0.1", "localhost", "::1"),
             timeout=endpoint.timeout,
             limits=httpx.Limits(max_connections=concurrency),
             headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
@@ -142,6 +145,12 @@ class ChatClient:
 
     def _safe(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Which servers are trusted; read once, since that takes as long as many requests."""
+    return httpx.create_ssl_context()
 
 
 def api_key(variable: str | None) -> str | None:

@@ -26,7 +26,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]+")
 def after_marker(text: str, marker: str) -> str | None:
     """What stands between the last `marker` and the end of its line; None without one."""
     _, found, tail = text.rpartition(marker)
-    return tail.strip().partition("\n")[0] if found else None
+    return tail.strip().partition("\n")[0].rstrip() if found else None
 
 
 def last_boxed(text: str) -> str | None:

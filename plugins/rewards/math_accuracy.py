@@ -16,7 +16,7 @@ from posttrain.core.math.final_answers import after_marker, as_latex, bracket_de
 from posttrain.core.types import RewardSample, Score
 
 LATEX = (LatexExtractionConfig(),)
-ANYTHING = (LatexExtractionConfig(), ExprExtractionConfig())
+ANYTHING = (LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig())
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
 
 # It warns, once a process, that its time limits are off; see `MathAccuracyReward`.

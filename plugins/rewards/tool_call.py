@@ -13,7 +13,7 @@ from posttrain.core.data import strict_json
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 STEPS = ("parsed", "known", "valid")
 
 
@@ -66,7 +66,7 @@ class ToolCallReward(Reward[ToolCallConfig]):
         own = sample.problem.metadata.get(self.config.metadata_key or "")
         try:
             known = _validators(self.config.tools if own is None else strict_json.loads(own))
-            found = [_judged(call, known) for call in calls]
+            found = [_judged(call, bool(end), known) for call, end in calls]
         except (ValueError, strict_json.NotJson) as error:
             return Score(None, "error", f"the tools are wrong: {error}")
         reached = [step for step, _ in found]
@@ -78,8 +78,12 @@ class ToolCallReward(Reward[ToolCallConfig]):
         return Score(shares["valid"], detail=wrong, components=shares)
 
 
-def _judged(call: str, known: dict[str, Any]) -> tuple[int, str]:  # Any: jsonschema's validators
+def _judged(
+    call: str, closed: bool, known: dict[str, Any]
+) -> tuple[int, str]:  # Any: jsonschema's validators
     """How many of `STEPS` a call takes, and what stopped it."""
+    if not closed:
+        return 0, "the call is never closed"
     try:
         value = strict_json.loads(call)
     except strict_json.NotJson as error:
