@@ -20,6 +20,10 @@ _WITH_UNIT = re.compile(
 )
 _TWO_NUMBERS = re.compile(r"[0-9.]\s+[0-9.]")
 _VULGAR = re.compile(r"(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
+_POWER = r"(?:\^|\*\*)\s*[{(]*\s*[0-9]"
+_HUGE = re.compile(
+    rf"[0-9]\s*[)}}]*\s*{_POWER}[0-9]*\s*[)}}]*\s*{_POWER}|{_POWER}[0-9]{{4}}|[0-9]{{4}}\s*[)}}]*\s*!"
+)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]+")
 
 
@@ -80,6 +84,14 @@ def as_latex(answer: str) -> str:
     if _WORDS.fullmatch(plain):
         return rf"\text{{{plain.lower()}}}"
     return "" if _TWO_NUMBERS.search(plain) else plain
+
+
+def is_huge(text: str) -> bool:
+    """Whether `text` has a number that nobody would write out: 9^{9^9}, 2^{100000}, 1000!.
+
+    The usual ways to write one; there are others, so whoever computes with it needs a time limit.
+    """
+    return _HUGE.search(text) is not None
 
 
 def bracket_depth(text: str) -> int:

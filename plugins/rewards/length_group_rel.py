@@ -33,6 +33,7 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
     name = "length_group_rel"
     Config = LengthGroupRelConfig
     runs_in = "host"
+    after_clip = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

@@ -29,6 +29,7 @@ class LengthPenaltyReward(Reward[LengthPenaltyConfig]):
     name = "length_penalty"
     Config = LengthPenaltyConfig
     runs_in = "host"
+    after_clip = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

@@ -12,7 +12,13 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.hooks import hookimpl
-from posttrain.core.math.final_answers import after_marker, as_latex, bracket_depth, last_boxed
+from posttrain.core.math.final_answers import (
+    after_marker,
+    as_latex,
+    bracket_depth,
+    is_huge,
+    last_boxed,
+)
 from posttrain.core.types import RewardSample, Score
 
 LATEX = (LatexExtractionConfig(),)
@@ -53,7 +59,8 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
 
     math-verify's own time limits are off. They are signals, which raise outside a main thread, they
     cannot interrupt a power of huge integers, and what they cut off would be a silent zero. So it
-    works in any thread, and the time limit is the reward pool's, which kills the process.
+    works in any thread, and the time limit is the reward pool's, which kills the process. Power
+    towers, exponents of five digits and factorials of four are not computed: no answer, so 0.
     Source: math-verify 0.9, `parse` and `verify`; DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
     """
 
@@ -91,7 +98,7 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
 
 def _parsed(text: str, targets: Sequence[object]) -> list[Any]:  # Any: SymPy's expressions
     """math-verify's reading of `text`; empty if there is none."""
-    if bracket_depth(text) > MAX_DEPTH:
+    if bracket_depth(text) > MAX_DEPTH or is_huge(text):
         return []
     found: list[Any] = parse(text, list(targets), fallback_mode="no_fallback", parsing_timeout=None)
     return found

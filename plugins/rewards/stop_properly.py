@@ -42,6 +42,7 @@ class StopProperlyReward(Reward[StopProperlyConfig]):
     name = "stop_properly"
     Config = StopProperlyConfig
     runs_in = "host"
+    after_clip = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from posttrain.core.math.final_answers import after_marker, as_latex, bracket_depth, last_boxed
 from posttrain.core.types import Score
+from tests.helpers.plugins import MANAGER
 from tests.helpers.rewards import sample, score, scores
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
@@ -138,8 +140,34 @@ def test_only_the_end_of_a_huge_text_is_read() -> None:
     assert graded("5", "#### 5" + "a" * 100_000).detail == "no answer found"
     assert graded("5", "1 + " * 100_000 + "\n#### 5").value == 1.0
     assert graded("5", "\\boxed{" * 30_000).value == 0.0
-    # Hundreds of nested brackets would keep the parser busy for seconds.
-    assert graded("5", "#### " + "(" * 900).detail == "no answer found"
+
+
+MONSTERS = [
+    *("9^{9^{9^{9}}}", "9^9^9", "(9^9)^9", "9**9**9", "2^{10000000}", "10^{(10^{10})}", "1000000!"),
+    "(" * 900,  # seconds of parsing
+]
+
+
+@pytest.mark.parametrize("written", MONSTERS)
+def test_what_is_too_large_to_compute_never_reaches_the_parser(
+    written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[MANAGER.find("reward", "math_accuracy").cls.__module__]
+    parse = module.parse
+
+    def guarded(text: str, *rest: object, **named: object) -> object:
+        assert written not in text
+        return parse(text, *rest, **named)
+
+    monkeypatch.setattr(module, "parse", guarded)
+    for text in (f"#### {written}", f"\\boxed{{{written}}}", f"so ${written}$"):
+        assert graded("5", text) == Score(0.0, detail="no answer found")
+
+
+def test_powers_and_factorials_of_ordinary_size_are_computed() -> None:
+    for answer, written in (("1024", "2^{10}"), ("10^9", "10^{9}"), ("120", "5!")):
+        assert graded(answer, f"#### {written}").value == 1.0
+    assert graded("x^4 + 3^2", "#### 9 + x^{4}").value == 1.0
 
 
 def test_it_works_outside_the_main_thread_and_sets_no_alarm() -> None:
