@@ -40,6 +40,10 @@ def judge_server(key: str | None = None, hold: float = 0.0) -> Iterator[JudgeSer
     state = JudgeServer(key=key, hold=hold)
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.requests.append({"GET": self.path})
+            self.reply(200, b"{}")
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             text = body["messages"][-1]["content"]

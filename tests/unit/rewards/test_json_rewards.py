@@ -10,6 +10,7 @@ import pytest
 from posttrain.core.data.strict_json import NotJson, loads
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Score
+from tests.helpers.judge_server import judge_server
 from tests.helpers.rewards import sample, score
 
 POINT = {
@@ -94,6 +95,13 @@ def test_a_problem_may_bring_its_schema_and_a_wrong_one_is_an_error() -> None:
     )
     assert (found.value, found.status) == (None, "error")
     assert score("json_schema", sample("1"), metadata_key="s").value == 1.0  # the problem has none
+
+
+def test_a_reference_in_a_schema_is_never_fetched() -> None:
+    with judge_server() as server:
+        schema = json.dumps({"$ref": server.url})
+        found = score("json_schema", sample("1", metadata={"s": schema}), metadata_key="s")
+        assert (found.value, found.status) == (None, "error") and server.requests == []
 
 
 def test_a_wrong_schema_in_the_config_is_refused() -> None:
