@@ -38,6 +38,7 @@ from posttrain.core.config.schema import (
     SftStage,
     Stage,
 )
+from posttrain.core.contracts import Reward
 from posttrain.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -234,8 +235,8 @@ class _Resolver:
             values["rewards"][index] = self.component("reward", whole, loc)[0] if use else filled
             used += use
             if use:
-                cls = self.manager.find("reward", reward.name).cls
-                roles |= set(getattr(cls, "needs_inputs"))  # noqa: B009 - the contract of the kind
+                built = self.manager.build(Reward, reward.name, reward.fields())
+                roles |= built.required_inputs()
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
         filled_stage = RlStage.model_validate(values)

@@ -549,9 +549,15 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """A saved critic, pre-training examples and tools' texts, where the config names them."""
+        """What its parts read beside their inputs, where the config names a file or folder.
+
+        A saved critic, pre-training examples, the texts of tools, the models of rewards.
+        """
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
+        for index, reward in enumerate(self.rewards):
+            path = reward.fields().get("path")
+            named[f"rewards.{index}.path"] = None if path is None else str(path)
         read = {} if self.environment is None else self.environment.paths()
         return read | {field: path for field, path in named.items() if path is not None}
 

@@ -88,6 +88,10 @@ class Reward(Plugin[ConfigT]):
     gives_steps: ClassVar[bool] = False
     """Whether its scores carry `steps`, which process-supervised advantages read."""
 
+    def required_inputs(self) -> frozenset[str]:
+        """The stage's inputs that it reads as it is configured; all of `needs_inputs` at most."""
+        return self.needs_inputs
+
     def setup(self, context: RewardContext) -> None:  # noqa: B027 - most rewards need nothing
         """Load what scoring needs; called once before the first `score`."""
 

@@ -9,8 +9,10 @@ from typing import Literal
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -91,6 +93,29 @@ def load_value_model(
         with torch.no_grad():
             score.weight.copy_(drawn)
     return model
+
+
+def load_process_reward_model(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
+    """A model that scores every token: a token classifier of one or two labels, or a scalar head.
+
+    Of two labels, the second one is "right" (TRL's process reward models).
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"model directory '{path}' has no usable config.json: {str(error).splitlines()[0]}"
+        ) from error
+    heads, labels = ", ".join(config.architectures or []), config.num_labels
+    if heads.endswith("ForTokenClassification") and labels in (1, 2):
+        return _load(AutoModelForTokenClassification, path, runtime)
+    if heads.endswith("ForSequenceClassification") and labels == 1:
+        return load_reward_model(path, runtime, new_head=False)
+    raise ResourceError(
+        f"model directory '{path}' holds {heads or 'no known head'} with {labels} labels, not a "
+        "process reward model: expected a token classifier of one or two labels, or a sequence "
+        "classifier of one label, whose head is then read at the end of each step"
+    )
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -14,6 +14,12 @@ MANAGER = PluginManager()
 # Fields of plugins that have no useful default.
 REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("aggregator", "seq-mean-token-sum-norm"): {"norm_length": 8},
+    ("reward", "llm_judge"): {
+        "base_url": "http://127.0.0.1:9/v1",  # nobody listens on the discard port
+        "model": "none",
+        "cache": None,
+        "max_retries": 0,
+    },
     ("task", "jsonl"): {"path": "problems.jsonl"},
     ("tool", "search"): {"path": "texts"},
 }

@@ -112,6 +112,11 @@ def test_the_plugins_of_a_stage_are_listed_with_package_and_version(
         ("    generation: {temperature: 0}\n", "generation.temperature", "nothing can be learned"),
         ("    kl: {place: reward}\n", "kl", "use 'estimator: k1'"),
         ("    rewards: [reward_model]\n", "inputs", "reads 'reward_model', which its rewards need"),
+        (
+            "    rewards: [process_reward]\n",
+            "inputs",
+            "reads 'process_reward_model', which its rew",
+        ),
     ],
 )
 def test_a_problem_is_told_with_line_place_and_mend(
@@ -122,6 +127,15 @@ def test_a_problem_is_told_with_line_place_and_mend(
     assert told.startswith(f"{tmp_path}/a.yaml:{line}: stages.rl.{place}: "), told
     assert says in told
     assert "\n" not in told
+
+
+def test_a_reward_that_names_its_model_needs_no_input(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    extra = "    rewards: [{name: process_reward, path: models/prm}]\n"
+    assert rl(resolved(tmp_path, manager, extra)).outside_paths() == {
+        "rewards.0.path": "models/prm"
+    }
 
 
 @pytest.mark.parametrize(

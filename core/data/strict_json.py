@@ -1,0 +1,104 @@
+"""JSON as its standard has it, and schemas it is held against. Nothing here mends what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jsonschema
+import referencing
+from jsonschema.protocols import Validator
+
+MAX_DEPTH = 200
+
+
+class NotJson(Exception):
+    """The text is not JSON; the message says why."""
+
+
+def loads(text: str) -> Any:  # Any: a JSON value
+    """The JSON value that is the whole of `text`; raises `NotJson`.
+
+    Refused beside what Python refuses: NaN and Infinity, numbers beyond a float's range, a key that
+    stands twice, and nesting deeper than 200.
+    """
+    try:
+        value = json.loads(
+            text,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_no_twins,
+        )
+    except (ValueError, RecursionError) as error:
+        raise NotJson(str(error) or "nested too deep") from error
+    if _deeper_than(value, MAX_DEPTH):
+        raise NotJson(f"nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:20]} is beyond the range of numbers")
+    return value
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON values
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return made
+
+
+def _deeper_than(value: Any, limit: int) -> bool:  # Any: a JSON value
+    level, depth = [value], 0
+    while level and depth <= limit:
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        depth += 1
+    return bool(level)
+
+
+def validator(schema: Mapping[str, Any] | bool) -> Validator:  # Any: a JSON schema
+    """A validator of `schema`, which may refer only to itself; raises `ValueError` if it is wrong.
+
+    Without `$schema` it is read as draft 2020-12.
+    """
+    if not isinstance(schema, (Mapping, bool)):
+        raise ValueError("not a JSON schema: it is no object")
+    cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        cls.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"not a JSON schema: {error.message}") from error
+    # An empty registry: without it a $ref to a URL would be fetched.
+    made: Validator = cls(schema, registry=referencing.Registry())
+    return made
+
+
+def complaint(held: Validator, value: Any) -> str | None:  # Any: a JSON value
+    """The first thing that `value` breaks, with its place; None if it fits.
+
+    `ValueError` says that the schema itself cannot be used: a reference that leads nowhere, or a
+    pattern that is no regular expression.
+    """
+    try:
+        found = next(held.iter_errors(value), None)
+    except referencing.exceptions.Unresolvable as error:
+        raise ValueError(f"the schema refers to '{error.ref}', which is not in it") from error
+    except re.error as error:
+        raise ValueError(f"a pattern of the schema is no regular expression: {error}") from error
+    except RecursionError:
+        return "nested too deep to be held against the schema"
+    return None if found is None else f"{found.json_path}: {found.message[:200]}"
