@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.hooks import hookimpl
-from posttrain.core.math.answers import is_number, numbers_in
+from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, text_key, too_few
 from posttrain.core.types import Problem, Split, Verdict
 
@@ -174,7 +174,14 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         return item
 
     def verify(self, problem: Problem, text: str) -> Verdict:
-        """The dataset's own score of the number or line that `match` picks from `text`."""
+        """The dataset's own score of the number or line that `match` picks from `text`.
+
+        A rewritten problem is of no dataset: its last number is compared with the answer.
+        """
+        if "dataset" not in problem.metadata:
+            numbers = numbers_in(text)
+            right = bool(numbers) and same_number(numbers[-1], problem.answer)
+            return Verdict(float(right), numbers[-1] if numbers else None)
         answer = _read(self.config.match, problem.answer, text)
         name = problem.metadata["dataset"]
         if answer is None:
