@@ -15,6 +15,9 @@ MANAGER = PluginManager()
 REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("aggregator", "seq-mean-token-sum-norm"): {"norm_length": 8},
     ("task", "jsonl"): {"path": "problems.jsonl"},
+    ("task", "parquet"): {"path": "problems.parquet"},
+    ("task", "gsm8k"): {"path": "gsm8k"},
+    ("task", "hub"): {"dataset": "somebody/something"},
 }
 
 
