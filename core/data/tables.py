@@ -120,9 +120,7 @@ def hub_rows(
     """
     library = _library()
     name = f"{source} {split}"
-    settings, offline = library.config, library.config.HF_HUB_OFFLINE
-    # A hub that did not answer is not asked again: the cache is looked into at once.
-    settings.HF_HUB_OFFLINE = offline or not source.reachable
+    before = _set_offline(not source.reachable)
     try:
         rows = library.load_dataset(
             source.name,
@@ -145,7 +143,7 @@ def hub_rows(
             f"({told}): correct these settings"
         ) from error
     finally:
-        settings.HF_HUB_OFFLINE = offline
+        _set_offline(before)
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
@@ -158,6 +156,19 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return tuple(
         base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "OSError")
     )
+
+
+def _set_offline(offline: bool) -> bool:
+    """Whether the libraries may ask the hub; returns what it was.
+
+    A hub that did not answer is not asked again, a dozen times: the cache is looked into at once.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    before = bool(constants.HF_HUB_OFFLINE)
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    return before
 
 
 def _library() -> Any:  # Any: `datasets` is typed in part only

@@ -219,7 +219,8 @@ class Gsm8kTask(Task[Gsm8kConfig]):
 
     def source(self) -> str:
         """The files, or the data set on the hub and its commit."""
-        return self._source
+        solutions = self.config.solutions
+        return self._source if solutions is None else f"{self._source}, {solutions}"
 
     def verify(self, problem: Problem, text: str) -> Verdict:
         """Whether the final number of `text` has the value of the answer."""

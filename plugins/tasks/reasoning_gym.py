@@ -59,7 +59,8 @@ class ReasoningGymConfig(PluginConfig):
     )
     match: Literal["auto", "last_number", "last_line", "text"] = Field(
         default="auto",
-        description="what is scored; auto: the last number for numeric answers, else the last line",
+        description="what is scored; auto: the last number for numeric answers, as many lines "
+        "as the answer has for grids, else the last line",
     )
     partial_credit: bool = Field(
         default=False, description="keep scores between 0 and 1; else only a full score counts"
@@ -200,6 +201,9 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
 def _read(match: str, expected: str, text: str) -> str | None:
     """The part of `text` that is scored, or None when it has none."""
     if match == "auto":
+        rows = expected.count("\n") + 1
+        if rows > 1:  # a grid: as many lines at the end as it has, with their blanks
+            return "\n".join(text.rstrip().split("\n")[-rows:]) if text.strip() else None
         match = "last_number" if is_number(expected) else "last_line"
     if match == "last_number":
         numbers = numbers_in(text)
