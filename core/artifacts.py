@@ -21,7 +21,9 @@ from posttrain.core.errors import ResourceError, RunError
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 
-ArtifactKind = Literal["model", "reward_model", "evaluation", "registration", "report", "rollouts"]
+ArtifactKind = Literal[
+    "model", "reward_model", "evaluation", "registration", "report", "rollouts", "dataset"
+]
 StageStatus = Literal["ran", "cached", "resumed"]
 
 

@@ -24,6 +24,7 @@ _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
     "preference": ("seed", "task", "engine", "model"),
     "rl": ("seed", "task", "engine", "model", "evaluation"),
     "register": ("name",),
+    "transform": ("seed", "task", "engine", "model", "evaluation"),
 }
 # Where a model comes from is in its digest; the name of the place does not matter.
 _IGNORED = ("model.source", "model.revision", "model.fallback", "model.device", "inputs.")

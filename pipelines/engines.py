@@ -11,7 +11,13 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from posttrain.core.config.schema import EvaluateStage, PreferenceDataStage, RlStage, RunConfig
+from posttrain.core.config.schema import (
+    EvaluateStage,
+    PreferenceDataStage,
+    RlStage,
+    RunConfig,
+    TransformStage,
+)
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
@@ -57,6 +63,8 @@ def largest_request(config: RunConfig) -> int:
             sizes.append(stage.evaluation.batch_size)
         elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
+        elif isinstance(stage, TransformStage):
+            sizes.append(stage.batch_size * stage.num_solutions)
         elif isinstance(stage, RlStage):
             sizes.append(stage.prompts_per_step * stage.num_generations)
     return max(sizes)

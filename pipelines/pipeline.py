@@ -40,6 +40,7 @@ from posttrain.pipelines.stages.register import run_register
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import run_rl
 from posttrain.pipelines.stages.sft import run_sft
+from posttrain.pipelines.stages.transform import run_transform
 from posttrain.pipelines.stops import follows_a_stop
 
 STAGE_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
@@ -49,6 +50,7 @@ STAGE_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
     "preference": run_preference,
     "rl": run_rl,
     "register": run_register,
+    "transform": run_transform,
 }
 
 

@@ -19,6 +19,7 @@ MAKES: dict[str, ArtifactKind] = {
     "preference": "model",
     "rl": "model",
     "register": "registration",
+    "transform": "dataset",
 }
 
 # role -> the kind of artifact it takes; the role has the artifact's own name where that is enough.
@@ -29,8 +30,12 @@ REQUIRED: dict[str, dict[str, ArtifactKind]] = {
     "preference": {"model": "model"},
     "rl": {"model": "model"},
     "register": {"model": "model", "evaluation": "evaluation"},
+    "transform": {"model": "model"},
 }
-OPTIONAL: dict[str, dict[str, ArtifactKind]] = {"evaluate": {"baseline": "evaluation"}}
+OPTIONAL: dict[str, dict[str, ArtifactKind]] = {
+    "evaluate": {"baseline": "evaluation"},
+    "rl": {"dataset": "dataset"},
+}
 
 
 def stage_kind(stage: StageBase) -> str:

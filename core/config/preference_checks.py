@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.schema import (
+    TASK_DATA,
     Component,
     PreferenceDataStage,
     PreferenceStage,
@@ -167,10 +168,30 @@ class _Check:
                     "says how answers are sampled, but `data` gives them; remove one of the two",
                 )
 
+    def task_brings_pairs(self, leading: Component) -> Iterator[str]:
+        """A task without preferences, or a loss that reads no pairs."""
+        task = self.loaded.config.task.name
+        known: list[Any] = [*self.manager.entries("task")]
+        fits = [entry.name for entry in known if entry.cls.gives_preferences]
+        if task in {entry.name for entry in known} - set(fits):
+            yield self.line(
+                "data",
+                f"task '{task}' brings no preferences; name a file of them, leave `data` out for "
+                f"the model's own answers, or use one of the tasks {fits}",
+            )
+        if self.loss(leading).data != "pairs":
+            yield self.line(
+                "data",
+                f"a task brings pairs, and '{leading.name}' reads labelled answers; choose one of "
+                f"{self.losses_like('policy', 'pairs')}, or name a file",
+            )
+
     def with_data(self, problems: list[str], leading: Component) -> Checked:
         """The problems so far, with those of the file of preferences."""
         if self.stage.data is None:
             return Checked(problems)
+        if self.stage.data == TASK_DATA:
+            return Checked([*problems, *self.task_brings_pairs(leading)])
         place = f"stages.{self.name}.data"
         setting = f"{place} ({self.loaded.where(place)})"
         wanted: Kind = self.loss(leading).data

@@ -13,7 +13,7 @@ from posttrain.core.config.schema import Component, RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10
-STAGE_KINDS = ("evaluate", "sft", "reward_model", "preference", "rl", "register")
+STAGE_KINDS = ("evaluate", "sft", "reward_model", "preference", "rl", "register", "transform")
 
 # What pydantic puts into a place where one component or a list of them may stand.
 UNION_TAGS = ("one", "many")

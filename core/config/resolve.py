@@ -37,6 +37,7 @@ from posttrain.core.config.schema import (
     RunConfig,
     SftStage,
     Stage,
+    TransformStage,
 )
 from posttrain.core.contracts import Reward
 from posttrain.core.errors import ConfigError, DataError
@@ -112,7 +113,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         values["stages"][name] = filled.model_dump(mode="json")
         if not isinstance(stage, RegisterStage):
             used = [*used_task, *used]
-        if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage):
+        if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage | TransformStage):
             used = [*used, *used_engine]
         plugins[name] = tuple(dict.fromkeys(used))
     problems = [
@@ -291,7 +292,7 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
     place = ("stages", name)
     if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
-    if isinstance(stage, RlStage | PreferenceDataStage):
+    if isinstance(stage, RlStage | PreferenceDataStage | TransformStage):
         yield from combinations.check_generation(stage.generation, (*place, "generation"), loaded)
     if not isinstance(stage, RlStage):
         return

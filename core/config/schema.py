@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 BASE_MODEL = "base"
 """Name under which stages read the base model."""
+
+TASK_DATA = "task"
+"""What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 
 StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -235,8 +246,8 @@ class SftStage(StageBase):
 class PreferenceDataStage(StageBase):
     """What stages that learn from preferences share: where these come from, and how they are cut.
 
-    They come from a file, or the model answers the task's problems and its right answers are paired
-    with its wrong ones.
+    They come from a file, from the task, or the model answers the task's problems and its right
+    answers are paired with its wrong ones.
     """
 
     kind: Literal["reward_model", "preference"]
@@ -244,7 +255,8 @@ class PreferenceDataStage(StageBase):
         default=None,
         min_length=1,
         description="JSON Lines with `prompt`, `chosen`, `rejected`, or `prompt`, `completion`, "
-        "`label`; null = the model's own answers",
+        "`label`; `task` = pairs that the task brings (gsm8k with `solutions`); null = the model's "
+        "own answers",
     )
     num_prompts: int = Field(
         default=64, ge=2, description="training problems sampled for pairs, when there is no file"
@@ -270,8 +282,8 @@ class PreferenceDataStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """The file of preferences."""
-        return {} if self.data is None else {"data": self.data}
+        """The file of preferences; what a task brings is in the task's own digest."""
+        return {} if self.data in (None, TASK_DATA) else {"data": str(self.data)}
 
 
 class RewardModelStage(PreferenceDataStage):
@@ -463,7 +475,10 @@ class CorrectionSection(Section):
 
 
 class RlStage(StageBase):
-    """Reinforcement learning: rollout, score, advantages, update, repeated. Reads `model`."""
+    """Reinforcement learning: rollout, score, advantages, update, repeated. Reads `model`.
+
+    With an input `dataset` the training problems are those of a `transform` stage.
+    """
 
     kind: Literal["rl"]
     algorithm: Component = Component(name="grpo")
@@ -568,6 +583,58 @@ class RlStage(StageBase):
         return terms if isinstance(terms, tuple) else (terms,)
 
 
+REWRITE = """\
+Rewrite a mathematics problem so that its answer is a single integer. Keep everything that the \
+problem says, and change only what it asks for, so that the new answer follows from the old one. \
+For example, if the answer is 11 - 2\\sqrt{6}, add: The original answer has the form \
+k - m\\sqrt{n}, where k, m and n are integers. Find k + m + n. The new answer is then 19.
+
+Problem: {question}
+Answer: {answer}
+
+Reply with the rewritten problem and its integer answer, in exactly this form:
+Problem: <the whole rewritten problem>
+Answer: <the integer>"""
+
+
+class TransformStage(StageBase):
+    """Rewrites training problems so that answers are integers, and keeps what verifies (DAPO).
+
+    Reads `model`, makes a `dataset`, which an `rl` stage reads as its training problems.
+    """
+
+    kind: Literal["transform"]
+    num_problems: int = Field(
+        default=256, ge=1, description="training problems to look at; all there are, if fewer"
+    )
+    rewrite: Literal["rules", "model", "both"] = Field(
+        default="both",
+        description="rules: closed forms only, checked by arithmetic; model: by the model, checked "
+        "by its own solutions; both: rules first. Integers pass unchanged in any case",
+    )
+    prompt: str = Field(
+        default=REWRITE, description="what the model is asked; needs {question} and {answer}"
+    )
+    num_solutions: int = Field(
+        default=4, ge=1, description="solutions sampled of each problem that the model rewrote"
+    )
+    agreement: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="more than this share of them must give the answer that the model claims",
+    )
+    generation: GenerationSection = GenerationSection(max_response_length=256)
+    batch_size: int = Field(default=16, ge=1, description="problems in work at once")
+
+    @field_validator("prompt")
+    @classmethod
+    def _has_places(cls, value: str) -> str:
+        if "{question}" not in value or "{answer}" not in value:
+            raise ValueError("expected a text with {question} and {answer} in it")
+        return value
+
+
 class RegisterStage(StageBase):
     """Registers `model` in MLflow's registry with an alias. Reads `model` and `evaluation`."""
 
@@ -577,7 +644,13 @@ class RegisterStage(StageBase):
 
 
 Stage = Annotated[
-    EvaluateStage | SftStage | RewardModelStage | PreferenceStage | RlStage | RegisterStage,
+    EvaluateStage
+    | SftStage
+    | RewardModelStage
+    | PreferenceStage
+    | RlStage
+    | RegisterStage
+    | TransformStage,
     Field(discriminator="kind"),
 ]
 

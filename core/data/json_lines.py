@@ -27,38 +27,48 @@ def read_json_lines(path: Path, setting: str, example: str) -> list[JsonRow]:
 
     `setting` is what names the file in the config, `example` what a line should look like.
     """
+    return list(stream_json_lines(path, setting, example))
+
+
+def stream_json_lines(path: Path, setting: str, example: str) -> Iterator[JsonRow]:
+    """The same, a line in memory at a time."""
+    found = False
     try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
+        # Only "\n" ends a line: JSON strings may hold U+2028 and other line breaks of Unicode.
+        with path.expanduser().open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                text = _text(line, path, number)
+                if text.strip():
+                    found = True
+                    yield _row(text, f"{path}:{number}", example)
     except OSError as error:
         raise DataError(
             f"cannot read {path} ({error.strerror}), expected a JSON Lines file: correct "
             f"{setting}; relative paths start at {Path.cwd()}"
         ) from error
+    if not found:
+        raise DataError(f"{path} has no rows, expected at least one line such as {example}")
+
+
+def _text(line: bytes, path: Path, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 (byte {error.start}): save the file as UTF-8"
+            f"{path} is not UTF-8 (line {number}, byte {error.start}): save the file as UTF-8"
         ) from error
-    rows = list(_rows(text, path, example))
-    if not rows:
-        raise DataError(f"{path} has no rows, expected at least one line such as {example}")
-    return rows
 
 
-def _rows(text: str, path: Path, example: str) -> Iterator[JsonRow]:
-    # Not splitlines: JSON strings may hold U+2028 and other line breaks of Unicode.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            value = json.loads(line, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON ({error}): correct this line") from error
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{where} holds {line.strip()[:40]!r}, expected a JSON object such as {example}"
-            )
-        yield JsonRow(where, value)
+def _row(line: str, where: str, example: str) -> JsonRow:
+    try:
+        value = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({error}): correct this line") from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{where} holds {line.strip()[:40]!r}, expected a JSON object such as {example}"
+        )
+    return JsonRow(where, value)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -14,6 +14,8 @@ Importing this module needs no torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -79,6 +81,12 @@ def read_preference_rows(
                 f"{EXAMPLES[other]}, expected one form throughout: split the file"
             )
     return kind, [row for _, row in found]
+
+
+def preference_digest(rows: Sequence[PreferenceRow]) -> str:
+    """sha256 over the rows in order, wherever they came from."""
+    values = [[row.prompt, row.answers, row.margin, row.label] for row in rows]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _row(line: JsonRow, wanted: str) -> tuple[Kind, PreferenceRow]:

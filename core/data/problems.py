@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain.core.contracts import Task
+from posttrain.core.data.json_lines import read_json_lines
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.types import Problem
@@ -22,11 +24,7 @@ def training_problems(task: Task[Any], count: int, seed: int, purpose: str) -> l
     if distinct == 0:
         raise DataError(f"task '{task.name}' has no training problems: the data set is empty")
     pool = task.problems("train", distinct, derive_seed(seed, "problems", purpose))
-    chosen = list(pool)
-    for epoch in range(1, -(-count // distinct)):
-        order = torch.randperm(distinct, generator=generator(seed, "epoch", purpose, epoch))
-        chosen += [pool[i] for i in order.tolist()]
-    return chosen[:count]
+    return repeat_problems(pool, count, seed, purpose)
 
 
 def held_out_problems(task: Task[Any], count: int, seed: int) -> list[Problem]:
@@ -55,3 +53,27 @@ def check_disjoint(train: Sequence[Problem], held_out: Sequence[Problem]) -> Non
             f"{len(shared)} problem(s) are in both splits, for example {sorted(shared)[0]!r}: "
             "the task must keep train and held_out disjoint"
         )
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Problems of a data set that a stage made: JSON Lines with the fields of a `Problem`."""
+    problems = []
+    for row in read_json_lines(path, "inputs.dataset", '{"key": ..., "prompt": ...}'):
+        values = row.values
+        metadata = values.get("metadata")
+        texts = {name: values.get(name) for name in ("key", "prompt", "answer", "worked")}
+        plain = {name: text for name, text in texts.items() if isinstance(text, str)}
+        if not isinstance(metadata, dict) or plain.keys() != texts.keys():
+            raise DataError(f"{row.where} is no problem: run the stage that made it again")
+        told = {str(name): str(value) for name, value in metadata.items()}
+        problems.append(Problem(**plain, metadata=told))
+    return problems
+
+
+def repeat_problems(pool: Sequence[Problem], count: int, seed: int, purpose: str) -> list[Problem]:
+    """`count` problems of `pool`, in order, then again and again in other orders."""
+    chosen = list(pool)
+    for epoch in range(1, -(-count // len(pool))):
+        order = torch.randperm(len(pool), generator=generator(seed, "epoch", purpose, epoch))
+        chosen += [pool[i] for i in order.tolist()]
+    return chosen[:count]

@@ -21,6 +21,7 @@ COLOURS = {  # Okabe and Ito's colour-blind-safe palette
     "rl": "#D55E00",
     "evaluate": "#009E73",
     "register": "#B8860B",
+    "transform": "#999933",
 }
 Point = tuple[float, float]
 
@@ -56,6 +57,8 @@ def headline(metrics: Mapping[str, float]) -> str:
     if "pref/held_out_pair_accuracy" in metrics:
         bounds = ("pref/held_out_low", "pref/held_out_high")
         return f"pairs {percent(metrics, 'pref/held_out_pair_accuracy', *bounds)}"
+    if "transform/kept" in metrics:
+        return f"kept {metrics['transform/kept']:.0f} of {metrics['transform/num_problems']:.0f}"
     for key, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("loss/sft", "loss")):
         if key in metrics:
             return f"{label} {metrics[key]:.3f}"

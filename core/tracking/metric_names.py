@@ -226,6 +226,16 @@ METRICS: dict[str, Metric] = {
     "pref/num_rows": Metric("count", "training pairs or labelled rows"),
     "pref/num_held_out_rows": Metric("count", "held-out pairs or labelled rows"),
     "kto/z_ref": Metric("nats", "KTO's reference point: estimated KL from the reference"),
+    # a data set rewritten for integer answers
+    "transform/num_problems": Metric("count", "problems that were looked at"),
+    "transform/kept": Metric("count", "problems in the data set that was made", "higher"),
+    "transform/kept_frac": Metric("fraction", "of the problems looked at", "higher"),
+    "transform/by_unchanged": Metric("count", "kept, because the answer was an integer already"),
+    "transform/by_rule": Metric("count", "kept, rewritten by rule and checked by arithmetic"),
+    "transform/by_model": Metric("count", "kept, rewritten by the model and solved by it"),
+    "transform/agreement": Metric(
+        "fraction", "mean share of the model's solutions that gave the answer it claimed", "higher"
+    ),
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token", "lower"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right", "higher"),
@@ -262,6 +272,7 @@ PREFIXES: dict[str, Metric] = {
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right", "higher"),
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems", "lower"),
+    "transform/dropped/": Metric("count", "problems dropped for this reason", "lower"),
     "plugin/": Metric("as its plugin says", "measured by a third party's plugin"),
 }
 

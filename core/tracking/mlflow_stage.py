@@ -194,14 +194,20 @@ class StageTracker(MlflowRun):
             self._tables.append(path)
         client.set_tag(self.run_id, "mlflow.loggedArtifacts", logged_tables_tag(self._tables))
 
-    def log_dataset(self, name: str, context: str, digest: str, num_rows: int, source: str) -> None:
-        """Show a dataset (sha256 `digest`, `source` a path or hub id) as an input of the run."""
+    def log_dataset(
+        self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
+    ) -> None:
+        """Show a dataset (sha256 `digest`, `source` a path or hub id) as an input of the run.
+
+        `of` is the digest of the whole of what the dataset is a part of, where there is one.
+        """
+        profile = {"num_rows": num_rows, "sha256": digest} | ({"source_sha256": of} if of else {})
         dataset = Dataset(
             name=name,
             digest=digest[:MAX_DIGEST],
             source_type="local",
             source=json.dumps({"uri": source}),
-            profile=json.dumps({"num_rows": num_rows, "sha256": digest}),
+            profile=json.dumps(profile),
         )
         tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
         self._session.writer.submit(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.config.schema import (
+    TASK_DATA,
     EvaluateStage,
     EvaluationSection,
     ModelSection,
@@ -25,6 +26,7 @@ from posttrain.core.config.schema import (
     RunConfig,
     SftStage,
     Stage,
+    TransformStage,
 )
 from posttrain.core.data.preference_rows import read_preference_rows
 
@@ -94,6 +96,9 @@ def estimate(stage: Stage, config: RunConfig, parameters: int, *, on_gpu: bool) 
         operations = (8 if isinstance(stage, PreferenceStage) else 6) * parameters * trained
         seconds = 2 * parameters * sampled / sample_rate + operations / train_rate
         return Estimate((training + copy) / 1e9, copy / 1e9, seconds)
+    if isinstance(stage, TransformStage):
+        tokens = transform_tokens(stage)
+        return Estimate(copy * 1.5 / 1e9, 0.01, 2 * parameters * tokens / sample_rate)
     if isinstance(stage, RlStage):
         sampled, trained = rl_tokens(stage)
         # One more pass without gradient for the log-probs of the policy and of the reference.
@@ -116,6 +121,8 @@ def evaluation_tokens(section: EvaluationSection) -> int:
 
 def preference_size(stage: PreferenceDataStage) -> tuple[int, int, int]:
     """Pairs (or labelled rows), tokens sampled for them, tokens trained on in all epochs."""
+    if stage.data == TASK_DATA:
+        return 0, 0, 0  # how many there are is known when the task is built
     if stage.data is not None:
         _, rows = read_preference_rows(Path(stage.data), "data", ("pairs", "labels"))
         characters = sum(len(row.key) + len("".join(row.answers)) for row in rows)
@@ -124,6 +131,14 @@ def preference_size(stage: PreferenceDataStage) -> tuple[int, int, int]:
     length = stage.generation.max_response_length
     sampled = stage.num_prompts * stage.num_generations * length
     return pairs, sampled, stage.epochs * pairs * 2 * (PROMPT_TOKENS + length)
+
+
+def transform_tokens(stage: TransformStage) -> int:
+    """Tokens sampled, at most: a rewriting and its solutions for each problem."""
+    if stage.rewrite == "rules":
+        return 0
+    replies = stage.num_problems * (1 + stage.num_solutions)
+    return replies * stage.generation.max_response_length
 
 
 def rl_tokens(stage: RlStage) -> tuple[int, int]:
@@ -150,6 +165,11 @@ def arithmetic(stage: Stage, config: RunConfig) -> str:
             f"{stage.steps * stage.batch_size} examples; {micro} micro-batch(es) a step"
         )
     if isinstance(stage, PreferenceDataStage):
+        if stage.data == TASK_DATA:
+            return (
+                f"the pairs of task '{config.task.name}' in batches of {stage.batch_size}, "
+                f"{stage.epochs} epoch(s); time is not estimated"
+            )
         rows = preference_size(stage)[0]
         train = rows - round(rows * stage.held_out_fraction)
         steps = stage.epochs * -(-train // stage.batch_size)
@@ -173,5 +193,11 @@ def arithmetic(stage: Stage, config: RunConfig) -> str:
             f" of {mini} = {updates} optimizer step(s) per rollout; {stage.steps} steps sample at "
             f"most {rl_tokens(stage)[0]:,} tokens; {-(-mini // stage.micro_batch_size)} "
             "micro-batch(es) per optimizer step"
+        )
+    if isinstance(stage, TransformStage):
+        return (
+            f"at most {stage.num_problems} problems x (1 rewriting + {stage.num_solutions} "
+            f"solutions), {transform_tokens(stage):,} tokens at most; integers and closed forms "
+            "need none"
         )
     return f"registers as '{stage.registered_name}' with alias '{stage.alias}'"

@@ -15,6 +15,8 @@ from posttrain.core.data.problems import (
     check_disjoint,
     held_out_problems,
     problems_digest,
+    read_problems,
+    repeat_problems,
     training_problems,
 )
 from posttrain.core.data.tokenization import ChatTokenizer
@@ -29,6 +31,10 @@ from posttrain.core.types import Problem
 from posttrain.pipelines.engines import EnginePool
 
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
+
+
+PROBLEMS_FILE = "problems.jsonl"
+"""The problems in an artifact of kind `dataset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +93,14 @@ class StageContext:
 
     def training_problems(self, count: int) -> list[Problem]:
         """Training problems for this stage, disjoint from the held-out ones, recorded in MLflow."""
-        problems = training_problems(self.task, count, self.run.seed, self.name)
+        made = self.inputs.get("dataset")
+        if made is None:
+            problems = training_problems(self.task, count, self.run.seed, self.name)
+        else:
+            pool = read_problems(made.path / PROBLEMS_FILE)
+            problems = repeat_problems(pool, count, self.run.seed, self.name)
         check_disjoint(problems, self.held_out_problems(self.run.evaluation, record=False))
-        self._record_dataset("train", problems)
+        self.record_dataset("train", problems)
         return problems
 
     def held_out_problems(
@@ -98,16 +109,19 @@ class StageContext:
         """The run's held-out problems."""
         problems = held_out_problems(self.task, section.num_problems, self.run.seed)
         if record:
-            self._record_dataset("held_out", problems)
+            self.record_dataset("held_out", problems)
         return problems
 
-    def _record_dataset(self, split: str, problems: Sequence[Problem]) -> None:
+    def record_dataset(self, split: str, problems: Sequence[Problem]) -> None:
+        """Show the problems in MLflow, with their digest, where they come from and its digest."""
+        made = self.inputs.get("dataset") if split == "train" else None
         self.tracker.log_dataset(
             name=f"{self.task.name}-{split}",
             context=split,
             digest=problems_digest(problems),
             num_rows=len(problems),
-            source=f"task {self.task.name}",
+            source=self.task.source() if made is None else f"stage {made.stage}: {made.uri}",
+            of=self.task.fingerprint() if made is None else made.digest,
         )
 
     def check_lengths(

@@ -1,4 +1,4 @@
-"""Where preferences come from: a file, or the model's own right and wrong answers."""
+"""Where preferences come from: a file, the task, or the model's own right and wrong answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.core.artifacts import file_digest
-from posttrain.core.config.schema import PreferenceDataStage
+from posttrain.core.config.schema import TASK_DATA, PreferenceDataStage
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.preference import (
     LabelledAnswer,
@@ -19,7 +19,12 @@ from posttrain.core.data.preference import (
     tokenise_labelled,
     tokenise_pairs,
 )
-from posttrain.core.data.preference_rows import Kind, PreferenceRow, read_preference_rows
+from posttrain.core.data.preference_rows import (
+    Kind,
+    PreferenceRow,
+    preference_digest,
+    read_preference_rows,
+)
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.seeding import derive_seed, generator
@@ -75,6 +80,17 @@ def _max_length(context: StageContext, stage: PreferenceDataStage) -> int:
 
 
 def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
+    if data == TASK_DATA:
+        rows = context.task.preferences()
+        digest, source = preference_digest(rows), context.task.source()
+        context.tracker.log_dataset(
+            name=f"{context.name}-pairs",
+            context="preferences",
+            digest=digest,
+            num_rows=len(rows),
+            source=source,
+        )
+        return rows
     setting = f"stages.{context.name}.data"
     _, rows = read_preference_rows(Path(data), setting, (kind,))
     context.tracker.log_dataset(
@@ -100,8 +116,9 @@ def _split(
     if train and held_out:
         return train, held_out
     if stage.data is not None:
+        place = "the task" if stage.data == TASK_DATA else stage.data
         raise DataError(
-            f"{stage.data} holds {len(rows)} usable row(s) with fewer than two prompts, too few to "
+            f"{place} holds {len(rows)} usable row(s) with fewer than two prompts, too few to "
             "train and to measure: add rows with other prompts"
         )
     raise DataError(

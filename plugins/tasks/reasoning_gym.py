@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.hooks import hookimpl
-from posttrain.core.math.answers import is_number, numbers_in
+from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, text_key, too_few
 from posttrain.core.types import Problem, Split, Verdict
 
@@ -59,7 +59,8 @@ class ReasoningGymConfig(PluginConfig):
     )
     match: Literal["auto", "last_number", "last_line", "text"] = Field(
         default="auto",
-        description="what is scored; auto: the last number for numeric answers, else the last line",
+        description="what is scored; auto: the last number for numeric answers, as many lines "
+        "as the answer has for grids, else the last line",
     )
     partial_credit: bool = Field(
         default=False, description="keep scores between 0 and 1; else only a full score counts"
@@ -174,7 +175,14 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         return item
 
     def verify(self, problem: Problem, text: str) -> Verdict:
-        """The dataset's own score of the number or line that `match` picks from `text`."""
+        """The dataset's own score of the number or line that `match` picks from `text`.
+
+        A rewritten problem is of no dataset: its last number is compared with the answer.
+        """
+        if "dataset" not in problem.metadata:
+            numbers = numbers_in(text)
+            right = bool(numbers) and same_number(numbers[-1], problem.answer)
+            return Verdict(float(right), numbers[-1] if numbers else None)
         answer = _read(self.config.match, problem.answer, text)
         name = problem.metadata["dataset"]
         if answer is None:
@@ -193,6 +201,9 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
 def _read(match: str, expected: str, text: str) -> str | None:
     """The part of `text` that is scored, or None when it has none."""
     if match == "auto":
+        rows = expected.count("\n") + 1
+        if rows > 1:  # a grid: as many lines at the end as it has, with their blanks
+            return "\n".join(text.rstrip().split("\n")[-rows:]) if text.strip() else None
         match = "last_number" if is_number(expected) else "last_line"
     if match == "last_number":
         numbers = numbers_in(text)

@@ -22,6 +22,9 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     },
     ("task", "jsonl"): {"path": "problems.jsonl"},
     ("tool", "search"): {"path": "texts"},
+    ("task", "parquet"): {"path": "problems.parquet"},
+    ("task", "gsm8k"): {"path": "gsm8k"},
+    ("task", "hub"): {"dataset": "somebody/something"},
 }
 
 

@@ -115,3 +115,43 @@ def test_a_wrong_setting_is_named(datasets: object, message: str) -> None:
 def test_datasets_whose_scorer_runs_the_answer_as_code_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="evaluates answers as code"):
         task(datasets=[name])
+
+
+# --- any dataset of the package, by name --------------------------------------------------------
+
+RUNS_ANSWERS = frozenset(
+    "binary_matrix composite countdown intermediate_integration n_queens number_sorting "
+    "polynomial_multiplication puzzle24 simple_integration spiral_matrix string_insertion".split()
+)
+NO_SINGLE_ANSWER = frozenset(
+    "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
+)
+
+
+def check_own_answers(name: str, count: int) -> None:
+    """The dataset builds, gives problems of both splits, and its own answers are right."""
+    made = task(datasets=[name])
+    for split in ("train", "held_out"):
+        for problem in made.problems(split, count, seed=0):  # type: ignore[arg-type]
+            assert made.verify(problem, problem.answer).correct == 1.0
+            assert made.verify(problem, f"Let me see.\n{problem.worked}\n").correct == 1.0
+            assert made.verify(problem, "I do not know").correct < 1.0
+
+
+@pytest.mark.parametrize("name", ["mini_sudoku", "rotate_matrix", "tower_of_hanoi"])
+def test_a_grid_is_read_from_as_many_lines_as_it_has(name: str) -> None:
+    check_own_answers(name, 3)
+
+
+@pytest.mark.slow
+def test_any_dataset_of_the_package_can_be_named_but_for_those_known_to_be_refused() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    refused = RUNS_ANSWERS | NO_SINGLE_ANSWER
+    assert refused <= DATASETS.keys() and len(DATASETS) - len(refused) >= 89
+    for name in sorted(DATASETS.keys() - refused):
+        check_own_answers(name, 2)
+    for name in sorted(refused):
+        reason = "answers as code" if name in RUNS_ANSWERS else "no single answer"
+        with pytest.raises(ConfigError, match=reason):
+            task(datasets=[name])

@@ -1,0 +1,178 @@
+"""The base of tasks whose problems are rows with a prompt and an answer, wherever they lie."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field
+
+from posttrain.core.artifacts import combine_digests, file_digest
+from posttrain.core.contracts import PluginConfig, Task
+from posttrain.core.data.json_lines import JsonRow
+from posttrain.core.data.problems import problems_digest
+from posttrain.core.errors import DataError
+from posttrain.core.math.answers import is_number, numbers_in, same_number
+from posttrain.core.math.splits import split_of, text_key, too_few
+from posttrain.core.types import Problem, Split, Verdict
+
+Match = Literal["exact", "last_number", "contains"]
+
+
+class RowConfig(PluginConfig):
+    """Which fields of a row are what, how answers are compared, what is held out."""
+
+    prompt_field: str = Field(default="prompt", min_length=1, description="the question's field")
+    answer_field: str = Field(default="answer", min_length=1, description="text or a number")
+    worked_field: str | None = Field(
+        default=None, description="what supervised fine-tuning imitates; null = the answer"
+    )
+    match: Match = Field(
+        default="last_number",
+        description="exact: the whole response; last_number: its last number, by value; "
+        "contains: the answer occurs in it",
+    )
+    held_out_permille: int = Field(
+        default=100,
+        ge=1,
+        le=999,
+        description="of 1000 problems, unless the held-out ones are given apart",
+    )
+
+    def fields(self) -> tuple[str, ...]:
+        """The fields that are read of each row."""
+        named = (self.prompt_field, self.answer_field, self.worked_field)
+        return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+RowConfigT = TypeVar("RowConfigT", bound=RowConfig)
+Found = dict[str, tuple[Problem, str]]
+"""Problems by key, each with where its row is."""
+
+
+class RowTask(Task[RowConfigT]):
+    """Problems of rows. Formula: key = the prompt without extra white space.
+
+    Held out are the rows given apart, or without them those with sha256(key) mod 1000 <
+    held_out_permille. A row that occurs twice counts once; one prompt with two answers, or one that
+    is on both sides, is a `DataError`. All rows are read, and checked, when the task is built; what
+    stays in memory are the problems.
+    """
+
+    def __init__(self, config: RowConfigT) -> None:
+        super().__init__(config)
+        train, held_out = self.read()
+        rows = self._read(train)
+        self._splits: dict[Split, list[Problem]] = {"train": [], "held_out": []}
+        if held_out is None:
+            for key, (problem, _) in rows.items():
+                self._splits[split_of(key, config.held_out_permille)].append(problem)
+            return
+        apart = self._read(held_out)
+        for key in [key for key in rows if key in apart]:
+            raise DataError(
+                f"{rows[key][1]} and {apart[key][1]} hold the same prompt "
+                f"{rows[key][0].prompt[:60]!r}, expected no overlap: remove it from one file"
+            )
+        self._splits["train"] = [problem for problem, _ in rows.values()]
+        self._splits["held_out"] = [problem for problem, _ in apart.values()]
+
+    @abstractmethod
+    def read(self) -> tuple[Iterable[JsonRow], Iterable[JsonRow] | None]:
+        """Training rows, and the held-out rows if they are given apart."""
+
+    def files(self) -> list[Path]:
+        """The files that are read; none when the rows come from elsewhere."""
+        return []
+
+    def _read(self, given: Iterable[JsonRow]) -> Found:
+        rows: Found = {}
+        for row in given:
+            problem = self._problem(row)
+            known = rows.setdefault(problem.key, (problem, row.where))
+            if known[0].answer != problem.answer:
+                raise DataError(
+                    f"{known[1]} and {row.where} give one prompt the answers {known[0].answer!r} "
+                    f"and {problem.answer!r}, expected one answer: remove one of the lines"
+                )
+        return rows
+
+    def _problem(self, row: JsonRow) -> Problem:
+        where = row.where
+        prompt = _text(row.values, self.config.prompt_field, where, numbers=False)
+        answer = _text(row.values, self.config.answer_field, where, numbers=True)
+        worked = answer
+        if self.config.worked_field is not None:
+            worked = _text(row.values, self.config.worked_field, where, numbers=True)
+        if self.config.match == "last_number" and not is_number(answer):
+            raise DataError(
+                f"{where}: field '{self.config.answer_field}' is {answer[:60]!r}, expected a "
+                "number because the task matches the last number: correct it, or set match: exact"
+            )
+        return Problem(text_key(prompt), prompt, answer, worked, {"source": where})
+
+    def rewritten(self, question: str, answer: str) -> Problem:
+        """A problem of another wording, whose answer, a number, is read as the last number."""
+        made = super().rewritten(question, answer)
+        return Problem(made.key, made.prompt, answer, answer, {"match": "last_number"})
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """`count` distinct rows of `split` in an order decided by `seed`."""
+        rows = list(self._splits[split])
+        if len(rows) < count:
+            mend = "ask for fewer, add rows, or change how many are held out"
+            raise too_few(self.name, split, count, len(rows), mend)
+        # Every task of rows shuffles alike: the same rows in another format are the same run.
+        random.Random(f"jsonl|{split}|{seed}").shuffle(rows)
+        return rows[:count]
+
+    def available(self, split: Split) -> int | None:
+        """How many rows the split has."""
+        return len(self._splits[split])
+
+    def fingerprint(self) -> str:
+        """Digest of the files, so that edited data are new data; else of what was read."""
+        files = self.files()
+        if files:
+            return combine_digests({str(i): file_digest(path) for i, path in enumerate(files)})
+        return problems_digest([p for rows in self._splits.values() for p in rows])
+
+    def source(self) -> str:
+        """The files."""
+        return ", ".join(str(path) for path in self.files())
+
+    def verify(self, problem: Problem, text: str) -> Verdict:
+        """Compare as `match` says."""
+        stripped = text.strip()
+        match = problem.metadata.get("match", self.config.match)
+        if match == "exact":
+            return Verdict(float(stripped == problem.answer), stripped or None)
+        if match == "contains":
+            found = problem.answer in text
+            return Verdict(float(found), problem.answer if found else None)
+        numbers = numbers_in(text)
+        if not numbers:
+            return Verdict(0.0, None)
+        return Verdict(float(same_number(numbers[-1], problem.answer)), numbers[-1])
+
+
+def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> str:
+    if field not in row:
+        raise DataError(
+            f"{where} has no field '{field}', only {sorted(row)}: add it, or name another "
+            "field in the task's settings"
+        )
+    value = row[field]
+    # bool is an int in Python, but "True" is no answer anyone wrote.
+    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        allowed = "non-empty text or a number" if numbers else "non-empty text"
+        raise DataError(
+            f"{where}: field '{field}' is {value!r} ({type(value).__name__}), expected "
+            f"{allowed}: correct this line"
+        )
+    return value.strip()

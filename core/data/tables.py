@@ -1,0 +1,183 @@
+"""Rows of Parquet files and of data sets on a hub, read through the library `datasets`.
+
+No code of a data set is ever run: `datasets` 4 and later has no loading scripts, and what is asked
+for here are files of data. Nothing is sent anywhere for files on this machine. Importing this
+module needs no torch; `datasets` itself is imported when rows are read, which takes two seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.data.json_lines import JsonRow
+from posttrain.core.errors import DataError, ResourceError
+
+HUB_TIMEOUT = 15.0
+"""Seconds to wait for the hub's first answer; its library alone would try for half a minute."""
+
+
+def expand(path: Path, suffix: str, setting: str) -> list[Path]:
+    """The file at `path`, or the files with `suffix` in the folder, in the order of their names."""
+    place = path.expanduser()
+    found = sorted(place.glob(f"*{suffix}")) if place.is_dir() else [place]
+    if not found or not all(file.is_file() for file in found):
+        what = f"a folder without *{suffix} files" if place.is_dir() else "not there"
+        raise DataError(
+            f"cannot read {path}, which is {what}, expected a *{suffix} file or a folder of them: "
+            f"correct {setting}; relative paths start at {Path.cwd()}"
+        )
+    return found
+
+
+def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[JsonRow]:
+    """The rows of a Parquet file, or of all in a folder, streamed, with these columns only.
+
+    `where` is `file:row`, counted from 1. Raises `DataError` for what is no Parquet file and for a
+    column that is not there.
+    """
+    library = _library()
+    import pyarrow
+
+    for file in expand(path, ".parquet", setting):
+        try:
+            known = pyarrow.parquet.read_schema(file).names
+        except (pyarrow.ArrowException, OSError) as error:
+            told = str(error).splitlines()[0]
+            raise DataError(
+                f"{file} is no Parquet file ({told}): correct {setting}, or use the task that "
+                "reads its format"
+            ) from error
+        for column in columns:
+            if column not in known:
+                raise DataError(
+                    f"{file} has no column '{column}', only {sorted(known)}: name another field in "
+                    "the task's settings"
+                )
+        with tempfile.TemporaryDirectory() as cache:
+            rows = library.Dataset.from_parquet(
+                str(file), streaming=True, columns=list(columns), cache_dir=cache
+            )
+            for number, values in enumerate(rows, start=1):
+                yield JsonRow(f"{file}:{number}", dict(values))
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """A data set on the hub: its id, subset ("" = its only one) and revision (None = newest).
+
+    `reachable` says that the hub answered and `revision` is the commit that it named.
+    """
+
+    name: str
+    subset: str = ""
+    revision: str | None = None
+    reachable: bool = False
+
+    def __str__(self) -> str:
+        subset = f"/{self.subset}" if self.subset else ""
+        return f"{self.name}{subset}@{self.revision or 'cached'}"
+
+
+def resolve_revision(source: HubSource, mend: str) -> HubSource:
+    """The source with the commit that its revision stands for now.
+
+    Without a hub it stays as it is, for a copy in the cache. Raises `DataError` for a data set that
+    the hub does not have; `mend` says what else can be done.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    _library()
+    try:
+        found = HfApi().dataset_info(source.name, revision=source.revision, timeout=HUB_TIMEOUT)
+    except RepositoryNotFoundError as error:
+        raise DataError(
+            f"the hub has no data set '{source.name}', or it is private: {mend}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise DataError(
+            f"data set '{source.name}' has no revision '{source.revision}': correct it, or leave "
+            "it out for the newest"
+        ) from error
+    except _network_errors():
+        return source
+    return replace(source, revision=found.sha, reachable=True)
+
+
+def hub_rows(
+    source: HubSource, split: str, mend: str, *, streaming: bool = False, limit: int | None = None
+) -> Iterator[JsonRow]:
+    """Rows of one split of a data set on the hub, at most `limit` of them.
+
+    Streaming downloads no more than is read; else the whole split lands in the cache of `datasets`
+    and is found there when there is no network. `where` is `id@revision split:row`. Raises
+    `ResourceError` with `mend` when the hub cannot be reached and nothing is in the cache.
+    """
+    library = _library()
+    name = f"{source} {split}"
+    before = _set_offline(not source.reachable)
+    try:
+        rows = library.load_dataset(
+            source.name,
+            source.subset or None,
+            split=split,
+            revision=source.revision,
+            streaming=streaming and source.reachable,
+        )
+        for number, values in enumerate(itertools.islice(rows, limit), start=1):
+            yield JsonRow(f"{name}:{number}", dict(values))
+    except (*_network_errors(), library.exceptions.DatasetNotFoundError) as error:
+        raise ResourceError(
+            f"data set '{source.name}' cannot be read, because the hub cannot be reached and no "
+            f"copy of it is in the cache ({type(error).__name__}): {mend}"
+        ) from error
+    except (ValueError, library.exceptions.DatasetsError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"data set '{source.name}', subset '{source.subset}', split '{split}' cannot be read "
+            f"({told}): correct these settings"
+        ) from error
+    finally:
+        _set_offline(before)
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What every kind of missing network is: `OSError`, and the base of the hub's HTTP library.
+
+    Which library that is depends on the hub's version, so it is asked of the hub's own error.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return tuple(
+        base for base in HfHubHTTPError.__mro__ if base.__name__ in ("HTTPError", "OSError")
+    )
+
+
+def _set_offline(offline: bool) -> bool:
+    """Whether the libraries may ask the hub; returns what it was.
+
+    A hub that did not answer is not asked again, a dozen times: the cache is looked into at once.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    before = bool(constants.HF_HUB_OFFLINE)
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    return before
+
+
+def _library() -> Any:  # Any: `datasets` is typed in part only
+    """The library, without progress bars and without counting downloads or telling of them."""
+    import datasets
+    from huggingface_hub import constants
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets

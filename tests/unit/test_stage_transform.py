@@ -1,0 +1,218 @@
+"""Stages that make and read data sets, on a tiny model, through a real pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.report import SilentReporter
+from posttrain.pipelines.assembly import assemble
+from posttrain.pipelines.cli.plan import stage_rows
+from posttrain.pipelines.pipeline import Pipeline
+from posttrain.pipelines.planning import plan_stages
+from tests.helpers.tiny import make_tiny_model
+
+MANAGER = PluginManager()
+SAMPLE = Path(__file__).resolve().parents[1] / "data" / "gsm8k"
+TRANSFORM = {
+    "kind": "transform",
+    "inputs": {"model": "base"},
+    "prompt": "Rewrite {question} Its answer is {answer}",
+    "num_solutions": 2,
+    "batch_size": 20,
+    "generation": {"max_response_length": 4},
+}
+RL = {
+    "kind": "rl",
+    "inputs": {"model": "base", "dataset": "integers"},
+    "steps": 2,
+    "prompts_per_step": 3,
+    "num_generations": 2,
+    "generation": {"max_response_length": 4},
+    "evaluate_every": 0,
+}
+
+
+def write(folder: Path, task: dict[str, Any], stages: dict[str, Any]) -> ResolvedRun:
+    config = {
+        "name": "tiny",
+        "engine": "transformers",
+        "model": {"source": str(folder / "model"), "dtype": "float32", "max_model_len": 512},
+        "task": task,
+        "evaluation": {"num_problems": 4, "max_response_length": 4, "num_samples": 0},
+        "limits": {"num_threads": 1, "min_free_gb": 0.0},
+        "stages": stages,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return resolve(load_config([path]), MANAGER)
+
+
+def start(folder: Path, resolved: ResolvedRun) -> Pipeline:
+    return assemble(
+        resolved, folder / "home", MANAGER, SilentReporter(), no_cache=False, fresh=False
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("transform")
+    make_tiny_model(made / "model")
+    rows = [{"prompt": f"Find {i}.", "answer": f"{i}/7"} for i in range(1, 31)]
+    rows += [{"prompt": f"Say {i}.", "answer": "blue"} for i in range(5)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (made / "forms.jsonl").write_text(text)
+    return made
+
+
+@pytest.fixture(scope="module")
+def forms(folder: Path) -> Iterator[Pipeline]:
+    task = {"name": "jsonl", "path": str(folder / "forms.jsonl"), "match": "exact"}
+    stages = {"integers": TRANSFORM, "rl": RL}
+    pipeline = start(folder, write(folder, {**task, "held_out_permille": 200}, stages))
+    yield pipeline
+    pipeline.engines.close()
+    pipeline.tracker.finish("FINISHED")
+
+
+def datasets_of(pipeline: Pipeline, run_id: str) -> dict[str, tuple[str, dict[str, Any], str]]:
+    """Context -> (digest, profile, source) of what MLflow shows as the run's inputs."""
+    inputs = MlflowClient(pipeline.tracker.uri).get_run(run_id).inputs.dataset_inputs
+    return {
+        item.tags[0].value: (
+            item.dataset.digest,
+            json.loads(item.dataset.profile),
+            json.loads(item.dataset.source)["uri"],
+        )
+        for item in inputs
+    }
+
+
+def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
+    forms: Pipeline, folder: Path
+) -> None:
+    made = forms.run_stage("integers", {})
+    artifact = made.artifact("dataset")
+    rows = [json.loads(x) for x in (artifact.path / "problems.jsonl").read_text().splitlines()]
+    dropped = [json.loads(x) for x in (artifact.path / "dropped.jsonl").read_text().splitlines()]
+    assert made.metrics["transform/kept"] == len(rows) > 15
+    assert made.metrics["transform/num_problems"] == len(rows) + len(dropped)
+    for row in rows:
+        top, bottom = row["original"]["answer"].split("/")
+        if row["how"] == "rule" and int(top) % 7:
+            assert int(row["answer"]) == int(top) + int(bottom)
+            assert row["prompt"].startswith(row["original"]["prompt"])
+    # A random model writes no rewriting, so what no rule fits is dropped and says why.
+    assert dropped and {row["reason"] for row in dropped} == {"unparsed"}
+    assert made.metrics["transform/dropped/unparsed"] == len(dropped)
+
+    trained = forms.run_stage("rl", {"integers": made})
+    digest, profile, source = datasets_of(forms, trained.mlflow_run_id)["train"]
+    assert source == f"stage integers: {artifact.uri}" and profile["num_rows"] == 6
+    assert profile["source_sha256"] == artifact.digest and profile["sha256"].startswith(digest)
+    prompts = {row["prompt"] for row in rows}
+    tables = list((folder / "home").rglob("tables/**/step-*.json"))
+    sampled = [json.loads(path.read_text()) for path in tables if "samples" in str(path)]
+    column = [dict(zip(t["columns"], row, strict=True)) for t in sampled for row in t["data"]]
+    assert column and {row["prompt"] for row in column} <= prompts
+
+
+def test_a_data_set_is_reused_and_a_changed_prompt_makes_it_anew(
+    forms: Pipeline, folder: Path
+) -> None:
+    made = forms.run_stage("integers", {})
+    assert made.status == "cached"
+    plans = {plan.name: plan for plan in plan_stages(forms.resolved, folder / "home", MANAGER)}
+    assert plans["integers"].cached
+    task = forms.config.task.model_dump(mode="json")
+    changed = write(folder, task, {"integers": {**TRANSFORM, "agreement": 0.25}, "rl": RL})
+    plan = plan_stages(changed, folder / "home", MANAGER)[0]
+    assert not plan.cached and "agreement 0.5 -> 0.25" in plan.reason
+    rows = stage_rows(changed.config, changed.order, {})
+    assert "at most 256 problems x (1 rewriting + 2 solutions)" in str(rows[0]["arithmetic"])
+
+
+def test_a_data_set_of_nothing_is_an_error_with_the_reasons(folder: Path) -> None:
+    (folder / "words.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {i}.", "answer": "blue"}) + "\n" for i in range(30))
+    )
+    task = {"name": "jsonl", "path": str(folder / "words.jsonl"), "match": "exact"}
+    stage = {**TRANSFORM, "rewrite": "rules"}
+    pipeline = start(folder, write(folder, task, {"integers": stage}))
+    with pytest.raises(DataError, match=r"kept none of \d+ problems \(no_rule: its answer is no"):
+        pipeline.run_stage("integers", {})
+    pipeline.engines.close()
+    pipeline.tracker.finish("FAILED")
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        ({**RL, "inputs": {"model": "base", "dataset": "base"}}, "makes a model, not a dataset"),
+        ({**RL, "inputs": {"model": "integers"}}, "makes a dataset, not a model"),
+        ({**TRANSFORM, "inputs": {"model": "base", "dataset": "integers"}}, "unknown input"),
+        ({**TRANSFORM, "prompt": "Rewrite {question}."}, r"expected a text with \{question\} and"),
+        ({**TRANSFORM, "generation": {"temperature": 0}}, "at 0 all responses"),
+    ],
+)
+def test_wrong_settings_are_told_before_a_run(
+    folder: Path, stage: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        write(folder, {"name": "arithmetic"}, {"integers": TRANSFORM, "other": stage})
+
+
+# --- preferences that the task brings -----------------------------------------------------------
+
+
+def preference(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "inputs": {"model": "base"}, "data": "task", "batch_size": 4, **fields}
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward_model"])
+def test_the_marked_solutions_of_gsm8k_train_a_preference_stage(folder: Path, kind: str) -> None:
+    make_tiny_model(folder / "model")  # 512 positions, and a solution has up to 300 characters
+    task = {
+        "name": "gsm8k",
+        "path": str(SAMPLE),
+        "solutions": str(SAMPLE / "example_model_solutions.jsonl"),
+        "prompt": "{question}",
+    }
+    pipeline = start(folder, write(folder, task, {"learn": preference(kind)}))
+    result = pipeline.run_stage("learn", {})
+    group, rows = ("rm", "pairs") if kind == "reward_model" else ("pref", "rows")
+    assert result.metrics[f"{group}/num_{rows}"] >= 4
+    assert result.metrics[f"{group}/num_held_out_{rows}"] >= 1
+    digest, profile, source = datasets_of(pipeline, result.mlflow_run_id)["preferences"]
+    assert profile["sha256"].startswith(digest) and source.endswith("solutions.jsonl")
+    (plan,) = plan_stages(pipeline.resolved, folder / "home", MANAGER)
+    assert plan.cached
+    told = stage_rows(pipeline.config, pipeline.resolved.order, {})[0]["arithmetic"]
+    assert "pairs of task 'gsm8k'" in str(told)
+    pipeline.engines.close()
+    pipeline.tracker.finish("FINISHED")
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "told"),
+    [
+        ("arithmetic", {}, r"task 'arithmetic' brings no preferences; .* tasks \['gsm8k'\]"),
+        ("gsm8k", {"algorithm": "kto"}, "a task brings pairs, and 'kto' reads labelled answers"),
+        ("gsm8k", {"num_generations": 4}, "says how answers are sampled, but `data` gives them"),
+    ],
+)
+def test_a_task_or_a_loss_that_does_not_fit_is_told_before_a_run(
+    folder: Path, task: str, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        write(folder, {"name": task}, {"learn": preference("preference", **fields)})
