@@ -81,6 +81,8 @@ def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None
     assert found["python"].status == "ok"
     assert found["torch"].detail == torch.__version__
     assert found["plugins"].status == "ok"
+    level = found["sandbox"].detail.split(",")[0]
+    assert level == "bubblewrap" or "bubblewrap" in found["sandbox"].mend
     assert all(item.mend for item in found.values() if item.status == "bad")
     assert not (tmp_path / "home").exists()
 
