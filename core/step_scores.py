@@ -18,7 +18,7 @@ def fill_steps(
     """`batch` with `step_end` [B, S] (-1 = none) and `step_score` [B, S] (0 = none).
 
     A step ends at the first sampled token after which the decoded text reaches the step's last
-    character. Of a response of several turns the text, and so the steps, are those of the last turn.
+    character. Of a response of several turns the text, and so the steps, are those of the last.
     """
     num_steps = max([1, *(len(score.steps) for score in scores)])
     ends = torch.full((len(batch), num_steps), -1, dtype=torch.int64)

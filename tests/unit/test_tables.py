@@ -31,9 +31,7 @@ def build(name: str, path: Path, **fields: object) -> Task[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    parquet.write_table(
-        pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=30
-    )
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=30)
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     (tmp_path / "a.jsonl").write_text(text)
     return tmp_path
