@@ -14,7 +14,7 @@ from posttrain.core.types import Score, ScoreStatus, StepVerdict
 STATUSES: frozenset[str] = frozenset(get_args(ScoreStatus))
 FAILURES: frozenset[str] = frozenset({"error", "timeout", "crashed"})
 """Statuses that mean something went wrong; `unscored` is a reward's own decision."""
-MAX_DETAIL = 300  # characters
+MAX_DETAIL = 500  # characters
 
 
 def is_failure(score: Score) -> bool:

@@ -130,16 +130,32 @@ class ForkServer:
 
     def reap(self) -> None:
         """Collect everything that ended, kill what it left behind, and report workers."""
-        while (ended := _ended_child()) is not None:
-            number = self._workers.pop(ended, None)
-            if number is not None:
-                _kill_group(ended)
-            _, status = os.waitpid(ended, 0)
-            self._own.discard(ended)
+        while (ended := self._next_ended()) is not None:
+            pid, status = ended
+            self._own.discard(pid)
+            number = self._workers.pop(pid, None)
             if number is not None:
                 self._tell(ended=number, code=os.waitstatus_to_exitcode(status))
         for orphan in _children() - set(self._workers) - self._own:
             _signal(orphan, signal.SIGKILL)
+
+    def _next_ended(self) -> tuple[int, int] | None:
+        """Reap one child that has ended: its process id and status. Its group is killed first."""
+        try:
+            if not hasattr(os, "waitid"):  # macOS before Python 3.13
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return None
+                _kill_group(pid)
+                return pid, status
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if found is None:
+            return None
+        if found.si_pid in self._workers:
+            _kill_group(found.si_pid)
+        return os.waitpid(found.si_pid, 0)
 
     def _tell(self, **fields: object) -> None:
         try:
@@ -189,15 +205,6 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except OSError:
         pass
-
-
-def _ended_child() -> int | None:
-    """A child that has ended and is not reaped yet."""
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if found is None else found.si_pid
 
 
 def _children() -> set[int]:

@@ -78,7 +78,7 @@ def test_failures_are_metrics_and_rows_of_the_samples_table_and_too_many_stop_th
     tmp_path: Path,
 ) -> None:
     home = tmp_path / "home"
-    done = run_command("run", str(config_of(tmp_path)), "--home", str(home))
+    done = run_command("run", str(config_of(tmp_path)), "--home", str(home), timeout=550)
     assert done.code == 1, done.text
     assert "no line of this" not in done.text and "Traceback" not in done.text
     text = " ".join(done.text.split())
