@@ -265,13 +265,17 @@ def test_several_processes_share_a_cache_without_a_torn_file(tmp_path: Path) -> 
     writers = [spawn.Process(target=write_often, args=(tmp_path, n)) for n in range(3)]
     for writer in writers:
         writer.start()
-    cache, seen = ReplyCache(tmp_path), set()
+    cache, there = ReplyCache(tmp_path), set()
+    whole = {str(n) * 5000 for n in range(3)}
     while any(writer.is_alive() for writer in writers):
-        seen |= {cache.get(key_of({"turn": turn})) for turn in range(5)}
+        for turn in range(5):
+            text = cache.get(key_of({"turn": turn}))
+            # What has been there once is there, whole, from then on.
+            assert text in whole if turn in there else text in whole | {None}
+            there |= set() if text is None else {turn}
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert seen - {None} <= {str(n) * 5000 for n in range(3)}
     assert cache.get(key_of({"turn": 0})) is not None
     assert not list(tmp_path.rglob("*.partial"))
 
