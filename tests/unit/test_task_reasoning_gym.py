@@ -123,9 +123,7 @@ RUNS_ANSWERS = frozenset(
     "binary_matrix composite countdown intermediate_integration n_queens number_sorting "
     "polynomial_multiplication puzzle24 simple_integration spiral_matrix string_insertion".split()
 )
-NO_SINGLE_ANSWER = frozenset(
-    "boxnet graph_color propositional_logic rubiks_cube rush_hour".split()
-)
+NO_SINGLE_ANSWER = frozenset("boxnet graph_color propositional_logic rubiks_cube rush_hour".split())
 
 
 def check_own_answers(name: str, count: int) -> None:
