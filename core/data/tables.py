@@ -131,19 +131,25 @@ def hub_rows(
         )
         for number, values in enumerate(itertools.islice(rows, limit), start=1):
             yield JsonRow(f"{name}:{number}", dict(values))
-    except (*_network_errors(), library.exceptions.DatasetNotFoundError) as error:
-        raise ResourceError(
-            f"data set '{source.name}' cannot be read, because the hub cannot be reached and no "
-            f"copy of it is in the cache ({type(error).__name__}): {mend}"
-        ) from error
-    except (ValueError, library.exceptions.DatasetsError) as error:
+    except (ValueError, FileNotFoundError, library.exceptions.DatasetsError) as error:
+        if not source.reachable and not isinstance(error, ValueError):
+            raise _unreachable(source, mend, error) from error
         told = " ".join(str(error).split())[:200]
         raise DataError(
             f"data set '{source.name}', subset '{source.subset}', split '{split}' cannot be read "
             f"({told}): correct these settings"
         ) from error
+    except _network_errors() as error:
+        raise _unreachable(source, mend, error) from error
     finally:
         _set_offline(before)
+
+
+def _unreachable(source: HubSource, mend: str, error: Exception) -> ResourceError:
+    return ResourceError(
+        f"data set '{source.name}' cannot be read, because the hub cannot be reached and no copy "
+        f"of it is in the cache ({type(error).__name__}): {mend}"
+    )
 
 
 def _network_errors() -> tuple[type[Exception], ...]:

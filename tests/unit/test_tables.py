@@ -7,8 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pyarrow
 import pytest
@@ -118,40 +121,144 @@ def test_json_lines_are_read_a_line_at_a_time(tmp_path: Path) -> None:
 
 # --- the hub, and a stand-in for it -------------------------------------------------------------
 
+API = "/api/datasets/somebody/sums"
+COMMIT = "c0ffee" + "0" * 34
 READ = """
 import json, sys
-from posttrain.core.contracts import Task
+from posttrain.core.data.tables import HubSource, hub_rows, resolve_revision
 from posttrain.core.errors import PosttrainError
-from posttrain.core.plugin_manager import PluginManager
-try:
-    task = PluginManager().build(Task, "hub", json.loads(sys.argv[1]))
-    told = [[p.prompt, p.answer] for p in task.problems("train", 3, 0)]
-    counts = [task.available("train"), task.available("held_out")]
-    print(json.dumps({"problems": told, "counts": counts, "source": task.source(),
-                      "digest": task.fingerprint()}))
-except PosttrainError as error:
-    print(json.dumps({"error": str(error), "code": error.exit_code}))
+for name, streaming, split in json.loads(sys.argv[1]):
+    try:
+        hub = resolve_revision(HubSource(name), "use a file")
+        rows = list(hub_rows(hub, split, "use a file", streaming=streaming, limit=3))
+        told = {"source": str(hub), "rows": [row.values for row in rows], "where": rows[0].where}
+    except PosttrainError as error:
+        told = {"error": str(error), "code": error.exit_code}
+    print(json.dumps(told))
 """
 
 
-def read_hub(home: Path, endpoint: str, **fields: object) -> dict[str, Any]:
-    """Build the task in a process of its own, whose hub is `endpoint`."""
+class StandIn(BaseHTTPRequestHandler):
+    """As much of a hub as serves one data set of one Parquet file."""
+
+    data = b""
+    seen: ClassVar[list[str]] = []
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.tell([self.entry()])
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.seen.append(path)
+        if path == f"{API}/tree/{COMMIT}":
+            self.tell([self.entry()])
+        elif path in (API, f"{API}/revision/{COMMIT}"):
+            files = [{"rfilename": self.entry()["path"]}]
+            self.tell({"id": "somebody/sums", "sha": COMMIT, "siblings": files, "tags": []})
+        elif path.endswith("train-00000-of-00001.parquet"):
+            self.send(200, self.data)
+        else:
+            self.send(404, b"")
+
+    def entry(self) -> dict[str, Any]:
+        path = "train-00000-of-00001.parquet"
+        return {"type": "file", "path": path, "size": len(self.data), "oid": "0" * 40}
+
+    def tell(self, value: object) -> None:
+        self.send(200, json.dumps(value).encode())
+
+    def send(self, status: int, body: bytes) -> None:
+        first, last = 0, len(body) - 1
+        span = self.headers.get("Range", "").removeprefix("bytes=").split("-")
+        if status == 200 and len(span) == 2 and span[0]:
+            first, last = int(span[0]), min(last, int(span[1] or last))
+            status = 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.send_header("Accept-Ranges", "bytes")
+        if status == 404:
+            known = self.path.startswith((API, "/datasets/somebody/sums"))
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+        self.send_header("ETag", '"0123456789"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[first : last + 1])
+
+
+@pytest.fixture
+def hub(files: Path) -> Iterator[str]:
+    StandIn.data = (files / "a.parquet").read_bytes()
+    StandIn.seen.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def read_hub(home: Path, endpoint: str, *wanted: tuple[str, bool, str]) -> list[dict[str, Any]]:
+    """Read (name, streaming, split) one by one, in a process whose hub is `endpoint`."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
-    env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
-    config = json.dumps({"dataset": "somebody/sums", **FIELDS, **fields})
+    env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", READ, config], capture_output=True, text=True, env=env, timeout=120
+        [sys.executable, "-c", READ, json.dumps(wanted)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
+def test_a_hub_is_read_at_one_commit_and_what_was_read_is_found_without_it(
+    hub: str, tmp_path: Path
+) -> None:
+    name, home = "somebody/sums", tmp_path / "home"
+    streamed, kept, split, nobody_s = read_hub(
+        home,
+        hub,
+        (name, True, "train"),
+        (name, False, "train"),
+        (name, False, "tset"),
+        ("nobody/nothing", False, "train"),
+    )
+    whole = {"source": f"{name}@{COMMIT}", "rows": ROWS[:3], "where": f"{name}@{COMMIT} train:1"}
+    assert streamed == whole and kept == whole
+    assert split["code"] == DataError.exit_code and "split 'tset' cannot be read" in split["error"]
+    assert nobody_s["error"].startswith(
+        "the hub has no data set 'nobody/nothing', or it is private"
+    )
+
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    found = read_hub(tmp_path, f"http://127.0.0.1:{port}")
-    assert found["code"] == ResourceError.exit_code
-    assert "the hub cannot be reached and no copy of it is in the cache" in found["error"]
-    assert "use the task `parquet` or `jsonl`" in found["error"]
+        nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        cached, missing = read_hub(
+            home, nowhere, (name, False, "train"), ("somebody/more", True, "train")
+        )
+    assert (cached["rows"], cached["source"]) == (ROWS[:3], f"{name}@cached")
+    assert missing["code"] == ResourceError.exit_code
+    assert "the hub cannot be reached and no copy of it is in the cache" in missing["error"]
+    assert missing["error"].endswith(": use a file")
+
+
+def test_the_hub_task_names_its_fields_and_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ResourceError, match="use the task `parquet` or `jsonl` on them"):
+        MANAGER.build(Task, "hub", {"dataset": "somebody/something-that-is-not-there"})
