@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +22,22 @@ from posttrain.core.types import SamplingParams
 CPU_BLOCK_ROWS = 8
 # Tokens looked at first for top-p; a nucleus that is wider is searched for again in 8 x as many.
 FIRST_NUCLEUS_WIDTH = 256
+# What an engine is asked for where it does not tell whole distributions: vLLM's limit.
+ENTROPY_TOKENS = 20
 
 
 def check_request(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int
 ) -> None:
     """Raise `ConfigError` for bad settings, `DataError` for prompts that no engine can serve."""
+    limits = token_limits(prompts, params)
     wrong = [
         f"{name} is {value}, expected {expected}"
         for name, value, expected, fits in (
             ("num_generations", params.num_generations, "1 or more", params.num_generations >= 1),
             ("max_tokens", params.max_tokens, "1 or more", params.max_tokens >= 1),
+            ("max_tokens_each", min(limits, default=1), "1 or more", min(limits, default=1) >= 1),
+            ("stop_strings", params.stop_strings, "none empty", all(params.stop_strings)),
             ("temperature", params.temperature, "0 (greedy) or more", params.temperature >= 0),
             ("top_p", params.top_p, "above 0 and at most 1", 0 < params.top_p <= 1),
             ("top_k", params.top_k, "0 (off) or more", params.top_k >= 0),
@@ -40,14 +46,26 @@ def check_request(
     ]
     if wrong:
         raise ConfigError(f"sampling: {'; '.join(wrong)}: correct the generation settings")
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if not prompt:
             raise DataError(f"prompt {index} has no tokens, expected 1 or more: check the template")
-        if len(prompt) + params.max_tokens > max_model_len:
+        if len(prompt) + limit > max_model_len:
             raise DataError(
-                f"prompt {index} has {len(prompt)} tokens, which with {params.max_tokens} response "
+                f"prompt {index} has {len(prompt)} tokens, which with {limit} response "
                 f"tokens exceed the limit of {max_model_len}: shorten the prompt or the response"
             )
+
+
+def token_limits(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+    """The most tokens of a response to each of `prompts`."""
+    each = params.max_tokens_each or (params.max_tokens,) * len(prompts)
+    if len(each) != len(prompts) or max(each, default=0) > params.max_tokens:
+        raise RunError(
+            f"max_tokens_each has {len(each)} limits, at most {max(each, default=0)}, for "
+            f"{len(prompts)} prompts and max_tokens {params.max_tokens}: this is a fault of the "
+            "caller, give one limit per prompt"
+        )
+    return list(each)
 
 
 def response_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
@@ -112,6 +130,30 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     blocks = zip(torch.split(logits, block), torch.split(uniforms, block), strict=True)
     parts = [_draw_block(rows, targets, params) for rows, targets in blocks]
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def row_entropies(logits: Tensor) -> Tensor:
+    """Entropy [N] (float32 nats) of softmax(logits [N, V]), in blocks as `draw_tokens`."""
+    block = CPU_BLOCK_ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
+    parts = []
+    for rows in torch.split(logits, block):
+        logprobs = rows.float().log_softmax(dim=-1)
+        # A logit of minus infinity has probability 0 and adds nothing, not NaN.
+        parts.append(-(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(dim=-1))
+    return torch.cat(parts)
+
+
+def top_entropy(logprobs: Sequence[float], temperature: float) -> float:
+    """Entropy (nats) at temperature 1 over a draw's likeliest `ENTROPY_TOKENS`, renormalised.
+
+    `logprobs` are those of some tokens under the law that was drawn from: softmax(logits /
+    temperature), of temperature 1 where that is 0. Times the temperature they are logits again.
+    """
+    best = np.sort(np.asarray(logprobs, dtype=np.float64))[::-1][:ENTROPY_TOKENS]
+    scores = best[np.isfinite(best)] * (temperature or 1.0)
+    weights = np.exp(scores - scores.max())
+    shares = weights / weights.sum()
+    return float(-(shares * np.log(np.maximum(shares, 1e-300))).sum())
 
 
 def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

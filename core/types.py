@@ -47,7 +47,9 @@ class SamplingParams:
     """How an engine draws responses. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
     A response also ends with the token that completes one of `stop_strings` in its text; that token
-    is kept. With `entropy`, each completion carries the entropy of every draw.
+    is kept. With `entropy`, each completion carries the entropy of every draw: of the model's own
+    next-token law at temperature 1, before top-k and top-p. `max_tokens_each` is a limit for each
+    prompt beside `max_tokens`, the largest of them; empty = the same for all.
     """
 
     num_generations: int = 1
@@ -58,6 +60,7 @@ class SamplingParams:
     seed: int = 0
     stop_strings: tuple[str, ...] = ()
     entropy: bool = False
+    max_tokens_each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,12 @@ class Completion:
     token is part of `token_ids` when it was sampled; `finish_reason` is `length` when the limit cut
     the response, `stop_string` when it ended with one of `SamplingParams.stop_strings`.
 
-    `entropies` are nats at temperature 1, one per token, when they were asked for. In a response
-    of several turns, `sampled` says of each token whether the policy sampled it (empty = all); the
-    others are observations, with log-prob 0. `node_ids` name the tree node that made each token, in
-    responses that share prefixes.
+    `entropies` are nats, one per token, when they were asked for: of the model's next-token law at
+    temperature 1 before any cut, exact or, from engines that know no more, over its 20 likeliest
+    tokens, renormalised. In a response of several turns, `sampled` says of each token whether the
+    policy sampled it (empty = all); the others are observations, with log-prob and entropy 0.
+    `node_ids` name the tree node that made each token, in responses that share prefixes. `counts`
+    are what its episode counted, by name (`turns`, `calls`, `failed`).
     """
 
     token_ids: tuple[int, ...]
@@ -85,11 +90,18 @@ class Completion:
     entropies: tuple[float, ...] = ()
     sampled: tuple[bool, ...] = ()
     node_ids: tuple[int, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """What a reward plugin sees of one response."""
+    """What a reward plugin sees of one response.
+
+    `response_ids` are the tokens that the policy sampled. Of a response of several turns, `text` is
+    the last one, what the policy said after the last observation (empty when an observation is the
+    end), so that no verifier takes a tool's output for an answer; `transcript` is everything,
+    observations included. In a single turn both are the response.
+    """
 
     problem: Problem
     prompt_ids: tuple[int, ...]
@@ -98,6 +110,7 @@ class RewardSample:
     truncated: bool
     verdict: Verdict
     steps: tuple[StepVerdict, ...] = ()
+    transcript: str = ""
 
 
 @dataclass(frozen=True, slots=True)

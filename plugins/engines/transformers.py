@@ -21,6 +21,7 @@ from torch import Tensor
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
+from posttrain.core.rollout.stop_strings import StopStrings
 from posttrain.core.rollout_sampling import (
     Chunk,
     check_request,
@@ -28,12 +29,16 @@ from posttrain.core.rollout_sampling import (
     draw_tokens,
     plan_chunks,
     response_seeds,
+    row_entropies,
+    token_limits,
 )
-from posttrain.core.types import Completion, SamplingParams
+from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # transformers takes seconds to import, and this module is imported whenever plugins are listed.
 if TYPE_CHECKING:
     from transformers import DynamicCache
+
+    from posttrain.core.data.tokenization import ChatTokenizer
 
 GROUPED = "posttrain_grouped"
 # Dropping rows copies the whole cache: worth it once a quarter of them is finished.
@@ -96,6 +101,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     _model: Any = None  # Any: transformers' model classes are not typed
     _tied: frozenset[str] = frozenset()
     _version: str = ""
+    _tokenizer: ChatTokenizer | None = None
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -144,12 +150,13 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         """
         setup = self._started()
         check_request(prompts, params, setup.max_model_len)
-        seeds = response_seeds(prompts, params)
+        seeds, limits = response_seeds(prompts, params), token_limits(prompts, params)
         lengths = [len(prompt) for prompt in prompts]
         found: dict[tuple[int, int], Completion] = {}
         for chunk in plan_chunks(lengths, params.num_generations, setup.max_batch_size):
             where = [(p, g) for p in chunk.prompts for g in chunk.generations]
-            rows = self._decode(chunk, prompts, [seeds[p][g] for p, g in where], params)
+            own = [seeds[p][g] for p, g in where]
+            rows = self._decode(chunk, prompts, own, [limits[p] for p, _ in where], params)
             found.update(zip(where, rows, strict=True))
         return [[found[p, g] for g in range(params.num_generations)] for p in range(len(prompts))]
 
@@ -159,12 +166,15 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         chunk: Chunk,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
+        limits: Sequence[int],
         params: SamplingParams,
     ) -> list[Completion]:
         """Completions of one chunk: prompts in its order, generations of a prompt adjacent."""
         setup = self._started()
-        device, width = setup.device, params.max_tokens
+        device, width = setup.device, max(limits)
         stop = torch.tensor(setup.stop_token_ids, dtype=torch.int64, device=device)
+        limit = torch.tensor(limits, device=device)
+        texts = self._stop_strings(params)
         # [N, T], made from the seeds alone: a response is the same however it is batched.
         draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
         uniforms = torch.from_numpy(draws).to(device)
@@ -172,12 +182,24 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
-        length = torch.zeros(len(seeds), dtype=torch.int64, device=device)  # 0: not stopped
+        entropies = torch.zeros(len(seeds), width, device=device)
+        length = torch.zeros(len(seeds), dtype=torch.int64, device=device)  # 0: not ended
+        reasons: list[FinishReason] = ["length"] * len(seeds)
         for step in range(width):
             ids, drawn = draw_tokens(logits, uniforms[rows, step], params)
             tokens[rows, step], logprobs[rows, step] = ids, drawn
+            if params.entropy:
+                entropies[rows, step] = row_entropies(logits)
             running = length[rows] == 0
-            length[rows[running & torch.isin(ids, stop)]] = step + 1
+            stopped = rows[running & torch.isin(ids, stop)]
+            length[stopped] = step + 1
+            for row in stopped.tolist():
+                reasons[row] = "stop"
+            if texts is not None:
+                for row in rows[length[rows] == 0].tolist():
+                    if texts.completed_by_last(tokens[row, : step + 1].tolist()):
+                        length[row], reasons[row] = step + 1, "stop_string"
+            length[rows[(length[rows] == 0) & (limit[rows] == step + 1)]] = step + 1
             running = length[rows] == 0
             num_running = int(running.sum())
             if step + 1 == width or num_running == 0:
@@ -189,7 +211,17 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             positions = mask.sum(dim=-1, keepdim=True)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
             logits = self._forward(ids[:, None], mask, positions, cache)
-        return self._completions(tokens.tolist(), logprobs.tolist(), length.tolist(), seeds)
+        return self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        """What ends responses by their text; the tokenizer is loaded when it is first needed."""
+        if not params.stop_strings:
+            return None
+        if self._tokenizer is None:
+            from posttrain.core.data.tokenization import ChatTokenizer
+
+            self._tokenizer = ChatTokenizer.load(self._started().model_dir)
+        return StopStrings(self._tokenizer.decode_response, params.stop_strings)
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], chunk: Chunk, setup: EngineSetup
@@ -225,22 +257,27 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     def _completions(
         self,
-        tokens: list[list[int]],
-        logprobs: list[list[float]],
-        lengths: list[int],
+        tokens: Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        length: Tensor,
+        reasons: Sequence[FinishReason],
         seeds: Sequence[int],
+        params: SamplingParams,
     ) -> list[Completion]:
+        columns = (tokens.tolist(), logprobs.tolist(), entropies.tolist(), length.tolist())
         return [
             Completion(
-                token_ids=tuple(ids[: length or None]),
-                logprobs=tuple(values[: length or None]),
-                finish_reason="stop" if length else "length",
+                token_ids=tuple(ids[:end]),
+                logprobs=tuple(values[:end]),
+                finish_reason=reason,
                 policy_version=self.policy_version,
                 seed=seed,
                 engine=self.name,
                 engine_version=self._version,
+                entropies=tuple(spread[:end]) if params.entropy else (),
             )
-            for ids, values, length, seed in zip(tokens, logprobs, lengths, seeds, strict=True)
+            for ids, values, spread, end, reason, seed in zip(*columns, reasons, seeds, strict=True)
         ]
 
     @torch.inference_mode()
@@ -270,7 +307,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     def close(self) -> None:
         """Free the model; may be called twice."""
-        self._model = self._setup = None
+        self._model = self._setup = self._tokenizer = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -27,8 +27,15 @@ from torch import Tensor
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
-from posttrain.core.rollout_sampling import check_request, checked_weights, response_seeds
-from posttrain.core.types import Completion, SamplingParams
+from posttrain.core.rollout_sampling import (
+    ENTROPY_TOKENS,
+    check_request,
+    checked_weights,
+    response_seeds,
+    token_limits,
+    top_entropy,
+)
+from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # Prompt tokens of one step on a CPU; more gains no speed there.
 PREFILL_TOKENS = 4096
@@ -62,7 +69,11 @@ class VllmEngineConfig(PluginConfig):
 
 
 class VllmEngine(RolloutEngine[VllmEngineConfig]):
-    """Samples with vLLM, in process, one request per response, each with its own seed."""
+    """Samples with vLLM, in process, one request per response, each with its own seed.
+
+    Entropies are those of the 20 likeliest tokens, renormalised, at temperature 1, of what top-k
+    and top-p left: vLLM tells no more of a distribution.
+    """
 
     name = "vllm"
     Config = VllmEngineConfig
@@ -121,7 +132,8 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             options["max_num_batched_tokens"] = max(PREFILL_TOKENS, setup.max_model_len)
         return LLM(
             model=str(setup.model_dir),
-            skip_tokenizer_init=True,
+            # Read for stop strings alone: a request without them is not detokenized.
+            skip_tokenizer_init=False,
             generation_config="vllm",  # not the model directory's own sampling defaults
             dtype="bfloat16" if setup.dtype == torch.bfloat16 else "float32",
             logprobs_mode="processed_logprobs",
@@ -142,27 +154,30 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         check_request(prompts, params, setup.max_model_len)
         from vllm import SamplingParams as Request
 
+        repeats = range(params.num_generations)
         seeds = [seed for row in response_seeds(prompts, params) for seed in row]
+        limits = [limit for limit in token_limits(prompts, params) for _ in repeats]
         requests = [
             Request(
-                max_tokens=params.max_tokens,
+                max_tokens=limit,
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k,
                 seed=seed,
                 stop_token_ids=list(setup.stop_token_ids),
                 ignore_eos=True,  # only `setup.stop_token_ids` end a response
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
+                logprobs=ENTROPY_TOKENS if params.entropy else 0,  # 0: of the sampled token alone
+                detokenize=bool(params.stop_strings),
+                stop=list(params.stop_strings),
+                include_stop_str_in_output=True,
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits, strict=True)
         ]
-        repeats = range(params.num_generations)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in repeats]
         with _undisturbed_random():
             outputs = self._llm.generate(inputs, requests, use_tqdm=False)
         pairs = zip(outputs, seeds, strict=True)
-        rows = [self._completion(output.outputs[0], seed) for output, seed in pairs]
+        rows = [self._completion(output.outputs[0], seed, params) for output, seed in pairs]
         found = iter(rows)
         return [[next(found) for _ in repeats] for _ in prompts]
 
@@ -183,13 +198,27 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             for ids, output in zip(sequences, outputs, strict=True)
         ]
 
-    def _completion(self, output: Any, seed: int) -> Completion:  # Any: vllm's CompletionOutput
+    def _completion(
+        self,
+        output: Any,  # Any: vllm's CompletionOutput
+        seed: int,
+        params: SamplingParams,
+    ) -> Completion:
         ids = tuple(output.token_ids)
         entries = zip(ids, output.logprobs, strict=True)
+        reason: FinishReason = "length"
+        if output.finish_reason == "stop":
+            stopped = ids[-1] in self._started().stop_token_ids
+            reason = "stop" if stopped else "stop_string"
+        entropies: tuple[float, ...] = ()
+        if params.entropy:
+            found = ([e.logprob for e in entry.values()] for entry in output.logprobs)
+            entropies = tuple(top_entropy(values, params.temperature) for values in found)
         return Completion(
             token_ids=ids,
             logprobs=tuple(float(entry[token].logprob) for token, entry in entries),
-            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            finish_reason=reason,
+            entropies=entropies,
             policy_version=self.policy_version,
             seed=seed,
             engine=self.name,

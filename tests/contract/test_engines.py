@@ -182,6 +182,76 @@ def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(running: Runn
         assert stopped or len(completion.token_ids) == 16
 
 
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(running: Running) -> None:
+    tokenizer = make_tiny_tokenizer()
+    free = running.engine.generate(running.prompts, SamplingParams(8, max_tokens=24, seed=21))
+
+    def text(ids: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    texts = [text(c.token_ids) for group in free for c in group]
+    # Two characters that were really said, one pair across what would be a word; and one never.
+    pairs = [said[i : i + 2] for said in texts for i in range(2, len(said) - 4)]
+    strings = (pairs[0], pairs[len(pairs) // 2], "never said")
+    params = SamplingParams(8, max_tokens=24, seed=21, stop_strings=strings)
+    ended = running.engine.generate(running.prompts, params)
+    reasons = []
+    for whole, cut in zip(sum(free, []), sum(ended, []), strict=True):
+        prefixes = (whole.token_ids[: n + 1] for n in range(len(whole.token_ids)))
+        hits = (len(p) for p in prefixes if any(s in text(p) for s in strings))
+        first = next(hits, None)
+        stopped = whole.token_ids[-1] in STOP and first in (None, len(whole.token_ids))
+        expected = whole.finish_reason if first is None or stopped else "stop_string"
+        assert cut.token_ids == whole.token_ids[: first or len(whole.token_ids)]
+        assert cut.logprobs == pytest.approx(
+            whole.logprobs[: len(cut.token_ids)], abs=running.tolerance
+        )
+        assert cut.finish_reason == expected
+        reasons.append(cut.finish_reason)
+    assert reasons.count("stop_string") >= 2
+
+
+def test_a_stop_string_in_the_prompt_ends_no_response(running: Running) -> None:
+    params = SamplingParams(2, max_tokens=6, seed=22, stop_strings=("What", "Hi"))
+    plain = SamplingParams(2, max_tokens=6, seed=22)
+    assert ids_of(running.engine.generate(running.prompts, params)) == ids_of(
+        running.engine.generate(running.prompts, plain)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])
+def test_entropies_are_those_of_the_model_at_temperature_one(
+    running: Running, temperature: float
+) -> None:
+    """Exact from the transformers engine, over the 20 likeliest tokens from the others."""
+    params = SamplingParams(2, max_tokens=8, temperature=temperature, seed=23, entropy=True)
+    for prompt, group in zip(
+        running.prompts, running.engine.generate(running.prompts, params), strict=True
+    ):
+        for completion in group:
+            rows = teacher_forced(running.model, prompt, completion)
+            if running.engine.name != "transformers":
+                rows = rows.topk(20).values.log_softmax(-1)
+            expected = -(rows.exp() * rows).sum(-1)
+            assert completion.entropies == pytest.approx(expected.tolist(), abs=running.tolerance)
+    without = running.engine.generate(running.prompts[:1], SamplingParams(max_tokens=2))
+    assert without[0][0].entropies == ()
+
+
+def test_each_prompt_may_have_its_own_limit(running: Running) -> None:
+    plain = SamplingParams(3, max_tokens=12, seed=24)
+    limits = (1, 12, 5, 3, 7)
+    own = SamplingParams(3, max_tokens=12, seed=24, max_tokens_each=limits)
+    whole = running.engine.generate(running.prompts, plain)
+    for group, cut, limit in zip(
+        whole, running.engine.generate(running.prompts, own), limits, strict=True
+    ):
+        assert [c.token_ids for c in cut] == [c.token_ids[:limit] for c in group]
+        for long, short in zip(group, cut, strict=True):
+            ends = len(long.token_ids) <= limit
+            assert short.finish_reason == (long.finish_reason if ends else "length")
+
+
 def test_more_prompt_tokens_than_one_step_takes_are_served(running: Running) -> None:
     # They differ from the start, or a cache of prefixes would make them few.
     prompts = [[40 + i] + running.prompts[0] * 22 for i in range(24)]
