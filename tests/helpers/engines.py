@@ -17,13 +17,14 @@ from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.types import Completion, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.engines.vllm import VllmEngine, VllmEngineConfig
+from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEngine
 
 AnyEngine = RolloutEngine[Any]  # Any: engines of every config type
 # Enough characters that a random model soon says one of them. Its own end-of-sequence token is not
 # among them: only these may end a response.
 STOP = (30, 41, 52, 63, 74, 85, 96)
 MAX_LEN = 320
-LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3}
+LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3, "vllm_server": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ class Running:
 def make_engine(name: str, **fields: Any) -> AnyEngine:  # Any: config fields
     if name == "vllm":
         return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, **fields))
+    if name == "vllm_server":
+        fields = {"replicas": 2, "num_threads": 1, "max_lora_rank": 8, **fields}
+        return VllmServerEngine(VllmServerConfig(kv_cache_gb=0.25, **fields))
     return TransformersEngine(TransformersEngineConfig(**fields))
 
 
