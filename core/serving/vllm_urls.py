@@ -29,15 +29,15 @@ async def get_json(client: httpx.AsyncClient, replica: Replica, path: str) -> Js
     """The JSON object at `path`. Raises `ResourceError` when there is none."""
     try:
         answer = await client.get(f"{replica.url}{path}")
-        answer.raise_for_status()
-        found = answer.json()
+        found = answer.json() if answer.status_code == 200 else None
+        reason = f"it answered {answer.status_code}"
     except (httpx.HTTPError, json.JSONDecodeError) as error:
-        raise ResourceError(
-            f"{replica.url}{path} could not be read ({error}): is it a vLLM server with "
-            f"VLLM_SERVER_DEV_MODE=1? {ADVICE}"
-        ) from error
+        found, reason = None, f"{type(error).__name__} {error}"
     if not isinstance(found, dict):
-        raise ResourceError(f"{replica.url}{path} is no JSON object: {ADVICE}")
+        raise ResourceError(
+            f"{replica.url}{path} could not be read ({reason}): is it a vLLM server with "
+            f"VLLM_SERVER_DEV_MODE=1? {ADVICE}"
+        )
     return found
 
 

@@ -249,7 +249,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             fleet, setup = self._ready()
             if self.config.max_lora_rank is None:
                 raise RunError("the servers take no adapters: set engine.max_lora_rank")
-            check_adapter(folder, self.config.max_lora_rank)
+            check_adapter(folder, self._shapes, self.config.max_lora_rank)
             self._syncs += 1
             name, before = f"adapter-{self._syncs}", fleet.model_name
             copy = fleet.folder / name
