@@ -28,6 +28,7 @@ class ServerOptions:
     enforce_eager: bool | None
     max_num_seqs: int
     max_lora_rank: int | None
+    lora_modules: Sequence[str]
     num_threads: int
     extra_args: Sequence[str]
 
@@ -64,6 +65,7 @@ def server_command(setup: EngineSetup, options: ServerOptions, port: int) -> lis
     if options.max_lora_rank is not None:
         rank = lora_rank_of_vllm(options.max_lora_rank)
         command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1"]
+        command += ["--lora-target-modules", *options.lora_modules]
     if on_cpu:
         # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split.
         batched = max(PREFILL_TOKENS, setup.max_model_len)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,25 @@ def checkpoint_shapes(model_dir: Path) -> tuple[dict[str, list[int]], frozenset[
     config = json.loads((model_dir / "config.json").read_text())
     tied = frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ())
     return {name: shape for name, shape in shapes.items() if name not in tied}, tied
+
+
+def adaptable(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The weights of linear layers other than the output layer: what an adapter may change in vLLM.
+
+    vLLM 0.32 ends when it is asked for log-probs of several prompts and its output layer takes
+    adapters, so that one is left out.
+    """
+    outside = ("embed", "lm_head", "wte", "wpe")
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not any(o in name for o in outside)
+    }
+
+
+def lora_modules(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Names of the layers of `adaptable` weights, without the path to them."""
+    return sorted({name.split(".")[-2] for name in adaptable(shapes)})
 
 
 def repack_tied_weights(model: torch.nn.Module) -> None:

@@ -68,8 +68,8 @@ def _problems(config: Json, setup: EngineSetup, lora: bool) -> list[str]:
         problems.append(
             f"max_model_len is {model['max_model_len']}, expected {setup.max_model_len} or more"
         )
-    if lora and not config.get("lora_config"):
-        problems.append("it takes no adapters, expected --enable-lora")
+    if lora and not (config.get("lora_config") or {}).get("target_modules"):
+        problems.append("expected --enable-lora with --lora-target-modules for adapters")
     return problems
 
 

@@ -34,8 +34,10 @@ from posttrain.core.serving.host_process import undisturbed_process, undisturbed
 from posttrain.core.serving.vllm_command import PREFILL_TOKENS, lora_rank_of_vllm
 from posttrain.core.serving.vllm_model import (
     MISSING,
+    adaptable,
     check_model_dir,
     checkpoint_shapes,
+    lora_modules,
     repack_tied_weights,
     vllm_version,
 )
@@ -122,6 +124,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         if self.config.max_lora_rank is not None:
             rank = lora_rank_of_vllm(self.config.max_lora_rank)
             options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+            options["lora_target_modules"] = lora_modules(self._shapes)
         if on_cpu:
             # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split:
             # "CPU Generator does not use offset".
@@ -249,7 +252,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         self._started()
         if self.config.max_lora_rank is None:
             raise RunError("the vllm engine takes no adapters: set engine.max_lora_rank")
-        check_adapter(folder, self._shapes, self.config.max_lora_rank)
+        check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
         from vllm.lora.request import LoRARequest
 
         self._adapters += 1

@@ -38,8 +38,10 @@ from posttrain.core.serving.vllm_command import ServerOptions, dtype_name
 from posttrain.core.serving.vllm_fleet import FleetLimits, VllmFleet
 from posttrain.core.serving.vllm_model import (
     MISSING,
+    adaptable,
     check_model_dir,
     checkpoint_shapes,
+    lora_modules,
     stored_weights,
     vllm_version,
 )
@@ -180,6 +182,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             enforce_eager=config.enforce_eager,
             max_num_seqs=sequences,
             max_lora_rank=config.max_lora_rank,
+            lora_modules=lora_modules(self._shapes),
             num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // count),
             extra_args=config.extra_args,
         )
@@ -249,7 +252,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             fleet, setup = self._ready()
             if self.config.max_lora_rank is None:
                 raise RunError("the servers take no adapters: set engine.max_lora_rank")
-            check_adapter(folder, self._shapes, self.config.max_lora_rank)
+            check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
             self._syncs += 1
             name, before = f"adapter-{self._syncs}", fleet.model_name
             copy = fleet.folder / name

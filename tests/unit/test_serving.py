@@ -375,13 +375,15 @@ def test_a_loaded_weight_that_is_not_the_file_s_is_found(tmp_path: Path) -> None
 
 def test_a_server_listens_on_loopback_alone_and_samples_as_a_run_needs(tmp_path: Path) -> None:
     setup = make_setup(tmp_path)
-    options = ServerOptions(0.4, None, None, 32, 12, 1, ("--swap-space", "0"))
+    options = ServerOptions(0.4, None, None, 32, 12, ("q_proj", "o_proj"), 1, ("--swap-space", "0"))
     command = server_command(setup, options, 8123)
     flags = dict(zip(command, command[1:], strict=False))
     assert (flags["--host"], flags["--port"], flags["--dtype"]) == ("127.0.0.1", "8123", "float32")
     assert flags["--logprobs-mode"] == "processed_logprobs"
     assert flags["--generation-config"] == "vllm"
     assert flags["--max-lora-rank"] == "16"
+    modules = command.index("--lora-target-modules")
+    assert command[modules + 1 : modules + 3] == ["q_proj", "o_proj"]
     assert flags["--kv-cache-memory-bytes"] == str(2**30)
     assert {"--enforce-eager", "--no-enable-chunked-prefill"} < set(command)
     assert command[-2:] == ["--swap-space", "0"]
