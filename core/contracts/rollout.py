@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.core.contracts.base import ConfigT, Plugin
 from posttrain.core.data.preference_rows import PreferenceRow
+from posttrain.core.errors import RunError
 from posttrain.core.math.splits import text_key
 from posttrain.core.types import (
     Completion,
@@ -177,6 +178,18 @@ class RolloutEngine(Plugin[ConfigT]):
         when it keeps weights in another layout: then it is probed.
         """
         return None
+
+    def sync_adapter(self, folder: Path, policy_version: int) -> None:
+        """Answer with the LoRA adapter in `folder` (as peft saves it) on top of the base weights.
+
+        It takes the place of the adapter before it, and `sync_weights` drops it. The base weights
+        stay as they are. `folder` may be changed or deleted after the call. Raises `RunError`, and
+        keeps what it has, when it cannot take the adapter.
+        """
+        raise RunError(
+            f"engine '{self.name}' takes no adapters: sync merged weights, or use the engine "
+            "transformers, vllm or vllm_server"
+        )
 
     @abstractmethod
     def close(self) -> None:

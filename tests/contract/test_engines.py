@@ -6,24 +6,35 @@ Engines start once per module: vLLM takes seconds.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
+from posttrain.core.serving.process import ServerProcess
+from posttrain.core.serving.vllm_fleet import VllmFleet
 from posttrain.core.types import SamplingParams
+from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.engines import (
     MAX_LEN,
     STOP,
     Host,
     Running,
     check_logprobs,
+    check_same,
     ids_of,
+    make_adapter,
     make_engine,
     make_setup,
     next_logprobs,
@@ -46,7 +57,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(
-    scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+    scope="module",
+    params=[
+        "transformers",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("vllm_server", marks=pytest.mark.vllm),
+    ],
 )
 def running(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Running]:
     engine = make_engine(request.param)
@@ -133,7 +149,9 @@ def test_given_tokens_are_scored_as_by_a_plain_forward_pass(running: Running) ->
 
 
 def test_sampled_frequencies_follow_the_distribution(running: Running) -> None:
-    draws, prompt = 3000, running.prompts[0]
+    # Each draw is a request; over HTTP fewer do, as the sampler behind it is the one of vllm.
+    draws = 800 if running.engine.name == "vllm_server" else 3000
+    prompt = running.prompts[0]
     sampled = running.one(prompt, SamplingParams(draws, max_tokens=1, seed=5))
     counts = np.bincount([c.token_ids[0] for c in sampled], minlength=100)
     expected = next_logprobs(running.model, prompt)[-1].exp().double().numpy() * draws
@@ -148,7 +166,7 @@ def test_sampled_frequencies_follow_the_distribution(running: Running) -> None:
 def test_the_seed_alone_decides_the_samples(running: Running) -> None:
     params = SamplingParams(num_generations=3, max_tokens=12, seed=6)
     first = running.engine.generate(running.prompts, params)
-    assert running.engine.generate(running.prompts, params) == first
+    check_same(running, running.engine.generate(running.prompts, params), first)
     other = running.engine.generate(running.prompts, SamplingParams(3, 12, seed=7))
     assert all(a != b for a, b in zip(ids_of(first), ids_of(other), strict=True))
 
@@ -288,7 +306,7 @@ def test_synced_weights_answer_and_stamp_the_next_samples(running: Running) -> N
             check_logprobs(running, running.other, after)
         finally:
             running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
-    assert running.engine.generate(running.prompts, params) == before
+    check_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def test_the_engine_keeps_its_own_copy_of_synced_weights(running: Running) -> None:
@@ -298,7 +316,7 @@ def test_the_engine_keeps_its_own_copy_of_synced_weights(running: Running) -> No
     before = running.engine.generate(running.prompts, params)
     for tensor in copies.values():
         tensor.zero_()
-    assert running.engine.generate(running.prompts, params) == before
+    check_same(running, running.engine.generate(running.prompts, params), before)
 
 
 @pytest.mark.parametrize("fault", ["missing", "misshaped", "unknown"])
@@ -317,7 +335,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
         name, weights["model.extra"] = "model.extra", torch.zeros(1)
     with pytest.raises(RunError, match=f"{fault} weight.*{name}"):
         running.engine.sync_weights(weights.items(), policy_version=9)
-    assert running.engine.generate(running.prompts, params) == before
+    check_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def test_requests_that_cannot_be_served_are_refused(running: Running) -> None:
@@ -358,11 +376,113 @@ def test_how_prompts_are_split_into_batches_changes_no_response(
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
-    """Last, because it stops the engine of this module."""
-    params = SamplingParams(num_generations=2, max_tokens=8, seed=14)
+def test_an_adapter_answers_as_peft_merges_it_and_the_next_replaces_it(
+    running: Running, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    params = SamplingParams(num_generations=2, max_tokens=10, seed=17)
     before = running.engine.generate(running.prompts, params)
+    try:
+        for version in (3, 4):
+            merged = make_adapter(tmp_path / "adapter", folders[0], seed=version)
+            running.engine.sync_adapter(tmp_path / "adapter", policy_version=version)
+            shutil.rmtree(tmp_path / "adapter")
+            after = running.engine.generate(running.prompts, params)
+            assert {c.policy_version for group in after for c in group} == {version}
+            check_logprobs(running, merged, after)
+            ids = running.prompts[2]
+            expected = next_logprobs(merged, ids)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+            plain = next_logprobs(running.model, ids)[:-1].gather(-1, torch.tensor(ids)[1:, None])
+            scores = running.engine.score([ids])[0]
+            assert scores == pytest.approx(expected.tolist(), abs=running.tolerance)
+            assert (expected - plain[:, 0]).abs().max() > 0.2
+    finally:
+        running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
+    check_same(running, running.engine.generate(running.prompts, params), before)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
+    running: Running, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    params = SamplingParams(num_generations=2, max_tokens=8, seed=18)
+    before = running.engine.generate(running.prompts, params)
+    other = make_tiny_model(tmp_path / "wide", hidden=96)
+    make_adapter(tmp_path / "misshaped", other, seed=1)
+    cases = {"misshaped": r"is \[4, 192\]", "absent": "no adapter at"}
+    if running.engine.name != "transformers":  # which takes any rank
+        make_adapter(tmp_path / "large", folders[0], seed=1, rank=16)
+        cases["large"] = "rank 16, above engine.max_lora_rank 8"
+    for name, message in cases.items():
+        with pytest.raises(RunError, match=message):
+            running.engine.sync_adapter(tmp_path / name, policy_version=9)
+    check_same(running, running.engine.generate(running.prompts, params), before)
+
+
+def servers_of(running: Running) -> VllmFleet:
+    """The servers behind the engine; skips the engines that have none."""
+    if not isinstance(running.engine, VllmServerEngine):
+        pytest.skip("about servers that die: this engine lives in the process of the run")
+    assert running.engine._fleet is not None
+    return running.engine._fleet
+
+
+def kill_server(process: ServerProcess | None) -> None:
+    """SIGKILL to the whole group of a server, not to its guard."""
+    assert process is not None
+    (server,) = psutil.Process(process.pid).children()
+    os.killpg(server.pid, signal.SIGKILL)
+
+
+def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = servers_of(running)
+    params = SamplingParams(num_generations=40, max_tokens=40, seed=19)
+    whole = running.engine.generate(running.prompts, params)
+    first, second = fleet.replicas
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(running.engine.generate, running.prompts, params)
+        deadline = time.monotonic() + 60
+        while not first.in_flight and time.monotonic() < deadline:
+            time.sleep(0.005)
+        kill_server(first.process)
+        check_same(running, future.result(timeout=300), whole)
+    assert (first.alive, second.alive) == (False, True)
+    assert f"vLLM server {first.url} is lost" in caplog.text
+    # One that is left takes weights and gives samples as before.
+    running.engine.sync_weights(running.other.state_dict().items(), policy_version=5)
+    after = running.engine.generate(running.prompts, SamplingParams(2, max_tokens=8, seed=20))
+    check_logprobs(running, running.other, after)
+
+
+def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(running: Running) -> None:
+    fleet = servers_of(running)
+    processes = [replica.process for replica in fleet.replicas if replica.alive]
+    params = SamplingParams(num_generations=40, max_tokens=40, seed=21)
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(running.engine.generate, running.prompts, params)
+        time.sleep(0.3)
+        for process in processes:
+            kill_server(process)
+        with pytest.raises(
+            RunError, match=r"no vLLM server is left \(2 at the start\), \d+ of 200"
+        ):
+            future.result(timeout=300)
+    with pytest.raises(RunError, match=r"(?s)last lines of \S*server-1\.log:\n.*EngineCore"):
+        running.engine.sync_weights(running.model.state_dict().items(), policy_version=6)
+
+
+def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
+    """Last, because it stops the engine of this module.
+
+    Servers are dead by then, and starting new ones would only repeat the first start: of them, that
+    closing leaves none behind.
+    """
+    params = SamplingParams(num_generations=2, max_tokens=8, seed=14)
+    fleet = running.engine._fleet if isinstance(running.engine, VllmServerEngine) else None
+    before = [] if fleet else running.engine.generate(running.prompts, params)
+    guards = [replica.process.pid for replica in fleet.replicas if replica.process] if fleet else []
     running.engine.close()
+    assert not any(map(psutil.pid_exists, guards))
     running.engine.close()
     for call in (
         lambda: running.engine.generate(running.prompts, params),
@@ -371,5 +491,8 @@ def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
         with pytest.raises(RunError, match="is not running"):
             call()
     assert not torch.distributed.is_initialized()
+    if fleet:
+        shutil.rmtree(fleet.folder)  # their logs, which stay when one was lost
+        return
     running.engine.start(running.setup)
     assert running.engine.generate(running.prompts, params) == before

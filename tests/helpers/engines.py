@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import random
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.types import Completion, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.engines.vllm import VllmEngine, VllmEngineConfig
+from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEngine
 
 AnyEngine = RolloutEngine[Any]  # Any: engines of every config type
 # Enough characters that a random model soon says one of them. Its own end-of-sequence token is not
 # among them: only these may end a response.
 STOP = (30, 41, 52, 63, 74, 85, 96)
 MAX_LEN = 320
-LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3}
+LOGPROB_TOLERANCE = {"transformers": 1e-4, "vllm": 2e-3, "vllm_server": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ class Running:
 
 def make_engine(name: str, **fields: Any) -> AnyEngine:  # Any: config fields
     if name == "vllm":
-        return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, **fields))
+        return VllmEngine(VllmEngineConfig(kv_cache_gb=0.25, max_lora_rank=8, **fields))
+    if name == "vllm_server":
+        fields = {"replicas": 2, "num_threads": 1, "max_lora_rank": 8, **fields}
+        return VllmServerEngine(VllmServerConfig(kv_cache_gb=0.25, **fields))
     return TransformersEngine(TransformersEngineConfig(**fields))
 
 
@@ -130,6 +136,34 @@ def check_logprobs(
                 rtol=0,
                 atol=running.tolerance,
             )
+
+
+def check_same(
+    running: Running, first: list[list[Completion]], second: list[list[Completion]]
+) -> None:
+    """Equal completions; from servers, where requests batch as they arrive, but for rounding."""
+    if running.engine.name != "vllm_server":
+        assert first == second
+        return
+    for one, other in zip(sum(first, []), sum(second, []), strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert replace(one, logprobs=()) == replace(other, logprobs=())
+
+
+def make_adapter(folder: Path, model_dir: Path, seed: int, rank: int = 4) -> Any:
+    """Save a LoRA adapter with random B to `folder`; the model with it merged, as peft does."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=0.0)
+    adapted = get_peft_model(model, config)
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.1
+    adapted.save_pretrained(folder)
+    return adapted.merge_and_unload()
 
 
 def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from posttrain.core import rollout_sampling as sampling
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.math.nucleus import FIRST_NUCLEUS_WIDTH
+from posttrain.core.models.grouped_attention import LONG_PROMPT, grouped_attention
 from posttrain.core.types import SamplingParams
-from posttrain.plugins.engines import transformers as engine
 
 PROBABILITIES = [0.5, 0.25, 0.15, 0.1]
 
@@ -211,7 +211,7 @@ class Heads(torch.nn.Module):
 
 @pytest.mark.parametrize(("steps", "keys"), [(1, 7), (5, 5), (520, 520)])
 def test_grouped_attention_equals_eager_attention(steps: int, keys: int) -> None:
-    assert (steps * keys > engine.LONG_PROMPT) == (steps == 520)
+    assert (steps * keys > LONG_PROMPT) == (steps == 520)
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(2, heads, length, 8, generator=generator)
@@ -221,5 +221,5 @@ def test_grouped_attention_equals_eager_attention(steps: int, keys: int) -> None
     mask = torch.zeros(2, 1, steps, keys).masked_fill(hidden, torch.finfo(torch.float32).min)
     mask[0, :, :, :2].masked_fill_(~torch.eye(steps, 2).bool(), torch.finfo(torch.float32).min)
     expected, _ = eager_attention_forward(Heads(), query, key, value, mask, scaling=0.3)
-    got, _ = engine.grouped_attention(Heads(), query, key, value, mask, scaling=0.3)
+    got, _ = grouped_attention(Heads(), query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)

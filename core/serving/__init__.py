@@ -1,0 +1,1 @@
+"""Model servers: processes that cannot outlive us, requests that cannot get lost, weight files."""

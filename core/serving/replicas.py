@@ -1,0 +1,172 @@
+"""Replicas of one model behind HTTP: who is alive, how busy each is, requests to all of them.
+
+Everything here runs on one event loop in a thread of its own (`LoopThread`), so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.serving.process import ServerProcess
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Json = dict[str, Any]  # Any: JSON
+HEALTH_TIMEOUT_S = 5.0
+POLL_S = 0.25
+# Characters of a server's answer that an error repeats.
+SHOWN = 500
+
+
+@dataclass(slots=True)
+class Replica:
+    """One server. `failures` counts failed requests since its last good one."""
+
+    url: str
+    process: ServerProcess | None = None  # None: given by URL, not ours
+    alive: bool = True
+    in_flight: int = 0
+    failures: int = 0
+    last_failure: str = ""
+
+    def lose(self, reason: str) -> None:
+        """Use it no more. A server of ours is ended, so that it holds no memory."""
+        if not self.alive:
+            return
+        self.alive, self.last_failure = False, reason
+        logger.warning("vLLM server %s is lost: %s", self.url, reason)
+        if self.process is not None:
+            self.process.begin_stop()
+
+    def obituary(self) -> str:
+        """What is known of its end: the last failure, exit code and end of its log."""
+        said = f"{self.url}: {self.last_failure or 'no answer'}"
+        if self.process is None:
+            return said
+        code = self.process.exit_code
+        ended = "" if code is None else f"; exit code {code}"
+        return f"{said}{ended}; last lines of {self.process.log}:\n{self.process.log_tail()}"
+
+
+class LoopThread:
+    """An event loop in a thread of its own, with one HTTP client on it."""
+
+    def __init__(self, timeout_s: float, connections: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="vllm-servers", daemon=True
+        )
+        self._thread.start()
+        self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:  # Any: send and yield types
+        """The result of `work`; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, close connections, end the thread."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.client.aclose()
+
+
+async def _client(timeout_s: float, connections: int) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(timeout_s, connect=HEALTH_TIMEOUT_S, pool=None),
+        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        trust_env=False,  # a proxy between us and the loopback address helps nobody
+    )
+
+
+async def is_healthy(client: httpx.AsyncClient, replica: Replica) -> bool:
+    """Whether its `/health` says 200."""
+    try:
+        answer = await client.get(f"{replica.url}/health", timeout=HEALTH_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return answer.status_code == 200
+
+
+async def wait_until_ready(
+    client: httpx.AsyncClient, replicas: Sequence[Replica], timeout_s: float
+) -> None:
+    """Return when all are healthy. Raises `ResourceError` as soon as one cannot become so."""
+    end = time.monotonic() + timeout_s
+    waiting = list(replicas)
+    while waiting:
+        for replica in waiting:
+            process = replica.process
+            if process is not None and process.exit_code is not None:
+                raise ResourceError(f"a vLLM server ended while it started: {replica.obituary()}")
+        healthy = await asyncio.gather(*(is_healthy(client, replica) for replica in waiting))
+        waiting = [r for r, fine in zip(waiting, healthy, strict=True) if not fine]
+        if waiting and time.monotonic() > end:
+            replica = waiting[0]
+            ours = replica.process is not None
+            raise ResourceError(
+                f"no vLLM server answered at {replica.url}/health within {timeout_s:g} s: "
+                + ("raise startup_timeout_s" if ours else "check the URL and the server")
+                + (f"; {replica.obituary()}" if ours else "")
+            )
+        await asyncio.sleep(POLL_S if waiting else 0)
+
+
+async def post(client: httpx.AsyncClient, replica: Replica, path: str, body: Json) -> Json:
+    """The JSON answer. Raises `RunError` with the server's words when it is not 200."""
+    try:
+        answer = await client.post(f"{replica.url}{path}", json=body)
+    except httpx.HTTPError as error:
+        raise RunError(f"{replica.url}{path}: {type(error).__name__} {error}") from error
+    if answer.status_code != 200:
+        raise RunError(f"{replica.url}{path} answered {answer.status_code}: {shown(answer.text)}")
+    found = (
+        answer.json()
+        if answer.headers.get("content-type", "").startswith("application/json")
+        else {}
+    )
+    return found if isinstance(found, dict) else {"answer": found}
+
+
+async def post_to_all(
+    client: httpx.AsyncClient, replicas: Sequence[Replica], path: str, body: Json
+) -> list[Json | RunError]:
+    """What each replica answered, in order; a failure is returned, so that all are waited for."""
+    answers = await asyncio.gather(
+        *(post(client, replica, path, body) for replica in replicas), return_exceptions=True
+    )
+    found: list[Json | RunError] = []
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, RunError):
+            raise answer
+        found.append(answer)
+    return found
+
+
+def shown(text: str) -> str:
+    """The beginning of a server's answer, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."

@@ -1,0 +1,82 @@
+"""Weights on their way to servers: safetensors files, whole or not there, with a digest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from posttrain.core.artifacts import combine_digests, file_digest
+from posttrain.core.errors import ResourceError
+
+SHARD_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """A complete folder of `*.safetensors` and the digest over their contents."""
+
+    folder: Path
+    digest: str
+
+
+def digest_of(folder: Path) -> str:
+    """One sha256 over all weight files in `folder`."""
+    return combine_digests({p.name: file_digest(p) for p in sorted(folder.glob("*.safetensors"))})
+
+
+def write_weights(
+    parent: Path, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> WeightFiles:
+    """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name.
+
+    Files are synced to the disk in a temporary folder, which is renamed when it is complete. Raises
+    `ResourceError` when the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    partial, final = parent / f".partial-{name}", parent / name
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for number, shard in enumerate(_shards(weights, dtype)):
+            path = partial / f"model-{number:05d}.safetensors"
+            save_file(shard, path)
+            _sync(path)
+        digest = digest_of(partial)
+        _sync(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ResourceError(
+            f"weights for the servers cannot be written to {final}: {error}; free some space, or "
+            "set engine.sync_dir to a folder that all servers can read"
+        ) from error
+    return WeightFiles(final, digest)
+
+
+def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        copy = tensor.detach().to("cpu", dtype).contiguous()
+        if size and size + copy.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = copy
+        size += copy.nbytes
+    return shards
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

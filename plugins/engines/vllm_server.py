@@ -1,0 +1,296 @@
+"""Rollouts with vLLM servers over HTTP: replicas started here, or given by URL.
+
+Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). Over 120 lines as it has the settings
+of servers, requests and weight sync; what it does with them is in `posttrain.core.serving`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.hooks import hookimpl
+from posttrain.core.models.adapters import check_adapter
+from posttrain.core.rollout_sampling import (
+    check_request,
+    checked_weights,
+    response_seeds,
+    token_limits,
+)
+from posttrain.core.serving.completions import (
+    read_completion,
+    read_scores,
+    sampling_request,
+    scoring_request,
+)
+from posttrain.core.serving.dispatch import Limits
+from posttrain.core.serving.vllm_command import ServerOptions, dtype_name
+from posttrain.core.serving.vllm_fleet import FleetLimits, VllmFleet
+from posttrain.core.serving.vllm_model import (
+    MISSING,
+    adaptable,
+    check_model_dir,
+    checkpoint_shapes,
+    lora_modules,
+    stored_weights,
+    vllm_version,
+)
+from posttrain.core.serving.weight_files import write_weights
+from posttrain.core.types import Completion, SamplingParams
+
+
+class VllmServerConfig(PluginConfig):
+    """Settings of the vLLM servers and of the requests to them."""
+
+    replicas: int | None = Field(
+        default=None, ge=1, description="servers to start on this machine; null = 1, or none by URL"
+    )
+    urls: tuple[str, ...] = Field(
+        default=(), description="servers that run already, started as docs/engines.md says"
+    )
+    sync_dir: Path | None = Field(
+        default=None,
+        description="folder for weights on their way to the servers, which all of them can read; "
+        "null = the system's temporary folder",
+    )
+    startup_timeout_s: float = Field(
+        default=600, gt=0, description="seconds that servers may take until they answer"
+    )
+    request_timeout_s: float = Field(
+        default=600, gt=0, description="seconds without an answer after which a request has failed"
+    )
+    max_retries: int = Field(
+        default=3, ge=0, description="further tries of a request that failed at a living server"
+    )
+    max_concurrency: int | None = Field(
+        default=None, ge=1, description="requests in flight per server; null = max_num_seqs"
+    )
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, description="sequences decoded together; null = the run's batch size"
+    )
+    max_lora_rank: int | None = Field(
+        default=None, ge=1, le=512, description="largest rank of a LoRA adapter; null = no adapters"
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.4, gt=0, le=1, description="fraction of a GPU's memory, per server"
+    )
+    kv_cache_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="key-value cache per server, GiB; null = 1 on a CPU, by utilization on a GPU",
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="no compilation, no CUDA graphs; null = true on a CPU only"
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads per server; null = cores / replicas"
+    )
+    gpus: tuple[str, ...] = Field(
+        default=(),
+        description="CUDA_VISIBLE_DEVICES of each server started here; empty = that of the run",
+    )
+    extra_args: tuple[str, ...] = Field(
+        default=(), description="further arguments of the servers' command line"
+    )
+
+    @model_validator(mode="after")
+    def _servers_come_from_one_place(self) -> VllmServerConfig:
+        if self.urls and (self.replicas or self.gpus or self.extra_args):
+            raise ValueError(
+                "servers given by `urls` are not started here: leave out `replicas`, `gpus` and "
+                "`extra_args`"
+            )
+        if bad := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"expected URLs like 'http://127.0.0.1:8000', got {bad[0]!r}")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("each server once: a URL is given twice")
+        if self.gpus and len(self.gpus) != (self.replicas or 1):
+            raise ValueError(f"{len(self.gpus)} gpus for {self.replicas or 1} replicas")
+        return self
+
+
+class VllmServerEngine(RolloutEngine[VllmServerConfig]):
+    """Samples at vLLM servers, one request per response, each with its own seed.
+
+    Token ids go there and come back. Entropies are those of the 20 likeliest tokens, renormalised.
+    How requests batch at a server depends on when they arrive, so equal seeds give equal tokens as
+    long as no two candidates of a draw are within rounding of each other.
+    """
+
+    name = "vllm_server"
+    Config = VllmServerConfig
+    _setup: EngineSetup | None = None
+    _fleet: VllmFleet | None = None
+    _shapes: dict[str, list[int]]
+    _tied: frozenset[str] = frozenset()
+    _base_name: str = ""
+    _syncs: int = 0
+    _unknown_weights: str = ""
+
+    def __init__(self, config: VllmServerConfig) -> None:
+        super().__init__(config)
+        # A sync waits for the samples of the old weights, and samples wait for a sync.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """None when vLLM is installed, else how to install it."""
+        return None if importlib.util.find_spec("vllm") and vllm_version() else MISSING
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the servers (about a minute on a CPU), or check those given and sync them."""
+        config = self.config
+        reason = None if config.urls else self.unavailable_reason()
+        if reason:
+            raise ResourceError(reason)
+        check_model_dir(setup.model_dir)
+        self._shapes, self._tied = checkpoint_shapes(setup.model_dir)
+        sequences = config.max_num_seqs or setup.max_batch_size
+        requests = Limits(config.max_concurrency or sequences, config.max_retries)
+        limits = FleetLimits(config.startup_timeout_s, config.request_timeout_s, requests)
+        self._fleet = VllmFleet(config.urls, limits, config.sync_dir)
+        self._setup, self.policy_version, self._unknown_weights = setup, 0, ""
+        try:
+            if config.urls:
+                self._fleet.accept_given(setup, lora=config.max_lora_rank is not None)
+                self._base_name = self._fleet.model_name
+                self.sync_weights(stored_weights(setup.model_dir), 0)
+            else:
+                count = config.replicas or 1
+                options = self._options(sequences, count)
+                self._fleet.start_servers(count, setup, options, config.gpus)
+                self._base_name = self._fleet.model_name
+        except BaseException:
+            self.close()
+            raise
+
+    def _options(self, sequences: int, count: int) -> ServerOptions:
+        config = self.config
+        return ServerOptions(
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_gb=config.kv_cache_gb,
+            enforce_eager=config.enforce_eager,
+            max_num_seqs=sequences,
+            max_lora_rank=config.max_lora_rank,
+            lora_modules=lora_modules(self._shapes),
+            num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // count),
+            extra_args=config.extra_args,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        """`params.num_generations` completions for each prompt, in the order of `prompts`.
+
+        At temperature 0 log-probs are those of temperature 1. Raises `DataError` for a prompt that
+        is empty or too long, `RunError` when no server is left.
+        """
+        with self._lock:
+            fleet, setup = self._ready()
+            check_request(prompts, params, setup.max_model_len)
+            repeats = range(params.num_generations)
+            limits = token_limits(prompts, params)
+            seeds = [seed for row in response_seeds(prompts, params) for seed in row]
+            asked = [(p, n) for p, n in zip(prompts, limits, strict=True) for _ in repeats]
+            requests = [
+                sampling_request(
+                    fleet.model_name, prompt, params, seed, limit, setup.stop_token_ids
+                )
+                for (prompt, limit), seed in zip(asked, seeds, strict=True)
+            ]
+            answers = fleet.complete(requests)
+            origin = {
+                "policy_version": self.policy_version,
+                "engine": self.name,
+                "engine_version": fleet.version,
+            }
+            rows = iter(
+                read_completion(answer, params, setup.stop_token_ids, {"seed": seed, **origin})
+                for answer, seed in zip(answers, seeds, strict=True)
+            )
+            return [[next(rows) for _ in repeats] for _ in prompts]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
+        with self._lock:
+            fleet, _ = self._ready()
+            answers = fleet.complete([scoring_request(fleet.model_name, s) for s in sequences])
+            return [read_scores(a, ids) for a, ids in zip(answers, sequences, strict=True)]
+
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Give all servers the same weights, through files, and drop the adapter.
+
+        Raises `RunError` on a missing, unknown or misshaped weight, before any server hears of it.
+        When a server does not take them, the engine answers no more until a sync succeeds.
+        """
+        with self._lock:
+            fleet, setup = self._started()
+            given = checked_weights(weights, self._shapes, self._tied)
+            self._syncs += 1
+            files = write_weights(fleet.folder, f"weights-{self._syncs}", given, setup.dtype)
+            self._unknown_weights = "the last weight sync failed"
+            try:
+                self._forget_adapter(fleet)
+                fleet.load_weights(files, dtype_name(setup.dtype))
+            finally:
+                shutil.rmtree(files.folder, ignore_errors=True)
+            self.policy_version, self._unknown_weights = policy_version, ""
+
+    def sync_adapter(self, folder: Path, policy_version: int) -> None:
+        """Load a copy of the adapter under a new name at all servers; see the contract."""
+        with self._lock:
+            fleet, setup = self._ready()
+            if self.config.max_lora_rank is None:
+                raise RunError("the servers take no adapters: set engine.max_lora_rank")
+            check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
+            self._syncs += 1
+            name, before = f"adapter-{self._syncs}", fleet.model_name
+            copy = fleet.folder / name
+            shutil.copytree(folder, copy)
+            try:
+                fleet.load_adapter(name, copy, dtype_name(setup.dtype))
+            except RunError:
+                fleet.model_name = before
+                raise
+            if before != self._base_name:
+                fleet.unload_adapter(before)
+                shutil.rmtree(fleet.folder / before, ignore_errors=True)
+            self.policy_version = policy_version
+
+    def _forget_adapter(self, fleet: VllmFleet) -> None:
+        if fleet.model_name != self._base_name:
+            fleet.unload_adapter(fleet.model_name)
+            fleet.model_name = self._base_name
+
+    def close(self) -> None:
+        """Stop the servers that were started here; may be called twice."""
+        fleet, self._fleet, self._setup = self._fleet, None, None
+        if fleet is not None:
+            fleet.close()
+
+    def _started(self) -> tuple[VllmFleet, EngineSetup]:
+        if self._fleet is None or self._setup is None:
+            raise RunError("the vllm_server engine is not running: call start() before using it")
+        return self._fleet, self._setup
+
+    def _ready(self) -> tuple[VllmFleet, EngineSetup]:
+        fleet, setup = self._started()
+        if self._unknown_weights:
+            raise RunError(f"the vLLM servers cannot be used: {self._unknown_weights}")
+        return fleet, setup
+
+
+@hookimpl
+def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
+    """Offer the engine."""
+    return [VllmServerEngine]
