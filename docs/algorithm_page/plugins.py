@@ -29,6 +29,8 @@ KINDS = {
     "reward": "Rewards",
     "sampler": "Samplers",
     "task": "Tasks",
+    "environment": "Environments",
+    "tool": "Tools",
     "rollout_engine": "Rollout engines",
 }
 COMMON_FROM = 3
