@@ -193,6 +193,9 @@ def test_prompts_that_carried_groups_made_needless_are_sampled_later() -> None:
     sampled = [number for found in script.rounds for number in found]
     assert len(set(sampled)) == len(sampled), "no prompt twice"
     left = [p["prompt_ids"][0] for p in dynamic.state()["waiting"]]
+    resumed = sampler(max_carry=3)
+    resumed.load_state(json.loads(json.dumps(dynamic.state())))
+    assert resumed.state() == dynamic.state()
     assert sorted([*sampled, *left]) == list(range(script.taken)), "no prompt lost"
     assert left, "otherwise this test shows nothing"
 
