@@ -30,6 +30,21 @@ def test_configuration_is_read_without_loading_anything_heavy(module: str) -> No
     assert loaded_heavy(f"import posttrain.core.config.{module}") == []
 
 
+def test_a_reward_is_imported_without_loading_torch() -> None:
+    """Worker processes are forked from one that holds nothing else: see core/rewards."""
+    code = "import posttrain.core.rewards.server, posttrain.plugins.rewards.format"
+    assert loaded_heavy(code) == []
+
+
+def test_every_public_name_of_the_contracts_is_found_in_one_of_their_modules() -> None:
+    from posttrain.core import contracts
+
+    assert [name for name in contracts.__all__ if not hasattr(contracts, name)] == []
+    assert set(contracts.CONTRACTS) == {cls.kind for cls in contracts.CONTRACTS.values()}
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = contracts.no_such_name  # type: ignore[attr-defined]
+
+
 def test_the_probe_sees_a_heavy_import() -> None:
     assert loaded_heavy("import torch") == ["torch"]
 
