@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.schema import RlStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.report import SilentReporter
@@ -20,6 +21,7 @@ from posttrain.pipelines.assembly import assemble
 from posttrain.pipelines.cli.plan import stage_rows
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.planning import plan_stages
+from posttrain.pipelines.stages.rl import build_loop
 from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
@@ -116,15 +118,22 @@ def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
     assert dropped and {row["reason"] for row in dropped} == {"unparsed"}
     assert made.metrics["transform/dropped/unparsed"] == len(dropped)
 
-    trained = forms.run_stage("rl", {"integers": made})
-    digest, profile, source = datasets_of(forms, trained.mlflow_run_id)["train"]
+    # The loop as the stage builds it; a whole run of it would start a Prefect server.
+    stage = forms.config.stages["rl"]
+    assert isinstance(stage, RlStage)
+    tracker = forms.tracker.stage("rl", "rl", {}, resumed_step=None)
+    inputs = {"model": forms.base, "dataset": artifact}
+    context = forms._context("rl", stage, inputs, folder / "out", folder / "kept", tracker)
+    with forms.engines.lease(context.model_dir) as engine:
+        loop = build_loop(context, stage, engine)
+    assert len(loop.prompts.problems) == 6
+    assert {p.prompt for p in loop.prompts.problems} <= {row["prompt"] for row in rows}
+    batch = loop.rollout(1)
+    assert {p.prompt for p in batch.problems} <= {row["prompt"] for row in rows}
+    tracker.finish("FINISHED")
+    digest, profile, source = datasets_of(forms, tracker.run_id)["train"]
     assert source == f"stage integers: {artifact.uri}" and profile["num_rows"] == 6
     assert profile["source_sha256"] == artifact.digest and profile["sha256"].startswith(digest)
-    prompts = {row["prompt"] for row in rows}
-    tables = list((folder / "home").rglob("tables/**/step-*.json"))
-    sampled = [json.loads(path.read_text()) for path in tables if "samples" in str(path)]
-    column = [dict(zip(t["columns"], row, strict=True)) for t in sampled for row in t["data"]]
-    assert column and {row["prompt"] for row in column} <= prompts
 
 
 def test_a_data_set_is_reused_and_a_changed_prompt_makes_it_anew(
@@ -187,6 +196,7 @@ def test_the_marked_solutions_of_gsm8k_train_a_preference_stage(folder: Path, ki
         "path": str(SAMPLE),
         "solutions": str(SAMPLE / "example_model_solutions.jsonl"),
         "prompt": "{question}",
+        "pairs_per_question": 1,
     }
     pipeline = start(folder, write(folder, task, {"learn": preference(kind)}))
     result = pipeline.run_stage("learn", {})
