@@ -674,7 +674,7 @@ class RunConfig(Section):
     description: str = ""
     seed: int = Field(default=0, ge=0)
     engine: str | Component = Field(
-        default="auto", description="auto, or a rollout engine: transformers, vllm"
+        default="auto", description="auto, or a rollout engine: transformers, vllm, vllm_server"
     )
     model: ModelSection = ModelSection()
     task: Component
