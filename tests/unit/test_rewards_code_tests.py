@@ -8,6 +8,7 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.errors import ResourceError
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.sandbox import runner, unit_tests
 from posttrain.core.sandbox.levels import LEVELS
 from posttrain.core.sandbox.model import SandboxResult
@@ -178,3 +180,19 @@ def test_it_scores_in_a_forked_worker_process() -> None:
     assert here.recv() == [Score(1.0)]
     worker.join(10)
     assert worker.exitcode == 0 and worker.pid != os.getpid()
+
+
+def test_in_a_pool_a_program_that_never_ends_is_a_zero_and_leaves_no_process() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    samples = [
+        sample(block("def add(a, b): return a + b"), ADD),
+        sample(block("while True: pass"), ADD),
+        sample(block("import os\nos._exit(0)"), ADD),
+    ]
+    slow = reward(test_timeout_s=1.0, timeout_s=1.5)
+    with RewardPool([slow], workers=2, timeout_s=0.5, check=lambda: None) as pool:
+        ((right, endless, leaver),) = pool.score(samples)
+    assert right == Score(1.0)
+    assert (endless.value, endless.status) == (0.0, "ok")
+    assert (leaver.value, leaver.status) == (0.0, "ok")
+    assert {process.pid for process in psutil.Process().children(recursive=True)} == before
