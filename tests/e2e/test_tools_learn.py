@@ -25,13 +25,14 @@ STEPS = 30
 def write_texts(folder: Path) -> None:
     """What the tool finds, and problems with worked answers, half of them with a call."""
     draw = random.Random(7)
-    pairs = [a + b for a in LETTERS[:20] for b in LETTERS[:20]]
+    pairs = [a + b for a in LETTERS for b in LETTERS]
     facts = {pair: str(draw.randrange(10)) for pair in pairs}
     (folder / "facts.txt").write_text("".join(f"{k} {v}\n" for k, v in facts.items()))
     rows = []
-    for number, (pair, answer) in enumerate(facts.items()):
+    for pair, answer in facts.items():
         call = f"{pair}?[{pair} {answer}]{answer}"
-        worked = call if number % 2 == 0 else str(draw.randrange(10))
+        # By chance, so that nothing in a prompt tells which it is.
+        worked = call if draw.random() < 0.5 else str(draw.randrange(10))
         rows.append({"prompt": pair, "answer": answer, "worked": worked})
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "problems.jsonl").write_text(text)
@@ -60,7 +61,7 @@ def tools_config(folder: Path, seed: int) -> dict[str, Any]:
         "sft": {
             "kind": "sft",
             "inputs": {"model": "base"},
-            "steps": 200,
+            "steps": 160,
             "batch_size": 32,
             "optimizer": {"learning_rate": 5.0e-3},
         },
@@ -102,15 +103,15 @@ def check(learned: Learned) -> None:
     rewards = learned.history("rl", "reward/mean")
     calls = learned.history("rl", "tools/calls_per_response")
     assert len(rewards) == STEPS
-    assert rewards[0] < 0.75 and final(rewards) > 0.9
-    assert calls[0] < 0.75 and final(calls) > 0.9
+    assert rewards[0] < 0.7 and final(rewards) > 0.85
+    assert calls[0] < 0.75 and final(calls) > 0.95
     assert set(learned.history("rl", "tree/leaves")) == {8.0}
     branches = learned.history("rl", "tree/branches")
     assert max(branches) > 1 and min(branches) >= 0
     assert max(learned.history("rl", "tree/shared_tokens_frac")) > 0.05
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on pairs it never saw"
-    assert learned.metric("after", "eval/sampled_accuracy") > 0.85
+    assert learned.metric("after", "eval/sampled_accuracy") > 0.8
     at_end = [value for _, value in learned.curve("rl", "eval/greedy_accuracy")]
     assert at_end[-1] == learned.metric("after", "eval/greedy_accuracy")
 
