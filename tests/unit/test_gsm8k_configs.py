@@ -61,7 +61,7 @@ def test_the_two_runs_share_all_stages_but_the_last(tmp_path: Path) -> None:
         assert grpo.config.stages[stage] == dapo.config.stages[stage]
     assert grpo.config.task == dapo.config.task and grpo.config.model == dapo.config.model
     assert (rl_of(grpo).algorithm.name, rl_of(dapo).algorithm.name) == ("grpo", "dapo")
-    assert rl_of(dapo).drop_groups == "equal_accuracy"
+    assert rl_of(dapo).sampler.name == "dynamic"
     other = resolved("gsm8k_smollm2", "stages.rl.algorithm=dapo")
     assert rl_of(other).aggregator.name == "token-mean"
 
