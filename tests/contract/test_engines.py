@@ -1,6 +1,6 @@
 """One suite for every rollout engine, on a tiny model in float32 against plain transformers.
 
-Engines start once per module: vLLM takes seconds.
+Engines start once per module: vLLM takes seconds. Over 300 lines because it is one suite.
 """
 
 from __future__ import annotations

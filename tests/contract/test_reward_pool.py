@@ -1,4 +1,7 @@
-"""The reward pool: whatever a reward does, every other sample is scored and no process is left."""
+"""The reward pool: whatever a reward does, every other sample is scored and no process is left.
+
+Over 300 lines because every way to misbehave is tried on one pool, with one check of what is left.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 The servers here are stand-ins that answer as told: what is tested is what becomes of requests. Real
 vLLM servers are killed at work in tests/contract/test_engines.py.
+Over 300 lines because one stand-in server serves every way of failing.
 """
 
 from __future__ import annotations
