@@ -114,6 +114,7 @@ class RolloutBatch:
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
+    turns: tuple[tuple[str, ...], ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
     scores: tuple[tuple[Score, ...], ...] = field(default=(), repr=False)
 
@@ -178,6 +179,7 @@ class RolloutBatch:
             problems=tuple(self.problems[i] for i in index) if self.problems else (),
             texts=tuple(self.texts[i] for i in index) if self.texts else (),
             transcripts=tuple(self.transcripts[i] for i in index) if self.transcripts else (),
+            turns=tuple(self.turns[i] for i in index) if self.turns else (),
             samples=tuple(self.samples[i] for i in index) if self.samples else (),
             scores=tuple(self.scores[i] for i in index) if self.scores else (),
         )
@@ -193,5 +195,5 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-NOT_COLUMNS = {"problems", "texts", "transcripts", "samples", "scores"}
+NOT_COLUMNS = {"problems", "texts", "transcripts", "turns", "samples", "scores"}
 assert {f.name for f in fields(RolloutBatch)} - NOT_COLUMNS == set(COLUMN_AXES)

@@ -120,17 +120,17 @@ def _evaluate_part(
             ),
         )
         for i, (problem, group) in enumerate(zip(problems, sampled, strict=True)):
-            texts = [response_texts(c, tokenizer)[0] for c in group.completions]
+            texts = [response_texts(c, tokenizer).last for c in group.completions]
             verdicts[i] = tuple(task.verify(problem, text) for text in texts)
     rows = []
     for problem, group, sampled_verdicts in zip(problems, greedy, verdicts, strict=True):
         (completion,) = group.completions
-        text, transcript = response_texts(completion, tokenizer)
-        verdict = task.verify(problem, text)
+        said = response_texts(completion, tokenizer)
+        verdict = task.verify(problem, said.last)
         rows.append(
             EvaluatedProblem(
                 problem,
-                transcript,
+                said.transcript,
                 verdict.parsed,
                 verdict.correct,
                 completion.finish_reason == "length",

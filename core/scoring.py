@@ -53,6 +53,7 @@ def reward_samples(
                 truncated=bool(batch.truncated[row]),
                 verdict=task.verify(problem, text),
                 transcript=batch.transcripts[row] if batch.transcripts else text,
+                turns=batch.turns[row] if batch.turns else (text,),
                 steps=task.verify_steps(problem, text) if with_steps else (),
             )
         )

@@ -99,8 +99,9 @@ class RewardSample:
 
     `response_ids` are the tokens that the policy sampled. Of a response of several turns, `text` is
     the last one, what the policy said after the last observation (empty when an observation is the
-    end), so that no verifier takes a tool's output for an answer; `transcript` is everything,
-    observations included. In a single turn both are the response.
+    end), so that no verifier takes a tool's output for an answer; `turns` is what the policy said
+    in each turn, and `transcript` is everything, observations included. In a single turn all three
+    are the response.
     """
 
     problem: Problem
@@ -111,6 +112,7 @@ class RewardSample:
     verdict: Verdict
     steps: tuple[StepVerdict, ...] = ()
     transcript: str = ""
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class Rollouts:
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""
-        texts = [response_texts(c, self.tokenizer)[0] for c in group.completions]
+        texts = [response_texts(c, self.tokenizer).last for c in group.completions]
         problem = group.prompt.problem
         return [self.context.task.verify(problem, text).correct for text in texts]
 

@@ -116,6 +116,14 @@ class Reward(Plugin[ConfigT]):
         """The stage's inputs that it reads as it is configured; all of `needs_inputs` at most."""
         return self.needs_inputs
 
+    @classmethod
+    def preload(cls) -> None:  # noqa: B027 - most rewards need nothing
+        """Import the libraries that are slow to import; called once, before workers are forked.
+
+        They are imported here and where they are used, not at the top of the plugin's module:
+        every command loads every plugin, and few of them score.
+        """
+
     def setup(self, context: RewardContext) -> None:  # noqa: B027 - most rewards need nothing
         """Load what scoring needs; called once before the first `score`."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -43,6 +46,7 @@ def response_batch(
     sampled: Sequence[Sequence[bool]] = (),
     node_ids: Sequence[Sequence[int]] = (),
     transcripts: Sequence[str] = (),
+    turns: Sequence[tuple[str, ...]] = (),
 ) -> RolloutBatch:
     """A batch of one row per response. Rows of one group share a prompt.
 
@@ -75,6 +79,7 @@ def response_batch(
         problems=tuple(problems),
         texts=tuple(texts),
         transcripts=tuple(transcripts),
+        turns=tuple(turns),
     )
     if any(node_ids):
         nodes = torch.full(response_ids.shape, -1, dtype=torch.int64)
@@ -85,14 +90,25 @@ def response_batch(
     return batch
 
 
-def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    """What verifiers read of a response, its last turn, and all of it with its observations."""
+@dataclass(frozen=True, slots=True)
+class ResponseTexts:
+    """What verifiers read of a response: its last turn, all turns of the policy, and all of it."""
+
+    last: str
+    turns: tuple[str, ...]
+    transcript: str
+
+
+def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> ResponseTexts:
+    """The texts of a response; the last turn is empty when an observation is the end."""
     ids = completion.token_ids
     transcript = tokenizer.decode_response(ids)
     if not completion.sampled:
-        return transcript, transcript
-    last = max(index for index, own in enumerate(completion.sampled) if not own) + 1
-    return tokenizer.decode_response(ids[last:]), transcript
+        return ResponseTexts(transcript, (transcript,), transcript)
+    runs = groupby(zip(ids, completion.sampled, strict=True), key=itemgetter(1))
+    turns = [tokenizer.decode_response([i for i, _ in run]) for own, run in runs if own]
+    last = turns[-1] if completion.sampled[-1] else ""
+    return ResponseTexts(last, tuple(turns), transcript)
 
 
 def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:
@@ -105,8 +121,9 @@ def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> R
         group_ids=[g for g, _, _ in rows],
         pad_token_id=tokenizer.pad_token_id,
         problems=[group.prompt.problem for _, group, _ in rows],
-        texts=[text for text, _ in texts],
-        transcripts=[transcript for _, transcript in texts],
+        texts=[text.last for text in texts],
+        transcripts=[text.transcript for text in texts],
+        turns=[text.turns for text in texts],
         response_logprobs=[c.logprobs for _, _, c in rows],
         policy_versions=[c.policy_version for _, _, c in rows],
         truncated=[c.finish_reason == "length" for _, _, c in rows],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ChatTokenizer:
@@ -29,6 +31,9 @@ class ChatTokenizer:
     @classmethod
     def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
         """The tokenizer of a model directory."""
+        # Late: transformers takes seconds, and commands that only read a config import this module.
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:

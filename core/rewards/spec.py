@@ -62,7 +62,7 @@ class PoolSetup:
     def load(self) -> RewardContext | None:
         """Import what the rewards need; the context they are set up with."""
         for spec in self.rewards:
-            spec.load()
+            spec.load().preload()
         if not self.context:
             return None
         found: RewardContext = pickle.loads(self.context)  # noqa: S301 - from our own parent

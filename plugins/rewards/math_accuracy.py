@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from math_verify import parse, verify
-from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
@@ -21,8 +19,6 @@ from posttrain.core.math.final_answers import (
 )
 from posttrain.core.types import RewardSample, Score
 
-LATEX = (LatexExtractionConfig(),)
-ANYTHING = (LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig())
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
 
 # It warns, once a process, that its time limits are off; see `MathAccuracyReward`.
@@ -67,13 +63,20 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
     name = "math_accuracy"
     Config = MathAccuracyConfig
 
+    @classmethod
+    def preload(cls) -> None:
+        """math-verify and SymPy, which take a second or more."""
+        import math_verify  # noqa: F401
+
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """1.0 or 0.0 per sample, in order; None where the reference cannot be read."""
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score:
+        from math_verify import verify
+
         reference = sample.problem.answer
-        gold = _parsed(f"${as_latex(reference)}$", LATEX)
+        gold = _parsed(f"${as_latex(reference)}$")
         if not gold:
             return Score(None, "error", f"reference answer cannot be read: {reference[:80]!r}")
         answer = self._answer(sample.text[-self.config.max_chars :])
@@ -88,19 +91,25 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         if read in ("auto", "marker"):
             found = after_marker(text, self.config.marker)
             if found is not None or read == "marker":
-                return [] if found is None else _parsed(f"${as_latex(found)}$", LATEX)
+                return [] if found is None else _parsed(f"${as_latex(found)}$")
         if read in ("auto", "boxed"):
             found = last_boxed(text)
             if found is not None or read == "boxed":
-                return [] if found is None else _parsed(f"${as_latex(found)}$", LATEX)
-        return _parsed(text, ANYTHING)
+                return [] if found is None else _parsed(f"${as_latex(found)}$")
+        return _parsed(text, anything=True)
 
 
-def _parsed(text: str, targets: Sequence[object]) -> list[Any]:  # Any: SymPy's expressions
-    """math-verify's reading of `text`; empty if there is none."""
+def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's expressions
+    """math-verify's reading of LaTeX, or of anything that may be one; empty if there is none."""
+    from math_verify import parse
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
     if bracket_depth(text) > MAX_DEPTH or is_huge(text):
         return []
-    found: list[Any] = parse(text, list(targets), fallback_mode="no_fallback", parsing_timeout=None)
+    targets: list[object] = [LatexExtractionConfig()]
+    if anything:
+        targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
+    found: list[Any] = parse(text, targets, fallback_mode="no_fallback", parsing_timeout=None)
     return found
 
 

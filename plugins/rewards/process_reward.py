@@ -14,10 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.hooks import hookimpl
-from posttrain.core.models.loading import ModelRuntime, load_process_reward_model
-from posttrain.core.models.process_reward import token_scores
 from posttrain.core.step_scores import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
@@ -75,6 +72,10 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
 
     def setup(self, context: RewardContext) -> None:
         """Load the model and its tokenizer."""
+        # Late, here and in `score`: transformers takes seconds that only runs should pay.
+        from posttrain.core.data.tokenization import ChatTokenizer
+        from posttrain.core.models.loading import ModelRuntime, load_process_reward_model
+
         named = self.config.path
         path = context.inputs[ROLE] if named is None else Path(named).expanduser()
         runtime = ModelRuntime(context.device, context.dtype, context.attention)
@@ -86,6 +87,8 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order, with its steps."""
+        from posttrain.core.models.process_reward import token_scores
+
         rows = [self._row(sample) for sample in samples]
         ready = [index for index, row in enumerate(rows) if isinstance(row, Row)]
         scores: dict[int, Score] = {}

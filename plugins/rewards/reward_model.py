@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
-from transformers import PreTrainedModel
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
 from posttrain.core.data.packing import response_batch
 from posttrain.core.hooks import hookimpl
-from posttrain.core.models.loading import ModelRuntime, load_reward_model
-from posttrain.core.training.reward_model import score_batch_rows
 from posttrain.core.types import RewardSample, Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RewardModelConfig(PluginConfig):
@@ -39,6 +39,9 @@ class RewardModelReward(Reward[RewardModelConfig]):
 
     def setup(self, context: RewardContext) -> None:
         """Load the stage's reward model."""
+        # Late, here and in `score`: transformers takes seconds that only runs should pay.
+        from posttrain.core.models.loading import ModelRuntime, load_reward_model
+
         runtime = ModelRuntime(context.device, context.dtype, context.attention)
         self.model: PreTrainedModel = load_reward_model(
             context.inputs["reward_model"], runtime, new_head=False
@@ -48,6 +51,8 @@ class RewardModelReward(Reward[RewardModelConfig]):
     @torch.no_grad()
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """Scores of whole sequences, in batches; a prompt shared by a batch is computed once."""
+        from posttrain.core.training.reward_model import score_batch_rows
+
         groups: dict[tuple[int, ...], int] = {}
         values: list[float] = []
         for start in range(0, len(samples), self.batch_size):

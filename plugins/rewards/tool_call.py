@@ -46,6 +46,7 @@ class ToolCallReward(Reward[ToolCallConfig]):
 
     A call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write it;
     one that is never closed counts as one that does not parse. JSON is strict, nothing is repaired.
+    Of a response of several turns the calls of all turns count, and nothing that a tool wrote.
     Components: the shares that were `parsed`, of a `known` tool, and `valid`. Wrong tools in the
     metadata are the data's fault: unscored, status `error`.
     Source: tool_call_valid; Hermes function calling format (NousResearch), used by Qwen2.5.
@@ -59,7 +60,7 @@ class ToolCallReward(Reward[ToolCallConfig]):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score:
-        calls = CALL.findall(sample.text)
+        calls = [call for turn in sample.turns or (sample.text,) for call in CALL.findall(turn)]
         if not calls:
             value = self.config.no_calls
             return Score(value, "unscored" if value is None else "ok", "no tool call")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers")
+HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets")
 
 
 def loaded_heavy(code: str) -> list[str]:
@@ -34,6 +34,12 @@ def test_a_reward_is_imported_without_loading_torch() -> None:
     """Worker processes are forked from one that holds nothing else: see core/rewards."""
     code = "import posttrain.core.rewards.server, posttrain.plugins.rewards.format"
     assert loaded_heavy(code) == []
+
+
+def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
+    """Every command that looks at a config loads all of them."""
+    code = "from posttrain.core.plugin_manager import PluginManager\nPluginManager()"
+    assert loaded_heavy(code) == ["torch"]
 
 
 def test_every_public_name_of_the_contracts_is_found_in_one_of_their_modules() -> None:

@@ -210,6 +210,11 @@ def test_a_worker_has_no_torch_to_copy_at_each_fork() -> None:
         assert score(pool, ["has torch"])[0].value == 0.0
 
 
+def test_slow_imports_are_made_once_before_the_workers_are_forked() -> None:
+    with make_pool() as pool:
+        assert score(pool, ["preloaded by the parent"] * 3)[2].value == 1.0
+
+
 def test_a_stop_is_heard_while_a_sample_hangs() -> None:
     stop = threading.Event()
 

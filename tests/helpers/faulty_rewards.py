@@ -100,6 +100,12 @@ class FaultyReward(Reward[FaultyConfig]):
         if config.harm_in_worker and "posttrain.core.rewards.server" in sys.modules:
             HARM[config.harm_in_worker]()
 
+    @classmethod
+    def preload(cls) -> None:
+        import tomllib
+
+        tomllib.preloaded_in = os.getpid()  # type: ignore[attr-defined]
+
     def setup(self, context: RewardContext) -> None:
         if self.config.harm_in_setup:
             HARM[self.config.harm_in_setup]()
@@ -118,6 +124,9 @@ class FaultyReward(Reward[FaultyConfig]):
             return found
         if sample.text == "has torch":
             return [Score(float("torch" in sys.modules))]
+        if sample.text == "preloaded by the parent":
+            found_in = getattr(sys.modules.get("tomllib"), "preloaded_in", 0)
+            return [Score(float(found_in == os.getppid()))]
         if sample.text == "unscored":
             return [Score(None, "unscored", "nothing to say")]
         value = float(sample.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,6 +155,14 @@ def test_calls_are_counted_by_how_far_they_come(
     found = score("tool_call", sample(text), tools=TOOLS)
     assert found.components == {"parsed": parsed, "known": known, "valid": valid}
     assert found.value == valid and bool(found.detail) is (valid < 1)
+
+
+def test_calls_of_every_turn_count_and_none_that_a_tool_wrote() -> None:
+    wrong = call("add", {"a": 1})
+    turns = replace(
+        sample("so 3"), turns=(GOOD, wrong, "so 3"), transcript=f"{GOOD}[{GOOD}]{wrong}[no]so 3"
+    )
+    assert score("tool_call", turns, tools=TOOLS).value == 0.5
 
 
 def test_a_response_without_a_call_is_what_the_config_says() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.core.config.schema import EvaluationSection
 from posttrain.core.contracts import NoConfig, SampledGroup, Task
-from posttrain.core.data.packing import response_texts, rollout_batch
+from posttrain.core.data.packing import ResponseTexts, response_texts, rollout_batch
 from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.rollout.episodes import episode_metrics
 from posttrain.core.rollout.generation import generate_groups
@@ -193,6 +193,8 @@ def test_verifiers_read_the_last_turn_and_rewards_also_the_transcript(
         assert sample.response_ids == tuple(own), "tool output counts for no length penalty"
         assert sample.transcript == tiny.tokenizer.decode_response(c.token_ids)
         assert sample.transcript.endswith(sample.text)
+        assert "".join(sample.turns) == tiny.tokenizer.decode_response(own)
+        assert sample.turns[-1].endswith(sample.text)
         seen = c.sampled or (True,) * len(c.token_ids)
         start = len(seen) - next((i for i, s in enumerate(seen[::-1]) if not s), len(seen))
         assert sample.text == tiny.tokenizer.decode_response(c.token_ids[start:])
@@ -203,10 +205,10 @@ def test_a_tool_s_output_is_no_answer(tiny: Tiny) -> None:
     ids = tiny.tokenizer.encode_text("1?[7]", special=False)
     sampled = (True, True, False, False, False)
     call = Completion(ids, (0.0,) * 5, "length", 0, 0, "e", "1", sampled=sampled)
-    assert response_texts(call, tiny.tokenizer) == ("", "1?[7]")
+    assert response_texts(call, tiny.tokenizer) == ResponseTexts("", ("1?",), "1?[7]")
     answer = tiny.tokenizer.encode_text("4", special=False)
     more = replace(call, token_ids=(*ids, *answer), sampled=(*sampled, True))
-    assert response_texts(more, tiny.tokenizer) == ("4", "1?[7]4")
+    assert response_texts(more, tiny.tokenizer) == ResponseTexts("4", ("1?", "4"), "1?[7]4")
 
 
 def test_the_reward_sits_on_the_last_sampled_token_even_before_an_observation(tiny: Tiny) -> None:
@@ -243,7 +245,7 @@ def test_an_evaluation_runs_whole_episodes(tiny: Tiny) -> None:
         tiny.engine, tiny.prompts(runner), SamplingParams(max_tokens=30, temperature=0.0)
     )
     for row, group in zip(result.rows, greedy, strict=True):
-        text, transcript = response_texts(group.completions[0], tiny.tokenizer)
-        assert row.greedy_text == transcript
-        assert row.greedy_correct == float("7" in text)
+        said = response_texts(group.completions[0], tiny.tokenizer)
+        assert row.greedy_text == said.transcript
+        assert row.greedy_correct == float("7" in said.last)
     assert any(c.sampled for c in completions(greedy))
