@@ -7,6 +7,7 @@ Over 300 lines because one stand-in server serves every way of failing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -137,6 +138,14 @@ def test_answers_come_in_order_and_the_load_is_shared_within_the_limit(loop: Loo
     assert max(most) <= 4
 
 
+def test_a_request_goes_to_the_server_with_the_least_in_flight(loop: LoopThread) -> None:
+    slow = [StandIn(lambda body: (time.sleep(0.2), (200, body))[1]) for _ in range(2)]
+    with stand_ins(*slow) as replicas:
+        # Room for all at either, so that nothing but the load can share them out.
+        serve(loop, replicas, Limits(max_concurrency=40, max_retries=2))
+    assert [len(server.seen) for server in slow] == [20, 20]
+
+
 def test_what_a_failing_server_was_asked_comes_from_the_other_exactly_once(
     loop: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +190,22 @@ def test_a_refused_request_is_not_sent_again(loop: LoopThread) -> None:
     assert len(strict.seen) <= LIMITS.max_concurrency
 
 
+def test_when_the_run_ends_nothing_is_still_being_asked(loop: LoopThread) -> None:
+    def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["seed"] == 2:
+            return 400, {"error": "no"}
+        time.sleep(0.6)
+        return 200, body
+
+    async def others() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    with stand_ins(StandIn(answer)) as replicas:
+        with pytest.raises(RunError, match="refused"):
+            serve(loop, replicas)
+        assert loop.run(others()) == 0
+
+
 def test_when_all_servers_are_gone_the_error_counts_what_is_unfinished(loop: LoopThread) -> None:
     sick = [StandIn(lambda _: (500, {"error": "dead"}), health=503) for _ in range(2)]
     with stand_ins(*sick) as replicas:
@@ -189,6 +214,15 @@ def test_when_all_servers_are_gone_the_error_counts_what_is_unfinished(loop: Loo
     assert all(replica.url in str(caught.value) for replica in replicas)
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Python's own handler: a shell's background jobs inherit that interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_an_interrupt_cancels_the_requests(loop: LoopThread) -> None:
     slow = StandIn(lambda body: (time.sleep(0.5), (200, body))[1])
     with stand_ins(slow) as replicas:

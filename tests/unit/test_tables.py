@@ -143,6 +143,7 @@ class StandIn(BaseHTTPRequestHandler):
 
     data = b""
     seen: ClassVar[list[str]] = []
+    down = False
 
     def log_message(self, *_: object) -> None:
         """Silent."""
@@ -157,7 +158,9 @@ class StandIn(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.seen.append(path)
-        if path == f"{API}/tree/{COMMIT}":
+        if self.down:
+            self.send(503, b"")
+        elif path == f"{API}/tree/{COMMIT}":
             self.tell([self.entry()])
         elif path in (API, f"{API}/revision/{COMMIT}"):
             files = [{"rfilename": self.entry()["path"]}]
@@ -199,6 +202,7 @@ class StandIn(BaseHTTPRequestHandler):
 def hub(files: Path) -> Iterator[str]:
     StandIn.data = (files / "a.parquet").read_bytes()
     StandIn.seen.clear()
+    StandIn.down = False
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -252,6 +256,13 @@ def test_a_hub_is_read_at_one_commit_and_what_was_read_is_found_without_it(
     assert missing["code"] == ResourceError.exit_code
     assert "the hub cannot be reached and no copy of it is in the cache" in missing["error"]
     assert missing["error"].endswith(": use a file")
+
+    # A hub that is down is asked once for the commit, and the libraries do not ask it again.
+    StandIn.seen.clear()
+    StandIn.down = True
+    (cached,) = read_hub(home, hub, (name, False, "train"))
+    assert cached["rows"] == ROWS[:3]
+    assert set(StandIn.seen) == {API}
 
 
 def test_the_hub_task_names_its_fields_and_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:

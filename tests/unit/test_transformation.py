@@ -54,9 +54,11 @@ def run(
     **fields: Any,
 ) -> list[Outcome]:
     settings = Rewriting("Rewrite {question} ({answer})", votes=4, agreement=0.5, **fields)
-    return Transformer(
+    found = Transformer(
         task, settings, script.ask, lambda text: len(text) <= longest, frozenset(held_out)
     ).transform(problems)
+    assert all(len(question) <= longest for question, _ in script.asked)
+    return found
 
 
 def test_an_integer_passes_unchanged_and_asks_nobody(task: Task[Any]) -> None:
