@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.packing import response_texts
 from posttrain.core.data.tokenization import ChatTokenizer

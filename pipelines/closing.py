@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.core.artifacts import StageResult
-from posttrain.core.config.schema import BASE_MODEL
+from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html, lineage_markdown
 from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline

@@ -11,13 +11,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from posttrain.core.config.schema import (
-    EvaluateStage,
-    PreferenceDataStage,
-    RlStage,
-    RunConfig,
-    TransformStage,
-)
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig, TransformStage
+from posttrain.core.config.supervised_stages import EvaluateStage, PreferenceDataStage
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError

@@ -19,9 +19,10 @@ from posttrain.core.artifacts import (
     digests_below,
     tree_digests,
 )
+from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.dag import makes
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.schema import BASE_MODEL, RunConfig, StageBase
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
 from posttrain.core.identity import identity_of
 from posttrain.core.models.loading import ModelRuntime

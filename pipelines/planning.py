@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.artifacts import ArtifactStore, StageResult
+from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.dag import makes
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.schema import BASE_MODEL
 from posttrain.core.contracts import Task
 from posttrain.core.identity import explain_difference, identity_of, outside_digests, stage_parts
 from posttrain.core.models.loading import ModelRuntime

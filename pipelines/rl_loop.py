@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
     KlController,

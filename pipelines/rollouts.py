@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer

@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import dotted
-from posttrain.core.config.schema import (
-    Component,
-    GenerationSection,
-    LossTermComponent,
-    OptimizerSection,
-    RlStage,
-)
+from posttrain.core.config.rl_stage import LossTermComponent, RlStage
+from posttrain.core.config.sections import GenerationSection, OptimizerSection
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager

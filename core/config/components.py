@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.core.config.base import Component
 from posttrain.core.config.marks import Loc
-from posttrain.core.config.schema import (
-    Component,
-    CorrectionSection,
-    LossTermComponent,
-    PreferenceStage,
-    RlStage,
-)
+from posttrain.core.config.rl_stage import CorrectionSection, LossTermComponent, RlStage
+from posttrain.core.config.supervised_stages import PreferenceStage
 
 # Places of an rl stage that hold a component, with the plugin kind each takes. Places that are null
 # are left alone; `rewards` and a list of policy losses are walked item by item.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from posttrain.core.artifacts import ArtifactKind
+from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.marks import Loc
-from posttrain.core.config.schema import BASE_MODEL, StageBase
 from posttrain.core.errors import ConfigError, nearest
 
 StageMap = Mapping[str, StageBase]

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.schema import (
-    TASK_DATA,
-    Component,
+from posttrain.core.config.supervised_stages import (
     PreferenceDataStage,
     PreferenceStage,
     RewardModelStage,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.components import preference_components, rl_components
-from posttrain.core.config.schema import PreferenceStage, RlStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.supervised_stages import PreferenceStage
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager

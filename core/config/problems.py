@@ -8,8 +8,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from posttrain.core.config.base import Component
 from posttrain.core.config.marks import Loc, dotted
-from posttrain.core.config.schema import Component, RunConfig
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
+from posttrain.core.config.base import Component
 from posttrain.core.config.components import (
     from_stage,
     merge_fields,
@@ -26,19 +27,14 @@ from posttrain.core.config.components import (
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import Loc, dotted
 from posttrain.core.config.problems import explain, raise_problems
-from posttrain.core.config.schema import (
-    Component,
+from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
+from posttrain.core.config.supervised_stages import (
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
-    RegisterStage,
-    RewardComponent,
     RewardModelStage,
-    RlStage,
-    RunConfig,
     SftStage,
-    Stage,
-    TransformStage,
 )
 from posttrain.core.contracts import Reward
 from posttrain.core.errors import ConfigError, DataError

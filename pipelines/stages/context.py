@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.core.artifacts import Artifact, ArtifactKind
-from posttrain.core.config.schema import Component, EvaluationSection, RunConfig, StageBase
+from posttrain.core.config.base import Component, StageBase
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import Plugin, Task
 from posttrain.core.data.problems import (
     check_disjoint,

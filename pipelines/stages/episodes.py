@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.core.config.components import tool_components
-from posttrain.core.config.schema import EnvironmentComponent
+from posttrain.core.config.sections import EnvironmentComponent
 from posttrain.core.contracts import Environment, Tool
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner

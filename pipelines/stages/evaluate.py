@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.core.config.schema import EvaluateStage
+from posttrain.core.config.supervised_stages import EvaluateStage
 from posttrain.core.evaluation import evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference
 from posttrain.pipelines.stages.context import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from posttrain.core.config.schema import PreferenceStage
+from posttrain.core.config.supervised_stages import PreferenceStage
 from posttrain.core.contracts import PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, mismatched_answers
 from posttrain.core.data.tokenization import ChatTokenizer

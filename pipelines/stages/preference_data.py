@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.core.artifacts import file_digest
-from posttrain.core.config.schema import TASK_DATA, PreferenceDataStage
+from posttrain.core.config.base import TASK_DATA
+from posttrain.core.config.supervised_stages import PreferenceDataStage
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.preference import (
     LabelledAnswer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.core.config.schema import RewardModelStage
+from posttrain.core.config.supervised_stages import RewardModelStage
 from posttrain.core.contracts import PairLoss
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokenization import ChatTokenizer

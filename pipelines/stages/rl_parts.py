@@ -9,7 +9,8 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import LossTermComponent, OptimizerSection, RlStage
+from posttrain.core.config.rl_stage import LossTermComponent, RlStage
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.data.examples import read_examples
 from posttrain.core.data.tokenization import ChatTokenizer

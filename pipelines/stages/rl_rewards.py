@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.reward_shaping import RewardShaping

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.core.config.schema import SftStage
+from posttrain.core.config.supervised_stages import SftStage
 from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import sft_step, worked_batch

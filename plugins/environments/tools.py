@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.core.config.schema import Component
+from posttrain.core.config.base import Component
 from posttrain.core.contracts import (
     Environment,
     Observation,

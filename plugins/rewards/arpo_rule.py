@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from posttrain.core.contracts import PluginConfig, Reward
+from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
@@ -15,7 +15,7 @@ from posttrain.core.types import RewardSample, Score
 class ArpoRuleConfig(PluginConfig):
     """Settings of `arpo_rule`."""
 
-    form: str = Field(
+    form: RegularExpression = Field(
         default=r".*<answer>.*</answer>\s*",
         description="Python regular expression that all of the response must match, tool results "
         "included; . matches line ends too",
@@ -26,15 +26,6 @@ class ArpoRuleConfig(PluginConfig):
     )
     bonus: float = Field(default=0.1, ge=0, description="for a response with all `calls`")
     broken: float = Field(default=-1.0, description="for a response that is not in the form")
-
-    @field_validator("form")
-    @classmethod
-    def _compiles(cls, value: str) -> str:
-        try:
-            re.compile(value, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        return value
 
 
 class ArpoRuleReward(Reward[ArpoRuleConfig]):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from posttrain.core.contracts import PluginConfig, Reward
+from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
@@ -19,7 +19,7 @@ class ExactMatchConfig(PluginConfig):
     marker: str | None = Field(
         default=None, min_length=1, description="the answer is what stands after the last of these"
     )
-    pattern: str | None = Field(
+    pattern: RegularExpression | None = Field(
         default=None,
         description="the answer is group 1 (else all) of the last match of this regular expression",
     )
@@ -29,15 +29,6 @@ class ExactMatchConfig(PluginConfig):
         description="strip: not at the ends; collapse: also one blank for each run of white space; "
         "remove: none anywhere; keep: as written",
     )
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "", re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        return value
 
     @model_validator(mode="after")
     def _one_way(self) -> ExactMatchConfig:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from posttrain.core.contracts import PluginConfig, Reward
+from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
@@ -18,7 +18,7 @@ THINK_THEN_ANSWER = r"<think>.*?</think>\s*<answer>.*?</answer>"
 class FormatConfig(PluginConfig):
     """Settings of `format`. How much it counts is the reward's `weight` in the stage."""
 
-    pattern: str | None = Field(
+    pattern: RegularExpression | None = Field(
         default=None,
         description="Python regular expression; . matches line ends too; null without tags: "
         + THINK_THEN_ANSWER,
@@ -36,15 +36,6 @@ class FormatConfig(PluginConfig):
         default=False,
         description="with tags: the share of the components that hold, not all or none",
     )
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "", re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        return value
 
     @model_validator(mode="after")
     def _one_form(self) -> FormatConfig:

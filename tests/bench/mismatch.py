@@ -23,7 +23,7 @@ if str(REPO) not in sys.path:
 
 import torch  # noqa: E402
 
-from posttrain.core.config.schema import ModelSection  # noqa: E402
+from posttrain.core.config.sections import ModelSection  # noqa: E402
 from posttrain.core.errors import RunError  # noqa: E402
 from posttrain.core.math.nucleus import Cut  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402

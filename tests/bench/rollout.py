@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.models.source import obtain
 from posttrain.core.plugin_manager import PluginManager

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import Reward, RewardContext, RolloutEngine
 from posttrain.core.models.source import bundled_gguf, obtain
 from posttrain.core.serving.vllm_command import MODEL_NAME

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, EngineSetup, PolicyLoss, RolloutCorrection
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer

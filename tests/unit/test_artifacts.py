@@ -18,7 +18,7 @@ from posttrain.core.artifacts import (
     digests_below,
     tree_digests,
 )
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.identity import explain_difference, identity_of, stage_parts
 from posttrain.core.training.checkpoint import (

@@ -13,7 +13,10 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from posttrain.core.config.schema import ModelSection, RlStage, RunConfig, SftStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import ModelSection
+from posttrain.core.config.supervised_stages import SftStage
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.pipelines.cli import estimates, findings, servers
 from posttrain.pipelines.cli.common import Boundary

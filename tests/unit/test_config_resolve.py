@@ -9,7 +9,7 @@ import pytest
 from posttrain.core.config.components import merge_fields
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.config.loading import load_config
-from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, Task
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import Evaluation, evaluate_policy

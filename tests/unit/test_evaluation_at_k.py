@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posttrain.core.config.loading import load_config
-from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ResourceError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.checks import check_inputs

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.guard import KlGuard

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.core.config.schema import ModelSection
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.source import (
     BUNDLED_ID,

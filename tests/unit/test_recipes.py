@@ -12,7 +12,8 @@ import yaml
 
 from posttrain.core.config.loading import find_config, load_config, shipped_configs
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.schema import RlStage, RunConfig
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.plan import stage_rows

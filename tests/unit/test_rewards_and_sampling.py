@@ -9,7 +9,7 @@ import pytest
 import yaml
 from torch import Tensor
 
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     Algorithm,
     EngineSetup,

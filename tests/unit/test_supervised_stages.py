@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.config.schema import ModelSection, OptimizerSection
+from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
 from posttrain.core.plugin_manager import PluginManager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
-from posttrain.core.config.schema import RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError

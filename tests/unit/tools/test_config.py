@@ -11,7 +11,8 @@ import yaml
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.schema import EvaluateStage, RlStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.supervised_stages import EvaluateStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.planning import parts_of_stage

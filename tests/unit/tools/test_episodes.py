@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from posttrain.core.config.schema import EvaluationSection
+from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, SampledGroup, Task
 from posttrain.core.data.packing import ResponseTexts, response_texts, rollout_batch
 from posttrain.core.evaluation import evaluate_policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import RunError
 from posttrain.core.training.checkpoint import (
     LoopState,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator
 from posttrain.core.data.packing import response_batch
 from posttrain.core.errors import ResourceError, RunError

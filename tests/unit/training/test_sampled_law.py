@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.schema import OptimizerSection
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss, RolloutCorrection
 from posttrain.core.math.mismatch import mismatch_metrics
 from posttrain.core.math.nucleus import Cut, log_kept_mass

