@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from plotly.subplots import make_subplots
 
 from posttrain.core.tracking.panels import (
@@ -135,6 +136,7 @@ def _curves_figure(panels: Sequence[Panel], title: str) -> Figure:
         axes.set_title(panel.title, loc="left", fontsize=HEADING, fontweight="bold")
         axes.set_ylabel(panel.unit, fontsize=TEXT)
         axes.set_xlabel("optimizer step", fontsize=TEXT)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _tidy(axes)
         for series in panel.series:
             _draw(axes, series)
