@@ -39,6 +39,17 @@ def held_out_problems(task: Task[Any], count: int, seed: int) -> list[Problem]:
     return task.problems("held_out", wanted, derive_seed(seed, "problems", "held_out"))
 
 
+def check_worked(task: Task[Any], problems: Sequence[Problem]) -> None:
+    """Raise `DataError` if a problem has no worked answer to imitate."""
+    missing = [problem for problem in problems if not problem.worked]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(problems)} training problems of task '{task.name}' have no "
+            f"worked answer to imitate, such as {missing[0].prompt[:60]!r}: leave supervised "
+            "learning out of the run, or choose other data"
+        )
+
+
 def problems_digest(problems: Sequence[Problem]) -> str:
     """sha256 over the problems in order."""
     rows = [[p.key, p.prompt, p.answer, p.worked] for p in problems]

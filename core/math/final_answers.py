@@ -38,24 +38,19 @@ def last_boxed(text: str) -> str | None:
 
     A box that is never closed, as in a truncated response, is none.
     """
-    found = None
-    for match in _BOXED.finditer(text):
-        inside = _balanced(text, match.end())
-        found = inside if inside is not None else found
-    if found is not None and _BOXED.match(found):  # \boxed{\boxed{5}}
-        return last_boxed(found) or found
-    return found
-
-
-def _balanced(text: str, start: int) -> str | None:
-    depth = 1
-    for index in range(start, len(text)):
-        escaped = index > 0 and text[index - 1] == "\\"
-        if text[index] in "{}" and not escaped:
-            depth += 1 if text[index] == "{" else -1
-        if depth == 0:
-            return text[start:index]
-    return None
+    boxes = {match.end() for match in _BOXED.finditer(text)}
+    opened: list[int] = []
+    start, end = -1, -1
+    for index, character in enumerate(text):
+        if character not in "{}" or (index and text[index - 1] == "\\"):
+            continue
+        if character == "{":
+            opened.append(index + 1)
+        elif opened:
+            inside = opened.pop()
+            if inside in boxes and inside > start:  # of nested ones, the inner one
+                start, end = inside, index
+    return None if start < 0 else text[start:end]
 
 
 def as_latex(answer: str) -> str:

@@ -13,6 +13,7 @@ from posttrain.core.config.rl_stage import LossTermComponent, RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.data.examples import read_examples
+from posttrain.core.data.problems import check_worked
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.models.loading import load_value_model
 from posttrain.core.runtime.seeding import derive_seed
@@ -76,6 +77,7 @@ def build_ptx(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer) -
     section = stage.ptx
     if section.path is None:
         examples = context.training_problems(section.num_examples)
+        check_worked(context.task, examples)
     else:
         examples = read_examples(section.path, f"stages.{context.name}.ptx.path")
 

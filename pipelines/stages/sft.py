@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.core.config.supervised_stages import SftStage
+from posttrain.core.data.problems import check_worked
 from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import sft_step, worked_batch
@@ -14,6 +15,7 @@ def run_sft(context: StageContext) -> StageOutput:
     stage = context.stage
     assert isinstance(stage, SftStage)
     problems = context.training_problems(stage.steps * stage.batch_size)
+    check_worked(context.task, problems)
     tokenizer = context.tokenizer()
     model = load_policy(context.model_dir, context.runtime)
     optimizer = MasterOptimizer(model, stage.optimizer, stage.steps)

@@ -23,7 +23,7 @@ from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolv
 from posttrain.core.errors import DataError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answers import is_number, same_number
-from posttrain.core.math.final_answer import final_number, only_number_after
+from posttrain.core.math.final_numbers import final_number, only_number_after
 from posttrain.core.math.splits import text_key, too_few
 from posttrain.core.types import Problem, Split, Verdict
 

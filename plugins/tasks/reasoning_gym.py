@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import random
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -16,6 +17,7 @@ from pydantic import Field, field_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.hooks import hookimpl
+from posttrain.core.math.answer_forms import is_arithmetic, is_data, is_polynomial
 from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, text_key, too_few
 from posttrain.core.types import Problem, Split, Verdict
@@ -38,6 +40,17 @@ SCORER_ERRORS = (
 # What a generator may raise on settings of a wrong type or range.
 GENERATOR_ERRORS = (AssertionError, ValueError, TypeError, LookupError, AttributeError)
 RUNS_CODE = re.compile(r"(?<!literal_)\b(eval|exec|parse_expr|sympify)\(")
+# Scorers that evaluate an answer get it only if it is of this form, which can hold no code.
+HARMLESS: dict[str, Callable[[str], bool]] = {
+    "binary_matrix": is_data,
+    "countdown": is_arithmetic,
+    "n_queens": is_data,
+    "number_sorting": is_data,
+    "polynomial_multiplication": is_polynomial,
+    "puzzle24": is_arithmetic,
+    "spiral_matrix": is_data,
+    "string_insertion": is_data,
+}
 
 
 class DatasetSpec(PluginConfig):
@@ -87,7 +100,8 @@ def create(name: str, settings: dict[str, Any], seed: int) -> Any:  # Any: the p
         raise ConfigError(f"{place}: reasoning-gym has no such dataset{nearest(name, DATASETS)}")
     dataset_class, config_class = DATASETS[name]
     # Their scorers would run what the model wrote, in this very process.
-    if name == "composite" or RUNS_CODE.search(inspect.getsource(dataset_class.score_answer)):
+    runs_code = RUNS_CODE.search(inspect.getsource(dataset_class.score_answer)) is not None
+    if name == "composite" or (runs_code and name not in HARMLESS):
         raise ConfigError(
             f"{place}: its scorer evaluates answers as code, which is unsafe on a model's text: "
             "choose another dataset, such as chain_sum or gsm_symbolic"
@@ -108,7 +122,10 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
     Formula: key = the question without extra white space; held out if and only if
     sha256(key) mod 1000 < held_out_permille (the generators' seeds play no part: equal items come
     from different seeds). The worked answer is "expression = answer" where the generator tells its
-    expression, else the answer. Datasets whose scorer evaluates answers as code are refused.
+    expression, else the answer; it is empty where a problem has many answers and the generator
+    names none, which supervised stages refuse. Of datasets whose scorer evaluates answers as code,
+    some get only answers of a harmless form (arithmetic, polynomials, literals; all others are
+    wrong), and the rest are refused.
     Source: reasoning-gym, arXiv:2505.24760.
     """
 
@@ -121,16 +138,11 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         for name, spec in config.datasets.items():
             place = f"task 'reasoning_gym': datasets.{name}"
             try:
-                item = self._item(name, 0, 0)
+                self._item(name, 0, 0)
             except GENERATOR_ERRORS as error:
                 raise ConfigError(
                     f"{place}.config: {error} (got {spec.config}): correct the setting"
                 ) from error
-            if not isinstance(item["answer"], str):
-                raise ConfigError(
-                    f"{place}: its problems have no single answer, which supervised fine-tuning "
-                    "needs: choose another dataset"
-                )
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` distinct problems of `split`; how many of which dataset is drawn by weight."""
@@ -187,6 +199,8 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         name = problem.metadata["dataset"]
         if answer is None:
             return Verdict(0.0, None)
+        if name in HARMLESS and not HARMLESS[name](answer):
+            return Verdict(0.0, answer)
         block_seed, index = int(problem.metadata["seed"]), int(problem.metadata["index"])
         item = self._item(name, block_seed, index)
         try:
@@ -215,9 +229,10 @@ def _read(match: str, expected: str, text: str) -> str | None:
 
 def _problem(key: str, name: str, seed: int, index: int, item: dict[str, Any]) -> Problem:
     """A generated item as a problem; its seed and index are enough to make the item again."""
-    question, answer = item["question"].strip(), item["answer"]
+    question, answer = item["question"].strip(), item["answer"] or ""
     expression = item["metadata"].get("expression")
-    worked = f"{expression} = {answer}" if isinstance(expression, str) else answer
+    told = isinstance(expression, str) and expression != answer  # countdown asks for it
+    worked = f"{expression} = {answer}" if told else answer
     place = {"dataset": name, "seed": str(seed), "index": str(index)}
     return Problem(key, question, answer, worked, place)
 

@@ -17,7 +17,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.data.json_lines import read_json_lines
 from posttrain.core.data.marked_solutions import solutions_of
 from posttrain.core.errors import ConfigError, DataError, ResourceError
-from posttrain.core.math.final_answer import number_after
+from posttrain.core.math.final_numbers import number_after
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Problem
 

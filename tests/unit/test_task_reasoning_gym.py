@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.contracts import Task
+from posttrain.core.data.problems import check_worked
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 
@@ -103,7 +106,6 @@ def test_any_text_gets_a_verdict(text: str) -> None:
         ({"chain_sum": {"weight": 0}}, r"datasets.chain_sum.weight"),
         ({"chain_sum": {"wieght": 1}}, r"datasets.chain_sum.wieght"),
         ([], r"datasets"),
-        (["graph_color"], r"graph_color: its problems have no single answer"),
     ],
 )
 def test_a_wrong_setting_is_named(datasets: object, message: str) -> None:
@@ -111,7 +113,7 @@ def test_a_wrong_setting_is_named(datasets: object, message: str) -> None:
         task(datasets=datasets)
 
 
-@pytest.mark.parametrize("name", ["countdown", "puzzle24", "spiral_matrix", "composite"])
+@pytest.mark.parametrize("name", ["simple_integration", "composite"])
 def test_datasets_whose_scorer_runs_the_answer_as_code_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="evaluates answers as code"):
         task(datasets=[name])
@@ -119,11 +121,12 @@ def test_datasets_whose_scorer_runs_the_answer_as_code_are_refused(name: str) ->
 
 # --- any dataset of the package, by name --------------------------------------------------------
 
-RUNS_ANSWERS = frozenset(
-    "binary_matrix composite countdown intermediate_integration n_queens number_sorting "
-    "polynomial_multiplication puzzle24 simple_integration spiral_matrix string_insertion".split()
-)
-NO_SINGLE_ANSWER = frozenset("boxnet graph_color propositional_logic rubiks_cube rush_hour".split())
+REFUSED = frozenset({"composite", "intermediate_integration", "simple_integration"})
+EVALUATED = (
+    "binary_matrix countdown n_queens number_sorting polynomial_multiplication puzzle24 "
+    "spiral_matrix string_insertion"
+).split()
+MANY_ANSWERS = frozenset("boxnet graph_color propositional_logic rubiks_cube rush_hour".split())
 
 
 def check_own_answers(name: str, count: int) -> None:
@@ -131,6 +134,10 @@ def check_own_answers(name: str, count: int) -> None:
     made = task(datasets=[name])
     for split in ("train", "held_out"):
         for problem in made.problems(split, count, seed=0):  # type: ignore[arg-type]
+            if name in MANY_ANSWERS:
+                assert problem.answer == problem.worked == ""
+                assert made.verify(problem, "I do not know").correct == 0.0
+                continue
             assert made.verify(problem, problem.answer).correct == 1.0
             assert made.verify(problem, f"Let me see.\n{problem.worked}\n").correct == 1.0
             assert made.verify(problem, "I do not know").correct < 1.0
@@ -141,15 +148,64 @@ def test_a_grid_is_read_from_as_many_lines_as_it_has(name: str) -> None:
     check_own_answers(name, 3)
 
 
+@pytest.mark.parametrize("name", EVALUATED)
+def test_an_answer_that_is_code_never_reaches_a_scorer_that_evaluates(
+    name: str, tmp_path: Path
+) -> None:
+    check_own_answers(name, 3)
+    made = task(datasets=[name], partial_credit=True)
+    trap = tmp_path / "trap"
+    code = f"__import__('pathlib').Path({str(trap)!r}).touch()"
+    for problem in made.problems("train", 2, seed=0):
+        for text in (code, f"[{code}]", f"{code} or [1]", "9**9**9", "(lambda: 1)()", "exit()"):
+            assert made.verify(problem, text).correct < 1.0
+    assert not trap.exists()
+    if name in ("spiral_matrix", "countdown"):  # and it is a trap: the package's scorers run it
+        place = int(problem.metadata["seed"]), int(problem.metadata["index"])
+        item = made._item(name, *place)  # type: ignore[attr-defined]
+        made._blocks[name, place[0]].score_answer(code, item)  # type: ignore[attr-defined]
+        assert trap.exists()
+
+
+def test_a_right_answer_of_another_wording_counts() -> None:
+    made = task(datasets=["countdown"])
+    problem = made.problems("train", 1, seed=0)[0]
+    assert made.verify(problem, f"Let me see.\n({problem.answer})").correct == 1.0
+    assert made.verify(problem, f"{problem.answer} + 1").correct == 0.0
+
+
+def test_problems_with_many_answers_are_judged_by_what_they_ask() -> None:
+    made = task(datasets={"graph_color": {"config": {"num_colors": 4}}}, match="text")
+    problem = made.problems("train", 1, seed=0)[0]
+    block, index = int(problem.metadata["seed"]), int(problem.metadata["index"])
+    puzzle = made._item("graph_color", block, index)["metadata"]["puzzle"]  # type: ignore[attr-defined]
+    colours: dict[int, int] = {}
+    for node in puzzle["vertices"]:
+        near = {b if a == node else a for a, b in puzzle["edges"] if node in (a, b)}
+        taken = {colours[other] for other in near if other in colours}
+        colours[node] = next(c for c in puzzle["color_options"] if c not in taken)
+    right = json.dumps({str(node): colour for node, colour in colours.items()})
+    assert made.verify(problem, right).correct == 1.0
+    first = puzzle["edges"][0]
+    wrong = json.dumps({str(n): colours[first[0]] if n in first else c for n, c in colours.items()})
+    assert made.verify(problem, wrong).correct == 0.0
+
+
+def test_supervised_learning_without_a_worked_answer_is_refused() -> None:
+    problems = task(datasets=["rush_hour"]).problems("train", 3, seed=0)
+    made = task(datasets=["rush_hour"])
+    with pytest.raises(DataError, match="3 of 3 training problems .* have no worked answer"):
+        check_worked(made, problems)
+    check_worked(MIXED, MIXED.problems("train", 3, seed=0))
+
+
 @pytest.mark.slow
 def test_any_dataset_of_the_package_can_be_named_but_for_those_known_to_be_refused() -> None:
     from reasoning_gym.factory import DATASETS
 
-    refused = RUNS_ANSWERS | NO_SINGLE_ANSWER
-    assert refused <= DATASETS.keys() and len(DATASETS) - len(refused) >= 89
-    for name in sorted(DATASETS.keys() - refused):
+    assert REFUSED <= DATASETS.keys() and len(DATASETS) - len(REFUSED) >= 103
+    for name in sorted(DATASETS.keys() - REFUSED):
         check_own_answers(name, 2)
-    for name in sorted(refused):
-        reason = "answers as code" if name in RUNS_ANSWERS else "no single answer"
-        with pytest.raises(ConfigError, match=reason):
+    for name in sorted(REFUSED):
+        with pytest.raises(ConfigError, match="answers as code"):
             task(datasets=[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from posttrain.core.math.answers import is_number, numbers_in
+from posttrain.core.math.final_answers import after_marker, last_boxed
 
 # What stands around a number in LaTeX and in prices, and is no part of it.
 _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$%]|\{,\}(?=\d)")
@@ -15,10 +16,8 @@ def number_after(text: str, marker: str) -> str | None:
 
     "#### $1,080 in all" reads as 1080.
     """
-    _, found, tail = text.rpartition(marker)
-    if not found:
-        return None
-    numbers = numbers_in(tail.lstrip().split("\n", 1)[0])
+    line = after_marker(text, marker)
+    numbers = [] if line is None else numbers_in(line)
     return numbers[0] if numbers else None
 
 
@@ -27,23 +26,8 @@ def only_number_after(text: str, marker: str) -> str | None:
 
     A leading $ and a trailing % or full stop are let pass.
     """
-    _, found, tail = text.rpartition(marker)
-    line = tail.strip().split("\n", 1)[0].strip().removeprefix("$").rstrip("%. ")
-    return numbers_in(line)[0] if found and is_number(line) else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What is inside the last \boxed{...}, braces balanced; None without one."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None
+    line = (after_marker(text, marker) or "").removeprefix("$").rstrip("%. ")
+    return numbers_in(line)[0] if is_number(line) else None
 
 
 def final_number(text: str, marker: str = "####") -> str | None:
