@@ -52,6 +52,9 @@ HARMLESS: dict[str, Callable[[str], bool]] = {
     "string_insertion": is_data,
 }
 
+# The scorer compares the truth of two texts, so that any text is right (reasoning-gym 0.1.25).
+BY_TEXT = frozenset({"game_of_life_halting"})
+
 
 class DatasetSpec(PluginConfig):
     """One generator: its share of the problems and its own settings."""
@@ -201,6 +204,8 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
             return Verdict(0.0, None)
         if name in HARMLESS and not HARMLESS[name](answer):
             return Verdict(0.0, answer)
+        if name in BY_TEXT:
+            return Verdict(float(answer == problem.answer), answer)
         block_seed, index = int(problem.metadata["seed"]), int(problem.metadata["index"])
         item = self._item(name, block_seed, index)
         try:

@@ -143,6 +143,10 @@ def check_own_answers(name: str, count: int) -> None:
             assert made.verify(problem, "I do not know").correct < 1.0
 
 
+def test_a_scorer_that_takes_any_text_for_right_is_not_asked() -> None:
+    check_own_answers("game_of_life_halting", 10)
+
+
 @pytest.mark.parametrize("name", ["mini_sudoku", "rotate_matrix", "tower_of_hanoi"])
 def test_a_grid_is_read_from_as_many_lines_as_it_has(name: str) -> None:
     check_own_answers(name, 3)
