@@ -272,8 +272,9 @@ def test_workers_that_die_while_they_start_stop_the_run() -> None:
 
 
 PARENT = """
-import os, sys
+import os, signal, sys
 import psutil
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from tests.helpers.faulty_rewards import FaultyConfig, FaultyReward, samples_of
 from posttrain.core.rewards.pool import RewardPool
 pool = RewardPool([FaultyReward(FaultyConfig())], workers=2, timeout_s=600)

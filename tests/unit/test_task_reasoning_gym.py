@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -113,15 +114,35 @@ def test_a_wrong_setting_is_named(datasets: object, message: str) -> None:
         task(datasets=datasets)
 
 
-@pytest.mark.parametrize("name", ["simple_integration", "composite"])
-def test_datasets_whose_scorer_runs_the_answer_as_code_are_refused(name: str) -> None:
+def test_a_mixture_within_the_mixture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="composite: name the datasets to be mixed themselves"):
+        task(datasets=["composite"])
+
+
+def test_a_new_scorer_that_runs_the_answer_as_code_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules[type(MIXED).__module__]
+    monkeypatch.setattr(module, "HARMLESS", {})
     with pytest.raises(ConfigError, match="evaluates answers as code"):
-        task(datasets=[name])
+        task(datasets=["countdown"])
+
+
+@pytest.mark.parametrize("name", ["simple_integration", "intermediate_integration"])
+def test_integrals_are_checked_by_numbers(name: str) -> None:
+    check_own_answers(name, 25)
+    made = task(datasets=[name])
+    for problem in made.problems("train", 10, seed=1):
+        plain = problem.answer.replace("+ C", "").strip()
+        assert made.verify(problem, plain).correct == 1.0
+        assert made.verify(problem, f"3 + ({problem.answer})").correct == 1.0
+        assert made.verify(problem, f"x + ({problem.answer})").correct == 0.0
+        assert made.verify(problem, f"1.01 * ({problem.answer})").correct == 0.0
 
 
 # --- any dataset of the package, by name --------------------------------------------------------
 
-REFUSED = frozenset({"composite", "intermediate_integration", "simple_integration"})
+REFUSED = frozenset({"composite"})
 EVALUATED = (
     "binary_matrix countdown n_queens number_sorting polynomial_multiplication puzzle24 "
     "spiral_matrix string_insertion"
@@ -207,9 +228,6 @@ def test_supervised_learning_without_a_worked_answer_is_refused() -> None:
 def test_any_dataset_of_the_package_can_be_named_but_for_those_known_to_be_refused() -> None:
     from reasoning_gym.factory import DATASETS
 
-    assert REFUSED <= DATASETS.keys() and len(DATASETS) - len(REFUSED) >= 103
+    assert REFUSED <= DATASETS.keys() and len(DATASETS) - len(REFUSED) >= 105
     for name in sorted(DATASETS.keys() - REFUSED):
         check_own_answers(name, 2)
-    for name in sorted(REFUSED):
-        with pytest.raises(ConfigError, match="answers as code"):
-            task(datasets=[name])
