@@ -138,12 +138,20 @@ def test_answers_come_in_order_and_the_load_is_shared_within_the_limit(loop: Loo
     assert max(most) <= 4
 
 
-def test_a_request_goes_to_the_server_with_the_least_in_flight(loop: LoopThread) -> None:
-    slow = [StandIn(lambda body: (time.sleep(0.2), (200, body))[1]) for _ in range(2)]
-    with stand_ins(*slow) as replicas:
-        # Room for all at either, so that nothing but the load can share them out.
+def test_a_request_goes_to_the_server_with_the_least_in_flight() -> None:
+    # None is answered before all are out, so that nothing but the load can share them out.
+    all_out = threading.Barrier(40)
+
+    def reply(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        all_out.wait(timeout=60)
+        return 200, body
+
+    servers = [StandIn(reply) for _ in range(2)]
+    patient = contextlib.closing(LoopThread(timeout_s=60.0, connections=64))
+    with stand_ins(*servers) as replicas, patient as loop:
+        # Room for all at either.
         serve(loop, replicas, Limits(max_concurrency=40, max_retries=2))
-    assert [len(server.seen) for server in slow] == [20, 20]
+    assert [len(server.seen) for server in servers] == [20, 20]
 
 
 def test_what_a_failing_server_was_asked_comes_from_the_other_exactly_once(

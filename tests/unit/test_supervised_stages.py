@@ -33,6 +33,10 @@ from posttrain.core.types import Problem, RewardSample, Verdict
 from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
+# Float64 throughout (eager attention would take its softmax in float32), so that ways to batch are
+# apart only by how a score is rounded to float32 in the end: one place, for scores below 16.
+EXACT = ModelRuntime(torch.device("cpu"), torch.float64, "sdpa")
+LAST_PLACE = 1e-6
 PROBLEM = Problem("k", "p", "a", "w")
 
 
@@ -110,10 +114,9 @@ def test_a_pairs_own_margin_enters_its_loss_and_the_split_does_not_matter(
 def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
     model_dir: Path, tmp_path: Path, manager: PluginManager
 ) -> None:
-    model = load_reward_model(model_dir, RUNTIME, new_head=True)
-    # Rewards of order 1: at 6, 1e-5 is 13 units in the last place of a float32, and one thread adds
-    # in another order than two.
-    torch.nn.init.normal_(model.get_submodule("score").weight, std=0.25)
+    model = load_reward_model(model_dir, EXACT, new_head=True)
+    generator = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(model.get_submodule("score").weight, generator=generator)
     prompts = [(10, 11, 12), (10, 11, 12), (20, 21)]
     responses = [(30,), (31, 32, 33), (34, 35)]
     batch = response_batch(
@@ -128,20 +131,20 @@ def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
         shared = score_batch_rows(model, batch)
         apart = torch.cat([score_sequences(model, [row]) for row in rows])
         together = score_sequences(model, rows)
-    torch.testing.assert_close(shared, apart, rtol=0, atol=1e-5)
-    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+    torch.testing.assert_close(shared, apart, rtol=0, atol=LAST_PLACE)
+    torch.testing.assert_close(together, apart, rtol=0, atol=LAST_PLACE)
 
     save_model(model, ChatTokenizer.load(model_dir).tokenizer, tmp_path / "rm")
     reward = manager.build(Reward, "reward_model", {"transform": "none"})
     assert reward.needs_inputs == {"reward_model"}
     inputs = {"reward_model": tmp_path / "rm"}
-    reward.setup(RewardContext(inputs, torch.float32, torch.device("cpu"), "eager", 2))
+    reward.setup(RewardContext(inputs, EXACT.dtype, EXACT.device, EXACT.attention, 2))
     samples = [
         RewardSample(PROBLEM, p, r, "", False, Verdict(0.0, None))
         for p, r in zip(prompts, responses, strict=True)
     ]
     values = [score.value for score in reward.score(samples)]
-    assert values == pytest.approx(apart.tolist(), abs=1e-5)
+    assert values == pytest.approx(apart.tolist(), abs=LAST_PLACE)
 
 
 def test_auto_attention_is_eager_on_a_cpu() -> None:
