@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from posttrain.core.serving.weight_files import digest_of, write_weights
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEngine
 from tests.helpers.engines import make_setup
+from tests.helpers.listener import Listener
 from tests.helpers.tiny import make_tiny_model
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
@@ -72,8 +73,7 @@ class StandIn:
 
             def log_message(self, *_: Any) -> None: ...
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Listener(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.replica = Replica(f"http://127.0.0.1:{self.server.server_port}")
 
