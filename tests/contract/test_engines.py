@@ -31,8 +31,8 @@ from tests.helpers.engines import (
     STOP,
     Host,
     Running,
-    check_logprobs,
-    check_same,
+    assert_logprobs,
+    assert_same,
     ids_of,
     make_adapter,
     make_engine,
@@ -107,7 +107,7 @@ def test_greedy_equals_the_argmax_of_a_plain_forward_pass(running: Running) -> N
         while len(ids) < len(prompt) + 12 and not (ids[len(prompt) :] and ids[-1] in STOP):
             ids.append(int(next_logprobs(running.model, ids)[-1].argmax()))
         assert [list(c.token_ids) for c in group] == [ids[len(prompt) :]] * 2
-    check_logprobs(running, running.model, groups)
+    assert_logprobs(running, running.model, groups)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -116,7 +116,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(
 ) -> None:
     params = SamplingParams(num_generations=4, max_tokens=20, temperature=temperature, seed=2)
     groups = running.engine.generate(running.prompts, params)
-    check_logprobs(running, running.model, groups, temperature)
+    assert_logprobs(running, running.model, groups, temperature)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_sampled_frequencies_follow_the_distribution(running: Running) -> None:
 def test_the_seed_alone_decides_the_samples(running: Running) -> None:
     params = SamplingParams(num_generations=3, max_tokens=12, seed=6)
     first = running.engine.generate(running.prompts, params)
-    check_same(running, running.engine.generate(running.prompts, params), first)
+    assert_same(running, running.engine.generate(running.prompts, params), first)
     other = running.engine.generate(running.prompts, SamplingParams(3, 12, seed=7))
     assert all(a != b for a, b in zip(ids_of(first), ids_of(other), strict=True))
 
@@ -275,7 +275,7 @@ def test_more_prompt_tokens_than_one_step_takes_are_served(running: Running) -> 
     prompts = [[40 + i] + running.prompts[0] * 22 for i in range(24)]
     groups = running.engine.generate(prompts, SamplingParams(max_tokens=3, seed=15))
     assert sum(map(len, prompts)) > 6000
-    check_logprobs(running, running.model, groups, prompts=prompts)
+    assert_logprobs(running, running.model, groups, prompts=prompts)
 
 
 def test_keys_and_values_of_old_weights_do_not_serve_new_ones(running: Running) -> None:
@@ -285,7 +285,7 @@ def test_keys_and_values_of_old_weights_do_not_serve_new_ones(running: Running) 
     try:
         running.engine.sync_weights(running.other.state_dict().items(), policy_version=1)
         after = running.engine.generate(prompts, params)
-        check_logprobs(running, running.other, after, prompts=prompts)
+        assert_logprobs(running, running.other, after, prompts=prompts)
     finally:
         running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
 
@@ -303,10 +303,10 @@ def test_synced_weights_answer_and_stamp_the_next_samples(running: Running) -> N
             assert running.engine.policy_version == version
             after = running.engine.generate(running.prompts, params)
             assert {c.policy_version for group in after for c in group} == {version}
-            check_logprobs(running, running.other, after)
+            assert_logprobs(running, running.other, after)
         finally:
             running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
-    check_same(running, running.engine.generate(running.prompts, params), before)
+    assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def test_the_engine_keeps_its_own_copy_of_synced_weights(running: Running) -> None:
@@ -316,7 +316,7 @@ def test_the_engine_keeps_its_own_copy_of_synced_weights(running: Running) -> No
     before = running.engine.generate(running.prompts, params)
     for tensor in copies.values():
         tensor.zero_()
-    check_same(running, running.engine.generate(running.prompts, params), before)
+    assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
 @pytest.mark.parametrize("fault", ["missing", "misshaped", "unknown"])
@@ -335,7 +335,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
         name, weights["model.extra"] = "model.extra", torch.zeros(1)
     with pytest.raises(RunError, match=f"{fault} weight.*{name}"):
         running.engine.sync_weights(weights.items(), policy_version=9)
-    check_same(running, running.engine.generate(running.prompts, params), before)
+    assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def test_requests_that_cannot_be_served_are_refused(running: Running) -> None:
@@ -388,7 +388,7 @@ def test_an_adapter_answers_as_peft_merges_it_and_the_next_replaces_it(
             shutil.rmtree(tmp_path / "adapter")
             after = running.engine.generate(running.prompts, params)
             assert {c.policy_version for group in after for c in group} == {version}
-            check_logprobs(running, merged, after)
+            assert_logprobs(running, merged, after)
             ids = running.prompts[2]
             expected = next_logprobs(merged, ids)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
             plain = next_logprobs(running.model, ids)[:-1].gather(-1, torch.tensor(ids)[1:, None])
@@ -397,7 +397,7 @@ def test_an_adapter_answers_as_peft_merges_it_and_the_next_replaces_it(
             assert (expected - plain[:, 0]).abs().max() > 0.2
     finally:
         running.engine.sync_weights(running.model.state_dict().items(), policy_version=0)
-    check_same(running, running.engine.generate(running.prompts, params), before)
+    assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
@@ -414,7 +414,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(
     for name, message in cases.items():
         with pytest.raises(RunError, match=message):
             running.engine.sync_adapter(tmp_path / name, policy_version=9)
-    check_same(running, running.engine.generate(running.prompts, params), before)
+    assert_same(running, running.engine.generate(running.prompts, params), before)
 
 
 def servers_of(running: Running) -> VllmFleet:
@@ -445,13 +445,13 @@ def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
         while not first.in_flight and time.monotonic() < deadline:
             time.sleep(0.005)
         kill_server(first.process)
-        check_same(running, future.result(timeout=300), whole)
+        assert_same(running, future.result(timeout=300), whole)
     assert (first.alive, second.alive) == (False, True)
     assert f"vLLM server {first.url} is lost" in caplog.text
     # One that is left takes weights and gives samples as before.
     running.engine.sync_weights(running.other.state_dict().items(), policy_version=5)
     after = running.engine.generate(running.prompts, SamplingParams(2, max_tokens=8, seed=20))
-    check_logprobs(running, running.other, after)
+    assert_logprobs(running, running.other, after)
 
 
 def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(running: Running) -> None:

@@ -98,7 +98,7 @@ def tools_config(folder: Path, seed: int) -> dict[str, Any]:
     return {**config, "task": task}
 
 
-def check(learned: Learned) -> None:
+def assert_learned(learned: Learned) -> None:
     """It calls nearly always in the end, is right nearly always, and its trees are trees."""
     rewards = learned.history("rl", "reward/mean")
     calls = learned.history("rl", "tools/calls_per_response")
@@ -118,11 +118,11 @@ def check(learned: Learned) -> None:
 
 @pytest.mark.timeout(600)
 def test_arpo_learns_to_call_its_tool(tmp_path: Path) -> None:
-    check(run(tmp_path, tools_config(tmp_path, seed=0)))
+    assert_learned(run(tmp_path, tools_config(tmp_path, seed=0)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS[1:])
 def test_arpo_learns_to_call_its_tool_from_other_seeds(tmp_path: Path, seed: int) -> None:
-    check(run(tmp_path, tools_config(tmp_path, seed=seed)))
+    assert_learned(run(tmp_path, tools_config(tmp_path, seed=seed)))

@@ -22,11 +22,11 @@ CASES: list[Case] = [
 ]
 
 
-def same(got: Any, wanted: Any, case: Case, place: str) -> None:
+def assert_same(got: Any, wanted: Any, case: Case, place: str) -> None:
     """Equal within the case's tolerance; tensors where its `compare_mask` is 1."""
     if isinstance(wanted, dict):
         for name, value in wanted.items():
-            same(got[name], value, case, f"{place}.{name}")
+            assert_same(got[name], value, case, f"{place}.{name}")
         return
     found = got.detach().numpy() if isinstance(got, torch.Tensor) else got
     ours, theirs = (np.array(x, dtype=np.float64) for x in (found, wanted))
@@ -40,7 +40,7 @@ def same(got: Any, wanted: Any, case: Case, place: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
 def test_the_peer_gives_the_same_numbers(case: Case) -> None:
-    same(run_case(case), case["outputs"], case, "outputs")
+    assert_same(run_case(case), case["outputs"], case, "outputs")
 
 
 def test_there_are_270_cases_and_every_runner_has_some() -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_number_is_noticed() -> None:
             tolerance = case["tol"]["atol"] + case["tol"]["rtol"] * np.abs(numbers)
             moved = {**case["outputs"], name: (numbers + 10 * tolerance + 1e-12).tolist()}
             with pytest.raises(AssertionError):
-                same(run_case(case), moved, case, "outputs")
+                assert_same(run_case(case), moved, case, "outputs")
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"no original recordings at {RECORDED}")

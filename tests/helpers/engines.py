@@ -118,7 +118,7 @@ def teacher_forced(
     return next_logprobs(model, ids, temperature)[len(prompt) - 1 : -1]
 
 
-def check_logprobs(
+def assert_logprobs(
     running: Running,
     model: Any,
     groups: list[list[Completion]],
@@ -138,7 +138,7 @@ def check_logprobs(
             )
 
 
-def check_same(
+def assert_same(
     running: Running, first: list[list[Completion]], second: list[list[Completion]]
 ) -> None:
     """Equal completions; from servers, where requests batch as they arrive, but for rounding."""

@@ -79,7 +79,7 @@ class ListedEngine(RolloutEngine[NoConfig]):
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None: ...
     def close(self) -> None: ...
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        raise NotImplementedError
+        return [[-0.5] * (len(ids) - 1) for ids in sequences]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams

@@ -130,7 +130,7 @@ def test_a_new_scorer_that_runs_the_answer_as_code_is_refused(
 
 @pytest.mark.parametrize("name", ["simple_integration", "intermediate_integration"])
 def test_integrals_are_checked_by_numbers(name: str) -> None:
-    check_own_answers(name, 25)
+    assert_own_answers_right(name, 25)
     made = task(datasets=[name])
     for problem in made.problems("train", 10, seed=1):
         plain = problem.answer.replace("+ C", "").strip()
@@ -150,7 +150,7 @@ EVALUATED = (
 MANY_ANSWERS = frozenset("boxnet graph_color propositional_logic rubiks_cube rush_hour".split())
 
 
-def check_own_answers(name: str, count: int) -> None:
+def assert_own_answers_right(name: str, count: int) -> None:
     """The dataset builds, gives problems of both splits, and its own answers are right."""
     made = task(datasets=[name])
     for split in ("train", "held_out"):
@@ -165,19 +165,19 @@ def check_own_answers(name: str, count: int) -> None:
 
 
 def test_a_scorer_that_takes_any_text_for_right_is_not_asked() -> None:
-    check_own_answers("game_of_life_halting", 10)
+    assert_own_answers_right("game_of_life_halting", 10)
 
 
 @pytest.mark.parametrize("name", ["mini_sudoku", "rotate_matrix", "tower_of_hanoi"])
 def test_a_grid_is_read_from_as_many_lines_as_it_has(name: str) -> None:
-    check_own_answers(name, 3)
+    assert_own_answers_right(name, 3)
 
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_an_answer_that_is_code_never_reaches_a_scorer_that_evaluates(
     name: str, tmp_path: Path
 ) -> None:
-    check_own_answers(name, 3)
+    assert_own_answers_right(name, 3)
     made = task(datasets=[name], partial_credit=True)
     trap = tmp_path / "trap"
     code = f"__import__('pathlib').Path({str(trap)!r}).touch()"
@@ -230,4 +230,4 @@ def test_any_dataset_of_the_package_can_be_named_but_for_those_known_to_be_refus
 
     assert REFUSED <= DATASETS.keys() and len(DATASETS) - len(REFUSED) >= 105
     for name in sorted(DATASETS.keys() - REFUSED):
-        check_own_answers(name, 2)
+        assert_own_answers_right(name, 2)
