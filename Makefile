@@ -66,7 +66,7 @@ format: dev ## format and fix what ruff can
 	$(BIN)/ruff format .
 
 test: dev ## all tests but the slow ones
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --durations=25
 
 test-slow: dev ## the tests that take minutes each
 	$(BIN)/pytest -m slow

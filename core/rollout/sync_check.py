@@ -38,30 +38,6 @@ MEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Gaps between engine and trainer that rounding explains, in nats per token.
-
-    `largest` and `mean` always hold. Within them the mean gap may be 4 x that of the stage's start,
-    or `share` of what the trainer's log-probs have moved since, or `floor`, whichever is most.
-    """
-
-    largest: float
-    mean: float
-    floor: float
-    share: float
-
-
-BOUNDS: dict[torch.dtype, Bounds] = {
-    torch.float32: Bounds(largest=1e-3, mean=2e-4, floor=2e-6, share=1e-4),
-    # SmolLM2 against vLLM: 0.17 to 0.43 at most and 0.05 to 0.06 on average, over five syncs.
-    torch.bfloat16: Bounds(largest=1.5, mean=0.12, floor=0.02, share=0.25),
-}
-START_FACTOR = 4.0
-# Moves of this many starting gaps tell on which side of them the engine is.
-TELLING_MOVE = 2.0
-
-
-@dataclass(frozen=True, slots=True)
 class Answers:
     """Log-probs [N] (float64 nats) of the probe: the trainer's and the engine's."""
 
@@ -72,6 +48,38 @@ class Answers:
     def gap(self) -> Tensor:
         """Absolute differences [N]."""
         return (self.engine - self.trainer).abs()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Gaps between engine and trainer that rounding explains, in nats per token.
+
+    `largest` and `mean` always hold, but for a share `spared` of the tokens, which may be further
+    apart and count as `largest` in the mean. Within them the mean gap may be 4 x that of the
+    stage's start, or `share` of what the trainer's log-probs have moved since, or `floor`,
+    whichever is most.
+    """
+
+    largest: float
+    mean: float
+    floor: float
+    share: float
+    spared: float = 0.0
+
+    def mean_gap(self, answers: Answers) -> float:
+        """Mean gap, none of them counted as more than `largest`."""
+        return float(answers.gap.clamp(max=self.largest).mean())
+
+
+BOUNDS: dict[torch.dtype, Bounds] = {
+    torch.float32: Bounds(largest=1e-3, mean=2e-4, floor=2e-6, share=1e-4),
+    # Single tokens are further apart (docs/mismatch.md): one of probability 1e-7 by 5 nats, where
+    # trainer and engine were 2 nats from float32 each. No bound on the largest gap would hold.
+    torch.bfloat16: Bounds(largest=0.6, mean=0.12, floor=0.02, share=0.25, spared=0.05),
+}
+START_FACTOR = 4.0
+# Moves of this many starting gaps tell on which side of them the engine is.
+TELLING_MOVE = 2.0
 
 
 @dataclass
@@ -100,7 +108,7 @@ class SyncCheck:
         The first call takes the gaps that the later ones are judged by.
         """
         self._compare_weights(event)
-        now = Answers(self._trainer_logprobs(), self._engine_logprobs())
+        now = self.answers()
         self._check_followed(now, event)
         self._check_gap(now, event)
         metrics = {
@@ -115,6 +123,10 @@ class SyncCheck:
             self.trusted = now
         self.start = self.start or now
         return metrics
+
+    def answers(self) -> Answers:
+        """What both say of the probe now."""
+        return Answers(self._trainer_logprobs(), self._engine_logprobs())
 
     def _compare_weights(self, event: str) -> None:
         """Weight by weight, where the engine can tell."""
@@ -156,16 +168,17 @@ class SyncCheck:
     def _check_gap(self, now: Answers, event: str) -> None:
         """The two agree as well as their precision lets them."""
         bounds, mean = self._bounds, mean_bound(self._bounds, self.start, now)
-        largest, average = float(now.gap.max()), float(now.gap.mean())
-        if largest <= bounds.largest and average <= mean:
+        far, average = float((now.gap > bounds.largest).double().mean()), bounds.mean_gap(now)
+        if far <= bounds.spared and average <= mean:
             return
         precision = str(self.model.dtype).removeprefix("torch.")
+        spared = f", but for {bounds.spared:.0%} of the tokens" if bounds.spared else ""
         raise RunError(
             f"engine '{self.engine.name}' does not answer with the trainer's weights after "
             f"{event}: on {len(now.gap)} probe tokens the log-probs differ by {average:.2g} nats "
-            f"on average and {largest:.2g} at most, expected {mean:.2g} and {bounds.largest:.2g} "
-            f"in {precision}; some weights may be old, or the engine runs in another precision: "
-            f"{MEND}"
+            f"on average and {float(now.gap.max()):.2g} at most, expected {mean:.2g} and "
+            f"{bounds.largest:.2g} in {precision}{spared}; some weights may be old, or the engine "
+            f"runs in another precision: {MEND}"
         )
 
     @property
@@ -201,7 +214,7 @@ def mean_bound(bounds: Bounds, start: Answers | None, now: Answers) -> float:
     if start is None:
         return bounds.mean
     moved = bounds.share * _distance(now.trainer, start.trainer)
-    return min(bounds.mean, max(START_FACTOR * float(start.gap.mean()), moved, bounds.floor))
+    return min(bounds.mean, max(START_FACTOR * bounds.mean_gap(start), moved, bounds.floor))
 
 
 def _distance(left: Tensor, right: Tensor) -> float:

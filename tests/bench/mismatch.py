@@ -5,6 +5,10 @@ each sampling law the tokens' log-probs are compared before the first update and
 
 python tests/bench/mismatch.py --json
 python tests/bench/mismatch.py --engine vllm --model smollm2 --dtype bfloat16 --rate 1e-5 --json
+python tests/bench/mismatch.py --engine vllm --model smollm2 --dtype bfloat16 --texts 200 --json
+
+`--texts N` takes no update: N pieces of Python's manual are scored by both, which shows how
+far the tail of the gaps reaches that a check of few tokens meets by chance.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:
@@ -24,9 +29,11 @@ if str(REPO) not in sys.path:
 import torch  # noqa: E402
 
 from posttrain.core.config.sections import ModelSection  # noqa: E402
+from posttrain.core.data.tokenization import ChatTokenizer  # noqa: E402
 from posttrain.core.errors import RunError  # noqa: E402
 from posttrain.core.math.nucleus import Cut  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402
+from posttrain.core.rollout.sync_check import BOUNDS, PROBE_LENGTH, SyncCheck  # noqa: E402
 from posttrain.core.training.forward import UNCUT  # noqa: E402
 from posttrain.core.types import SamplingParams  # noqa: E402
 from tests.helpers.mismatch import Rig, make_rig  # noqa: E402
@@ -88,6 +95,28 @@ def cut_seconds(rig: Rig) -> dict[str, float]:
     return found
 
 
+def gaps_of_texts(rig: Rig, tokenizer: ChatTokenizer, count: int) -> dict[str, object]:
+    """Largest, mean and quantiles of the gaps on `count` pieces, and of the means of two each."""
+    tokens = tokenizer.encode_response("\n".join(topics.values())[:100_000])
+    starts = range(0, len(tokens) - PROBE_LENGTH, len(tokens) // count)
+    pieces = [tokens[start : start + PROBE_LENGTH] for start in starts][:count]
+    gap = SyncCheck(rig.engine, rig.learner.model, pieces).answers().gap
+    checks = gap.view(-1, 2 * (PROBE_LENGTH - 1))  # a check looks at two pieces
+    largest = checks.amax(1)
+    bounds = BOUNDS[rig.learner.model.dtype]
+    clipped = checks.clamp(max=bounds.largest).mean(1)
+    far = (checks > bounds.largest).double().mean(1)
+    return {
+        "num_tokens": len(gap),
+        "largest": float(gap.max()),
+        "mean": float(gap.mean()),
+        "quantiles": {str(q): float(gap.quantile(q)) for q in (0.5, 0.9, 0.99, 0.999)},
+        "largest_of_a_check": {str(q): float(largest.quantile(q)) for q in (0.5, 0.99)},
+        "checks": len(checks),
+        "checks_stopped": int(((far > bounds.spared) | (clipped > bounds.mean)).sum()),
+    }
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -98,6 +127,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=0, help="score this many texts, no more")
     parser.add_argument("--json", action="store_true", help="one line, for machines")
     options = parser.parse_args()
     result: dict[str, object] = {
@@ -121,6 +151,10 @@ def main() -> None:
                 num_prompts=options.prompts,
             )
             try:
+                if options.texts:
+                    texts = gaps_of_texts(rig, ChatTokenizer.load(model), options.texts)
+                    result["texts"] = texts
+                    break
                 if law == options.laws[0]:
                     result["forward_s"] = cut_seconds(rig)
                 result[law] = measure(rig, options.updates)

@@ -19,7 +19,7 @@ from tests.helpers.learning import SEEDS, Learned, final, run, run_config
 from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-STEPS = 30
+STEPS = 40
 
 
 def write_texts(folder: Path) -> None:
@@ -103,7 +103,7 @@ def assert_learned(learned: Learned) -> None:
     rewards = learned.history("rl", "reward/mean")
     calls = learned.history("rl", "tools/calls_per_response")
     assert len(rewards) == STEPS
-    assert rewards[0] < 0.7 and final(rewards) > 0.85
+    assert rewards[0] < 0.7 and final(rewards) > 0.9
     assert calls[0] < 0.75 and final(calls) > 0.95
     assert set(learned.history("rl", "tree/leaves")) == {8.0}
     branches = learned.history("rl", "tree/branches")
@@ -111,7 +111,7 @@ def assert_learned(learned: Learned) -> None:
     assert max(learned.history("rl", "tree/shared_tokens_frac")) > 0.05
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on pairs it never saw"
-    assert learned.metric("after", "eval/sampled_accuracy") > 0.8
+    assert learned.metric("after", "eval/sampled_accuracy") > 0.85
     at_end = [value for _, value in learned.curve("rl", "eval/greedy_accuracy")]
     assert at_end[-1] == learned.metric("after", "eval/greedy_accuracy")
 

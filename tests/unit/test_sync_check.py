@@ -139,6 +139,28 @@ def test_an_engine_that_answers_with_noise_is_still_known_to_stand_still(
         sync(check)
 
 
+def test_a_few_tokens_may_be_far_apart_in_bfloat16_and_none_in_float32(
+    engine: Sloppy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, num_far = engine.score, 2
+
+    def with_tail(sequences: list[list[int]]) -> list[list[float]]:
+        first, *others = exact(sequences)
+        return [[v - 5.0 * (i < num_far) for i, v in enumerate(first)], *others]
+
+    monkeypatch.setattr(engine, "score", with_tail)
+    wanted = "does not answer with the trainer's weights"
+    with pytest.raises(RunError, match=f"{wanted} .* 0.0002 and 0.001 in float32; some"):
+        checker(engine, folder).after("the start")
+    monkeypatch.setitem(BOUNDS, torch.float32, BOUNDS[torch.bfloat16])
+    check = checker(engine, folder)
+    for event in ("the start", "the same weights"):
+        assert check.after(event)["sync/probe_abs_max"] == pytest.approx(5.0, abs=1e-3)
+    num_far = 3  # of 46
+    with pytest.raises(RunError, match=f"{wanted} .* in float32, but for 5% of the tokens"):
+        check.after("a worse engine")
+
+
 def test_moves_too_small_to_tell_add_up_until_they_tell(engine: Sloppy, folder: Path) -> None:
     check = checker(engine, folder)
     check.after("the start")
