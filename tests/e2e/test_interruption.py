@@ -37,7 +37,8 @@ def uninterrupted(config: Path) -> Finished:
 def wait_for_step(home: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until the RL stage has recorded `step`."""
     journal = home / "runs" / "metrics-rl.jsonl"
-    for _ in range(1200):
+    end = time.monotonic() + 240  # on a busy machine the start alone takes half a minute
+    while time.monotonic() < end:
         if journal.exists() and any(
             json.loads(line)["step"] >= step for line in journal.read_text().splitlines() if line
         ):
