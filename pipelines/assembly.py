@@ -20,7 +20,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.device import keep_freed_memory, set_threads
+from posttrain.core.runtime.device import choose_dtype, keep_freed_memory, set_threads
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
@@ -86,7 +86,8 @@ def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     A checkpoint holds float32 masters and two moments; the old one is removed after the new one.
     """
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-    per_checkpoint = weights * (6 if resolved.config.model.dtype == "bfloat16" else 3)
+    half = choose_dtype(resolved.config.model) == torch.bfloat16
+    per_checkpoint = weights * (6 if half else 3)
     makers = [s for s in resolved.config.stages.values() if makes(s) in ("model", "reward_model")]
     saves = any(getattr(stage, "checkpoint_every", 0) for stage in makers)
     return float(weights * len(makers) + (2 * per_checkpoint if saves else 0))

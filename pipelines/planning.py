@@ -16,6 +16,7 @@ from posttrain.core.identity import explain_difference, identity_of, outside_dig
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import known_digest
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.device import choose_dtype
 from posttrain.pipelines.engines import choose_engine
 
 
@@ -37,6 +38,8 @@ def parts_of_stage(
 ) -> dict[str, str]:
     """The named parts of a stage's identity."""
     config = resolved.config.model_dump(mode="json")
+    dtype = choose_dtype(resolved.config.model)  # what `auto` is here decides results
+    config["model"]["dtype"] = str(dtype).removeprefix("torch.")
     plugins = [(use.kind, use.name, use.package, use.version) for use in resolved.plugins[name]]
     paths = resolved.config.stages[name].outside_paths()
     outside = outside_digests({f"stages.{name}.{field}": path for field, path in paths.items()})

@@ -170,6 +170,17 @@ class RlStage(StageBase):
     micro_batch_size: int = Field(
         default=32, ge=1, description="sequences per forward and backward; memory only, never maths"
     )
+    max_tokens_per_microbatch: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per forward and backward, each prompt counted once, beside "
+        "micro_batch_size: micro-batches of about equal work where lengths differ",
+    )
+    skip_idle_rows: bool = Field(
+        default=True,
+        description="leave rows whose advantages are all 0 out of forward and backward where no "
+        "other term reads them; the gradient is the same, metrics of tokens are of the other rows",
+    )
     max_staleness: int = Field(
         default=0,
         ge=0,

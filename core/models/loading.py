@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from transformers import (
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
+from posttrain.core.models.stream_attention import use_stream_attention, why_no_stream
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
+
+logger = logging.getLogger(__name__)
 
 # transformers swaps global state (default dtype, weight initialisers) while it loads a model, so
 # two stage threads must not load at once.
@@ -38,7 +42,14 @@ class ModelRuntime:
     def from_config(cls, section: ModelSection) -> ModelRuntime:
         """The runtime a config asks for, on this machine."""
         device = choose_device(section)
-        return cls(device, choose_dtype(section), choose_attention(section, device))
+        return cls(device, choose_dtype(section), choose_attention(section))
+
+    @property
+    def plain_attention(self) -> str:
+        """transformers' own implementation; on a CPU eager beats SDPA at short lengths."""
+        if self.attention != "stream":
+            return self.attention
+        return "eager" if self.device.type == "cpu" else "sdpa"
 
 
 def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
@@ -131,7 +142,7 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
             model = auto.from_pretrained(  # type: ignore[attr-defined]
                 path,
                 dtype=runtime.dtype,
-                attn_implementation=runtime.attention,
+                attn_implementation=runtime.plain_attention,
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -145,6 +156,12 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         ) from error
     model.to(runtime.device)
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
+    if runtime.attention == "stream":
+        reason = why_no_stream(model)
+        if reason is None:
+            use_stream_attention(model)
+        else:
+            logger.info("prompts are padded and not shared in one stream: %s", reason)
     loaded: PreTrainedModel = model
     return loaded
 

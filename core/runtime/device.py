@@ -14,6 +14,7 @@ import torch
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.processor import has_bfloat16_instructions
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 2**31 - 1
@@ -32,15 +33,16 @@ def choose_device(section: ModelSection) -> torch.device:
 
 
 def choose_dtype(section: ModelSection) -> torch.dtype:
-    """The configured compute precision."""
+    """The configured compute precision; `auto` is the faster one here."""
+    if section.dtype == "auto":
+        fast = is_cuda(choose_device(section)) or has_bfloat16_instructions()
+        return torch.bfloat16 if fast else torch.float32
     return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
 
 
-def choose_attention(section: ModelSection, device: torch.device) -> str:
-    """Attention implementation; on a CPU eager beats SDPA's masked path at short lengths."""
-    if section.attention != "auto":
-        return section.attention
-    return "eager" if device.type == "cpu" else "sdpa"
+def choose_attention(section: ModelSection) -> str:
+    """The configured attention; `auto` is one stream of tokens, where the model allows it."""
+    return "stream" if section.attention == "auto" else section.attention
 
 
 def set_threads(num_threads: int) -> None:

@@ -176,6 +176,9 @@ METRICS: dict[str, Metric] = {
     ),
     "value/pretraining": Metric("0 or 1", "whether only the critic was trained in this step"),
     "train/updates": Metric("count", "optimizer steps taken on the rollout batch"),
+    "train/idle_rows": Metric(
+        "count", "rows left out of an update because their advantages are 0 and nothing else counts"
+    ),
     "train/skipped_empty": Metric("count", "updates skipped because no token took loss", "lower"),
     # held-out evaluation
     "eval/greedy_accuracy": Metric("fraction", "greedy held-out accuracy", "higher"),

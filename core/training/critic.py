@@ -45,7 +45,7 @@ def response_values(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """How the critic is trained on a rollout batch; `micro_batch_size` never changes the result.
+    """How the critic is trained on a rollout batch; micro-batches never change the result.
 
     `clip` bounds a value's move from the one the advantages were made of (None = off);
     `huber_delta` makes the error linear beyond it (None = squared throughout).
@@ -58,6 +58,11 @@ class CriticSettings:
     seed: int
     clip: float | None = 0.2
     huber_delta: float | None = None
+    max_tokens: int | None = None
+
+    def micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+        """Row indices of each micro-batch of `batch`."""
+        return micro_rows(batch, self.micro_batch_size, self.max_tokens)
 
 
 class Critic:
@@ -73,13 +78,14 @@ class Critic:
         self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, Tensor]:
         """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
-        values, bootstrap = [], []
-        for rows in micro_rows(batch, self.settings.micro_batch_size):
+        order, values, bootstrap = self.settings.micro_rows(batch), [], []
+        for rows in order:
             check()
             found = response_values(self.model, batch.select(rows))
             values.append(found[0].float().cpu())
             bootstrap.append(found[1].float().cpu())
-        return torch.cat(values), torch.cat(bootstrap)
+        back = torch.cat(order).argsort()
+        return torch.cat(values)[back], torch.cat(bootstrap)[back]
 
     def update(
         self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
@@ -112,10 +118,10 @@ class Critic:
 
     def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
         """Forward and backward over one mini-batch; its loss, divided by its own counts."""
-        size, total = self.settings.micro_batch_size, 0.0
+        order, total = self.settings.micro_rows(mini), 0.0
         counts = self.settings.aggregator.count(mini.mask, mini.group_id)
-        counts = replace(counts, num_parts=-(-len(mini) // size))
-        for rows in micro_rows(mini, size):
+        counts = replace(counts, num_parts=len(order))
+        for rows in order:
             check()
             micro = mini.select(rows)
             if not micro.mask.any():

@@ -14,7 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.stream_attention import STREAM, widest_window
 from posttrain.core.training.logprobs import cut_logprobs
+from posttrain.core.training.splitting import micro_rows
+from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of
 
 UNCUT = Cut()
 
@@ -48,18 +51,20 @@ def forward_only(
     temperature: float,
     check: Callable[[], None] = lambda: None,
     cut: Cut = UNCUT,
+    max_tokens: int | None = None,
 ) -> ResponseForward:
     """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches."""
-    parts = []
-    for rows in torch.split(torch.arange(len(batch)), micro_batch_size):
+    order, parts = micro_rows(batch, micro_batch_size, max_tokens), []
+    for rows in order:
         check()
         micro = batch.select(rows)
         parts.append(response_logprobs(model, micro, temperature=temperature, cut=cut))
+    back = torch.cat(order).argsort()
     kept = [p.log_kept for p in parts if p.log_kept is not None]
     return ResponseForward(
-        torch.cat([p.logprobs for p in parts]).cpu(),
-        torch.cat([p.entropy for p in parts]).cpu(),
-        torch.cat(kept).cpu() if kept else None,
+        torch.cat([p.logprobs for p in parts]).cpu()[back],
+        torch.cat([p.entropy for p in parts]).cpu()[back],
+        torch.cat(kept).cpu()[back] if kept else None,
     )
 
 
@@ -69,12 +74,39 @@ def response_states(
     """Hidden states after the prompt and after each response token, with ids and mask [B, n].
 
     Column t of the states [B, n (+ 1 with `include_last`), H] is the state that predicts token t; n
-    is the longest response. The prompts of a group are computed once: their keys and values are
-    expanded to the group's rows inside the graph, so gradients flow into the shared prompt from all
-    rows.
+    is the longest response. The prompts of a group are computed once, and gradients flow into them
+    from all rows. A model that cannot take a stream computes responses padded, on copies of its
+    prompts' keys and values.
     """
+    if model.config._attn_implementation == STREAM:
+        stream, window = stream_of(batch, include_last=include_last), widest_window(model)
+        if window is None or stream.layout.longest <= window:
+            return _stream_states(model, stream)
+    return _cached_states(model, batch, include_last=include_last)
+
+
+def _stream_states(model: PreTrainedModel, stream: TokenStream) -> tuple[Tensor, Tensor, Tensor]:
+    """`response_states` from one forward pass over a stream in which nothing is padded."""
+    device = model.device
+    out = model.base_model(
+        input_ids=stream.token_ids.to(device)[None],
+        position_ids=stream.positions.to(device)[None],
+        # Models hand a mask of four axes on as it is; the layout says who attends to whom.
+        attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=device),
+        use_cache=False,
+        stream_layout=stream.layout.to(device),
+    )
+    picks = stream.picks.to(device)
+    hidden = out.last_hidden_state[0].index_select(0, picks.flatten()).view(*picks.shape, -1)
+    return hidden, stream.ids.to(device), stream.mask.to(device)
+
+
+def _cached_states(
+    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`response_states` from the prompts' keys and values, expanded to the rows of each group."""
     device, backbone = model.device, model.base_model
-    first_rows, row_to_prompt = _distinct_prompts(batch.group_id)
+    first_rows, row_to_prompt = distinct_prompts(batch.group_id)
     prompt_ids = batch.prompt_ids[first_rows].to(device)
     prompt_mask = batch.prompt_mask[first_rows].to(device)
     width = int(prompt_mask.sum(dim=1).max())  # left padding common to all prompts is cut off
@@ -154,15 +186,3 @@ def after_last(hidden: Tensor, mask: Tensor) -> Tensor:
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
     return hidden[torch.arange(len(last), device=hidden.device), last]
-
-
-def _distinct_prompts(group_id: Tensor) -> tuple[Tensor, Tensor]:
-    """First row of each group [P], and for each row [B] the index of its group."""
-    order: dict[int, int] = {}
-    first, index = [], []
-    for row, group in enumerate(group_id.tolist()):
-        if group not in order:
-            order[group] = len(order)
-            first.append(row)
-        index.append(order[group])
-    return torch.tensor(first), torch.tensor(index)

@@ -34,7 +34,7 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.records import record_micro, update_metrics
 from posttrain.core.training.sampled_law import mismatch_of, on_uncut_law
-from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.splitting import mini_batches
 from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
 
 Check = Callable[[], None]
@@ -81,8 +81,9 @@ class Learner:
         batch.require(["advantages", "mask"], "the learner")
         batch, metrics = self._ready(batch, kl_coef, check)
         settings, done = self.settings, Progress(batch.old_logprobs)
-        # An update without a token, or one that sees the policy only when it has moved.
-        unseen = not batch.mask.any() or (self.objective.bypass_old and self.trust_region)
+        # An update without a row to learn from, or one that sees the policy only when it has moved.
+        moved = self.objective.bypass_old and self.trust_region is not None
+        unseen = moved or not (batch.mask.any(dim=1) & ~self._idle_rows(batch, kl_coef)).any()
         if unseen:
             metrics |= self.mismatch(batch, check)
         parts = mini_batches(
@@ -129,11 +130,15 @@ class Learner:
         `place` is the rollout batch's step and the update's number on it.
         """
         own = MetricSums()
-        seen, log_kept = self._accumulate(mini, prepared, kl_coef, own, check)
+        idle = self._idle_rows(mini, kl_coef)
+        own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
+        seen, log_kept = self._accumulate(mini, prepared, kl_coef, own, idle, check)
         if done.first_logprobs is None:
             done.first_logprobs = seen
-        if done.first_mini is None:
-            done.first_mini, done.first_seen = on_uncut_law(mini, log_kept), seen
+        rows = (~idle).nonzero().squeeze(1)
+        if done.first_mini is None and len(rows):
+            kept = on_uncut_law(mini, log_kept)
+            done.first_mini, done.first_seen = kept.select(rows), seen[rows]
         if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
             done.sums.add_scalar("guard/exceeded", 1.0)
             if self.guard.action == "stop":
@@ -146,6 +151,12 @@ class Learner:
         report = self.optimizer.step(done.rate_factor)
         done.took(report)
         return True
+
+    def _idle_rows(self, batch: RolloutBatch, kl_coef: float) -> Tensor:
+        """Rows [B] that are left out because they teach nothing."""
+        if not self.settings.skip_idle_rows:
+            return torch.zeros(len(batch), dtype=torch.bool)
+        return self.objective.idle_rows(batch, kl_coef)
 
     def _ready(
         self, batch: RolloutBatch, kl_coef: float, check: Check
@@ -196,8 +207,7 @@ class Learner:
                 now = self.forward_only(self.model, mini, check)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", step, number)
-        num_parts = -(-len(mini) // self.settings.micro_batch_size)
-        return mini, self.objective.prepare(mini, draw, num_parts)
+        return mini, self.objective.prepare(mini, draw, len(self.settings.micro_rows(mini)))
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check
@@ -228,17 +238,19 @@ class Learner:
         self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing, cut: Cut = UNCUT
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
-        size, temperature = self.settings.micro_batch_size, self.settings.temperature
-        return forward_only(model, batch, size, temperature, check, cut)
+        size, settings = self.settings.micro_batch_size, self.settings
+        return forward_only(
+            model, batch, size, settings.temperature, check, cut, settings.max_tokens
+        )
 
     def sum_pi_squared(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
-        parts = []
-        for rows in micro_rows(batch, self.settings.micro_batch_size):
+        order, parts = self.settings.micro_rows(batch), []
+        for rows in order:
             check()
             micro, temperature = batch.select(rows), self.settings.temperature
             parts.append(response_sum_pi_squared(self.model, micro, temperature=temperature))
-        return torch.cat(parts)
+        return torch.cat(parts)[torch.cat(order).argsort()]
 
     def _accumulate(
         self,
@@ -246,9 +258,10 @@ class Learner:
         prepared: PreparedMini,
         kl_coef: float,
         sums: MetricSums,
+        idle: Tensor,
         check: Check = _nothing,
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward over the micro-batches of one mini-batch.
+        """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
         Returns the log-probs [B, T] that the forward passes saw (rows without loss stay 0) and,
         when these are the old policy's too, the log mass that a cut of the rollout keeps.
@@ -256,8 +269,12 @@ class Learner:
         seen = torch.zeros_like(mini.rollout_logprobs)
         cut = self.settings.cut if mini.old_logprobs is None else UNCUT
         log_kept = torch.zeros_like(seen) if cut else None
-        for rows in micro_rows(mini, self.settings.micro_batch_size):
+        active = (~idle).nonzero().squeeze(1)
+        if len(active) == 0 and mini.mask.any():
+            self.optimizer.fill_gradients()
+        for part in self.settings.micro_rows(mini.select(active)) if len(active) else ():
             check()
+            rows = active[part]
             micro = mini.select(rows)
             if not micro.mask.any():
                 continue

@@ -1,11 +1,13 @@
 """Token log-probs and entropy from hidden states without ever holding all logits.
 
-N tokens, H hidden size, V vocabulary. The projection runs in chunks of rows; the backward pass
-recomputes each chunk's logits, so at most [chunk, V] float32 values live at a time.
+N tokens, H hidden size, V vocabulary. The projection runs in chunks of rows, and the backward pass
+makes each chunk's logits again, but for the last one's, which are kept: at most [chunk, V] logits
+live at a time. What is done to them in float32 is done to a block of rows that fits in a cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,13 +17,23 @@ from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 
 DEFAULT_CHUNK = 1024
+# Rows whose float32 log-softmax is held at a time: 49k words take 25 MB.
+BLOCK = 128
 
 
-def _chunk_log_softmax(hidden: Tensor, weight: Tensor, inv_temperature: float) -> Tensor:
-    """Log-softmax [n, V] of one chunk in at least float32 (float64 inputs stay float64)."""
-    logits = hidden @ weight.t()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(logits.mul_(inv_temperature), dim=-1)
+def _log_softmax(logits: Tensor, inv_temperature: float) -> Tensor:
+    """Log-softmax [n, V] of a block in at least float32 (float64 inputs stay float64)."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if inv_temperature != 1.0:
+        wide = wide * inv_temperature
+    return torch.log_softmax(wide, dim=-1)
+
+
+def _blocks(start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of a chunk's logits [n, V], which begins at row `start`, with their rows among N."""
+    for offset in range(0, len(logits), BLOCK):
+        block = logits[offset : offset + BLOCK]
+        yield slice(start + offset, start + offset + len(block)), block
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -39,14 +51,16 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs, entropies, kept = [], [], []
         for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logp = _chunk_log_softmax(hidden[rows], weight, inv_temperature)
-            logprobs.append(logp.gather(1, targets[rows, None]).squeeze(1))
-            entropies.append(-torch.einsum("nv,nv->n", logp, logp.exp()))
-            if cut:
-                kept.append(log_kept_mass(logp, targets[rows], cut))
+            logits = hidden[start : start + chunk] @ weight.t()
+            for rows, block in _blocks(start, logits):
+                logp = _log_softmax(block, inv_temperature)
+                logprobs.append(logp.gather(1, targets[rows, None]).squeeze(1))
+                entropies.append(-torch.einsum("nv,nv->n", logp, logp.exp()))
+                if cut:
+                    kept.append(log_kept_mass(logp, targets[rows], cut))
         ctx.save_for_backward(hidden, weight, targets)
         ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
+        ctx.last = logits if any(ctx.needs_input_grad[:2]) else None
         masses = torch.cat(kept) if kept else hidden.new_zeros(0)
         ctx.mark_non_differentiable(masses)
         return torch.cat(logprobs), torch.cat(entropies), masses
@@ -54,34 +68,54 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
+        last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
         use_entropy = bool(grad_entropy.any())
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight: Tensor | None = None
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logp = _chunk_log_softmax(hidden[rows], weight, ctx.inv_temperature)
-            probs = logp.exp()
-            if use_entropy:  # d H / d z = -p (log p + H)
-                entropy = -torch.einsum("nv,nv->n", logp, probs)
-                grad = logp.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[rows, None])
-                grad.addcmul_(probs, grad_logprobs[rows, None], value=-1)
-            else:
-                grad = probs.mul_(-grad_logprobs[rows, None])
-            grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad = grad.mul_(ctx.inv_temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            part = grad.t() @ hidden[rows]
-            if grad_weight is None:
-                # Summing many low-precision chunks would lose small terms: sum in float32.
-                many = hidden.shape[0] > ctx.chunk and part.dtype == torch.bfloat16
-                grad_weight = part.float() if many else part
-            else:
-                grad_weight += part
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        sums = _WeightGradient(weight, many=hidden.shape[0] > ctx.chunk)
+        starts = range(0, hidden.shape[0], ctx.chunk)
+        for start in reversed(starts):
+            here = slice(start, start + ctx.chunk)
+            kept = last if start == starts[-1] else None
+            logits = hidden[here] @ weight.t() if kept is None else kept
+            for rows, block in _blocks(start, logits):
+                logp = _log_softmax(block, ctx.inv_temperature)
+                probs = logp.exp()
+                if use_entropy:  # d H / d z = -p (log p + H)
+                    entropy = -torch.einsum("nv,nv->n", logp, probs)
+                    grad = logp.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[rows, None])
+                    grad.addcmul_(probs, grad_logprobs[rows, None], value=-1)
+                else:
+                    grad = probs.mul_(-grad_logprobs[rows, None])
+                grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+                block.copy_(grad.mul_(ctx.inv_temperature))
+            if grad_hidden is not None:
+                grad_hidden[here] = logits @ weight
+            if need_weight:
+                sums.add(logits.t() @ hidden[here])
+        return grad_hidden, sums.total() if need_weight else None, None, None, None, None
+
+
+class _WeightGradient:
+    """Sums chunks' gradients [V, H]; `many` of low precision in float32, or small terms vanish."""
+
+    def __init__(self, weight: Tensor, *, many: bool) -> None:
+        self._weight, self._many = weight, many
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add a chunk's."""
+        if self._sum is None:
+            self._sum = part.float() if self._many and part.dtype == torch.bfloat16 else part
+        else:
+            self._sum += part
+
+    def total(self) -> Tensor:
+        """The sum, as the weight is."""
+        found = torch.zeros_like(self._weight) if self._sum is None else self._sum
+        return found.to(self._weight.dtype)
 
 
 def token_logprobs(

@@ -110,6 +110,16 @@ class Objective:
             or any(term.loss.needs_prepare() for term in self.terms)
         )
 
+    def idle_rows(self, mini: RolloutBatch, kl_coef: float) -> Tensor:
+        """Rows [B] that give no gradient, because their advantages are 0 and nothing else counts.
+
+        Who asks for the whole mini-batch first, as a covariance does, has no such rows.
+        """
+        others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
+        if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
+            return torch.zeros(len(mini), dtype=torch.bool)
+        return (masked(mini.column("advantages"), mini.mask) == 0).all(dim=1)
+
     def required_columns(self) -> frozenset[str]:
         """Columns that must be filled before an update; `old_logprobs` the learner can fill."""
         return frozenset().union(*(term.loss.required_columns() for term in self.terms))

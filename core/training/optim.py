@@ -87,6 +87,15 @@ class MasterOptimizer:
         self._copy_masters()
         return StepReport(norm, limit is not None and norm > limit, rate, skipped=False)
 
+    def fill_gradients(self) -> None:
+        """Gradients of 0 where there are none: an update whose rows all teach nothing is still one.
+
+        Moments decay and weights move by them, as after a backward pass that gave zeros.
+        """
+        for master in self._masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
     def zero_grad(self) -> None:
         """Forget gradients, of an update that was given up included."""
         for tensor in (*self._masters, *self._params):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,9 +27,58 @@ def mini_batches(
                 yield batch.select(torch.cat([groups[i] for i in part.tolist()]))
 
 
-def micro_rows(batch: RolloutBatch, size: int) -> Iterator[Tensor]:
-    """Row indices of each micro-batch of at most `size` rows.
+def micro_rows(batch: RolloutBatch, size: int, max_tokens: int | None = None) -> list[Tensor]:
+    """Row indices of each micro-batch: at most `size` rows and, if given, `max_tokens` tokens.
 
-    Rows stay in order, so a group's rows mostly share one micro-batch and one prompt forward.
+    Without `max_tokens` rows stay in order, so a group's rows mostly share one micro-batch and one
+    prompt. With it whole groups are spread so that all parts have about as many tokens, a prompt
+    counted once; a group that is too large is cut up, and a row that is longer is one by itself.
     """
-    yield from torch.split(torch.arange(len(batch)), size)
+    if max_tokens is None:
+        return list(torch.split(torch.arange(len(batch)), size))
+    units = _units(batch, size, max_tokens)
+    total = sum(unit.tokens for unit in units)
+    bins = [_Unit([], 0) for _ in range(max(-(-total // max_tokens), -(-len(batch) // size)))]
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        fits = [b for b in bins if b.takes(unit, size, max_tokens)]
+        if not fits:
+            fits = [_Unit([], 0)]
+            bins += fits
+        least = min(fits, key=lambda b: b.tokens)
+        least.rows += unit.rows
+        least.tokens += unit.tokens
+    found = sorted(sorted(b.rows) for b in bins if b.rows)
+    return [torch.tensor(rows) for rows in found]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Rows that stay together, and the tokens that a forward pass over them takes."""
+
+    rows: list[int]
+    tokens: int
+
+    def takes(self, other: _Unit, size: int, max_tokens: int) -> bool:
+        """Whether `other` may join."""
+        few = len(self.rows) + len(other.rows) <= size
+        return not self.rows or (few and self.tokens + other.tokens <= max_tokens)
+
+
+def _units(batch: RolloutBatch, size: int, max_tokens: int) -> list[_Unit]:
+    """The groups, in as many pieces as the limits ask for; each piece has its prompt once."""
+    prompts = batch.prompt_mask.sum(dim=1).tolist()
+    columns = torch.arange(1, batch.response_mask.shape[1] + 1)
+    responses = (columns * batch.response_mask).amax(dim=1).tolist()
+    units = []
+    for group in batch.groups():
+        unit = _Unit([], 0)
+        for row in group.tolist():
+            one = _Unit([row], responses[row])
+            if unit.rows and not unit.takes(one, size, max_tokens):
+                units.append(unit)
+                unit = _Unit([], 0)
+            if not unit.rows:
+                one.tokens += prompts[row]
+            unit = _Unit(unit.rows + one.rows, unit.tokens + one.tokens)
+        units.append(unit)
+    return units

@@ -10,11 +10,12 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import StepReport
+from posttrain.core.training.splitting import micro_rows
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """How one rollout batch is cut up. `micro_batch_size` changes memory, never the result.
+    """How one rollout batch is cut up. Micro-batches change memory and speed, never the result.
 
     `temperature` and `cut` are the rollout's: the law that its tokens were sampled from.
     """
@@ -25,6 +26,12 @@ class UpdateSettings:
     temperature: float
     seed: int
     cut: Cut = Cut()
+    max_tokens: int | None = None
+    skip_idle_rows: bool = True
+
+    def micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+        """Row indices of each micro-batch of `batch`."""
+        return micro_rows(batch, self.micro_batch_size, self.max_tokens)
 
     @property
     def updates_per_batch(self) -> int:

@@ -26,6 +26,7 @@ from posttrain.core.config.supervised_stages import (
     SftStage,
 )
 from posttrain.core.data.preference_rows import read_preference_rows
+from posttrain.core.runtime.processor import has_bfloat16_instructions
 
 TRAIN_RATE_PER_CORE = 3e11  # operations per second
 SAMPLE_RATE_PER_CORE = 5e10
@@ -78,9 +79,11 @@ def estimate(stage: Stage, config: RunConfig, parameters: int, *, on_gpu: bool) 
     cores = len(os.sched_getaffinity(0))
     train_rate = GPU_TRAIN_RATE if on_gpu else TRAIN_RATE_PER_CORE * cores
     sample_rate = GPU_SAMPLE_RATE if on_gpu else SAMPLE_RATE_PER_CORE * cores
-    copy = parameters * (2 if config.model.dtype == "bfloat16" else 4)
+    fast = on_gpu or has_bfloat16_instructions()
+    half = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and fast)
+    copy = parameters * (2 if half else 4)
     # AdamW: two float32 moments, gradients, and float32 master weights beside bfloat16 ones.
-    training = copy * 2 + parameters * (12 if config.model.dtype == "bfloat16" else 8)
+    training = copy * 2 + parameters * (12 if half else 8)
     if isinstance(stage, EvaluateStage):
         tokens = evaluation_tokens(stage.evaluation or config.evaluation)
         return Estimate(copy * 1.5 / 1e9, 0.01, 2 * parameters * tokens / sample_rate)

@@ -92,6 +92,8 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         epochs=stage.epochs,
         num_mini_batches=stage.num_mini_batches,
         micro_batch_size=stage.micro_batch_size,
+        max_tokens=stage.max_tokens_per_microbatch,
+        skip_idle_rows=stage.skip_idle_rows,
         temperature=stage.generation.temperature,
         seed=derive_seed(run.seed, context.name, "learner"),
         cut=Cut(stage.generation.top_k, stage.generation.top_p),

@@ -117,6 +117,7 @@ def build_critic(context: StageContext, stage: RlStage) -> ValuePhase | None:
         epochs=section.epochs,
         num_mini_batches=section.num_mini_batches,
         micro_batch_size=stage.micro_batch_size,
+        max_tokens=stage.max_tokens_per_microbatch,
         clip=section.clip,
         huber_delta=section.huber_delta,
         aggregator=context.build(Aggregator, section.aggregator),

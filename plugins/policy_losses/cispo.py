@@ -43,6 +43,7 @@ class CispoLoss(AnchoredLoss[CispoConfig]):
     """
 
     name = "cispo"
+    idle_at_zero = True
     Config = CispoConfig
 
     def token_loss(

@@ -45,6 +45,7 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
     """
 
     name = "dppo"
+    idle_at_zero = True
     Config = DppoConfig
 
     def token_loss(

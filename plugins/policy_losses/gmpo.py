@@ -40,6 +40,7 @@ class GmpoLoss(PolicyLoss[GmpoConfig]):
     """
 
     name = "gmpo"
+    idle_at_zero = True
     Config = GmpoConfig
     folds_weights = True
     folds_entropy_mask = True

@@ -32,6 +32,7 @@ class GspoTokenLoss(PolicyLoss[GspoTokenConfig]):
     """
 
     name = "gspo_token"
+    idle_at_zero = True
     Config = GspoTokenConfig
 
     def token_loss(

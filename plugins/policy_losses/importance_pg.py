@@ -23,6 +23,7 @@ class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
     """
 
     name = "importance_pg"
+    idle_at_zero = True
     Config = ImportancePgConfig
 
     def token_loss(

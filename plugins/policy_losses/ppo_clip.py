@@ -47,6 +47,7 @@ class PpoClipLoss(PolicyLoss[PpoClipConfig]):
     """
 
     name = "ppo_clip"
+    idle_at_zero = True
     Config = PpoClipConfig
 
     def allowed_aggregators(self) -> frozenset[str] | None:

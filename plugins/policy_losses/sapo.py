@@ -43,6 +43,7 @@ class SapoLoss(PolicyLoss[SapoConfig]):
     """
 
     name = "sapo"
+    idle_at_zero = True
     Config = SapoConfig
 
     def allowed_aggregators(self) -> frozenset[str] | None:

@@ -31,6 +31,7 @@ class VanillaPgLoss(PolicyLoss[VanillaPgConfig]):
     """
 
     name = "vanilla_pg"
+    idle_at_zero = True
     Config = VanillaPgConfig
     needs = frozenset({"advantages"})
     uses_ratio = False

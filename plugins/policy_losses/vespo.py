@@ -41,6 +41,7 @@ class VespoLoss(PolicyLoss[VespoConfig]):
     """
 
     name = "vespo"
+    idle_at_zero = True
     Config = VespoConfig
     folds_weights = True
 

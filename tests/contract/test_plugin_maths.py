@@ -313,6 +313,24 @@ def test_a_token_loss_does_not_depend_on_the_other_rows_of_the_micro_batch(
         torch.testing.assert_close(alone_grad, grad[rows])
 
 
+IDLE = [given for given in of_kind("policy_loss") if given.values[0].cls.idle_at_zero]
+
+
+@pytest.mark.parametrize("entry", IDLE)
+def test_a_loss_whose_rows_may_be_idle_gives_none_of_them_a_gradient(entry: PluginEntry) -> None:
+    """Nor does it change what the other rows get."""
+    batch, new = policy_batch(0.25)
+    _, whole = loss_and_grad(entry, batch, new)
+    assert whole.abs().max() > 0
+    for row in range(len(LENGTHS)):
+        advantages = batch.column("advantages").clone()
+        advantages[row] = 0.0
+        _, grad = loss_and_grad(entry, batch.with_columns(advantages=advantages), new)
+        others = torch.arange(len(LENGTHS)) != row
+        assert not grad[row].any() and torch.equal(grad[others], whole[others])
+    assert not build(entry).needs_prepare()
+
+
 @pytest.mark.parametrize("entry", of_kind("policy_loss"))
 def test_a_policy_loss_reads_no_column_that_is_not_declared(entry: PluginEntry) -> None:
     batch, new = policy_batch(0.25)

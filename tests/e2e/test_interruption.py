@@ -14,7 +14,14 @@ import yaml
 from mlflow import MlflowClient
 
 from tests.helpers.learning import Budget, learning_config, make_model
-from tests.helpers.pipeline import Finished, run_command, start_command, tiny_config, write_config
+from tests.helpers.pipeline import (
+    Finished,
+    prepared,
+    run_command,
+    start_command,
+    tiny_config,
+    write_config,
+)
 from tests.helpers.tiny import make_tiny_model
 
 
@@ -29,7 +36,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(config: Path) -> Finished:
-    done = run_command("run", str(config), "--home", str(config.parent / "whole"), "--json")
+    done = run_command(
+        "run", str(config), "--home", str(prepared(config.parent / "whole")), "--json"
+    )
     assert done.code == 0, done.text
     return done
 
@@ -58,7 +67,7 @@ def statuses(home: Path) -> list[str]:
 def test_a_stop_signal_ends_within_seconds_and_marks_the_runs(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start_command("run", str(config), "--home", str(tmp_path / "home"))
+    process = start_command("run", str(config), "--home", str(prepared(tmp_path / "home")))
     wait_for_step(tmp_path / "home", 2, process)
     began = time.monotonic()
     process.send_signal(number)
@@ -114,7 +123,7 @@ def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
     (info / "entry_points.txt").write_text("[posttrain.plugins]\nlost = lost\n")
     (tmp_path / "site" / "lost.py").write_text(LOST_INTERRUPT.replace("NUMBER", number))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    home = tmp_path / "home"
+    home = prepared(tmp_path / "home")
     done = run_command("run", str(write_config(tmp_path / "run.yaml", made)), "--home", str(home))
     assert done.code == 130, done.text
     assert "the same command continues" in done.text
@@ -145,7 +154,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
         "epochs": 2,
     }
     path = write_config(tmp_path / "run.yaml", made)
-    whole = run_command("run", str(path), "--home", str(tmp_path / "whole"), "--json")
+    whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
     assert whole.code == 0, whole.text
     found = history(whole)
     assert found["value/pretraining"][0][1] == 1 and found["value/pretraining"][-1][1] == 0
@@ -164,7 +173,7 @@ def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(tmp_path:
     budgets = {"rl": Budget(20, fields, preset="dapo")}
     config = learning_config(make_model(tmp_path, seed=0), budgets, seed=0)
     path = write_config(tmp_path / "run.yaml", config)
-    whole = run_command("run", str(path), "--home", str(tmp_path / "whole"), "--json")
+    whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
     assert whole.code == 0, whole.text
     found = history(whole)
     ages = [age for _, age in found["staleness/max"]]
@@ -175,7 +184,7 @@ def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(tmp_path:
 
 def assert_continues_bit_for_bit(config: Path, home: Path, uninterrupted: Finished) -> None:
     """Killed in the middle of RL, the same command ends where an uninterrupted one does."""
-    process = start_command("run", str(config), "--home", str(home))
+    process = start_command("run", str(config), "--home", str(prepared(home)))
     wait_for_step(home, 5, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -212,7 +221,7 @@ def history(run: Finished) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_stage_that_cannot_go_on_says_so_in_one_sentence(config: Path, tmp_path: Path) -> None:
     """A prompt longer than the model allows is found when the stage has begun."""
-    home = tmp_path / "home"
+    home = prepared(tmp_path / "home")
     limit = "model.max_model_len=20"
     done = run_command("run", str(config), "--set", limit, "--home", str(home))
     assert done.code == 3, done.text

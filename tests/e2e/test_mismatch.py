@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.plugin_manager import PluginManager
-from tests.helpers.pipeline import Finished, run_command, tiny_config, write_config
+from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
 STEPS = 11
@@ -97,7 +97,9 @@ def test_engine_and_trainer_agree_at_every_step_under_every_law_and_an_alarm_is_
     if engine == "vllm":
         settings["engine"] = {"name": "vllm", "kv_cache_gb": 0.25}
     path = write_config(tmp_path / "run.yaml", settings)
-    done = run_command("run", str(path), "--home", str(tmp_path / "home"), "--json", timeout=550)
+    done = run_command(
+        "run", str(path), "--home", str(prepared(tmp_path / "home")), "--json", timeout=550
+    )
     assert done.code == 0, done.text
     for stage in ("plain", "cut"):
         gaps, k3, alarms, probe, moved, cost, whole = curves(
@@ -151,7 +153,9 @@ def test_a_skipped_weight_sync_stops_the_run_at_the_first_step(
     made = config(make_tiny_model(tmp_path / "model"), engine, entropy_coef=0.01)
     del made["stages"]["cut"]
     path = write_config(tmp_path / "run.yaml", made)
-    done = run_command("run", str(path), "--home", str(tmp_path / "home"), "--json", timeout=550)
+    done = run_command(
+        "run", str(path), "--home", str(prepared(tmp_path / "home")), "--json", timeout=550
+    )
     assert done.code == 1, done.text
     assert f"engine '{engine}' kept its old weights after the sync of step 1" in done.text
     assert proof in done.text

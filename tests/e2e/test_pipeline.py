@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import load_text
 
-from tests.helpers.pipeline import Finished, run_command, tiny_config, write_config
+from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
 STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
@@ -220,7 +220,7 @@ def test_independent_stages_may_run_at_once_and_end_in_the_same_models(
         "--set",
         "limits.max_parallel_stages=2",
         "--home",
-        str(workspace / "parallel"),
+        str(prepared(workspace / "parallel")),
         "--json",
     )
     assert done.code == 0, done.text

@@ -9,7 +9,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import load_dict
 
-from tests.helpers.pipeline import run_command, tiny_config, write_config
+from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
 BRITTLE = '''
@@ -77,7 +77,7 @@ def config_of(folder: Path) -> Path:
 def test_failures_are_metrics_and_rows_of_the_samples_table_and_too_many_stop_the_run(
     tmp_path: Path,
 ) -> None:
-    home = tmp_path / "home"
+    home = prepared(tmp_path / "home")
     done = run_command("run", str(config_of(tmp_path)), "--home", str(home), timeout=550)
     assert done.code == 1, done.text
     assert "no line of this" not in done.text and "Traceback" not in done.text

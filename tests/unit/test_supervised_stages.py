@@ -21,6 +21,7 @@ from posttrain.core.models.loading import (
     save_model,
 )
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime import device
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.reward_model import (
     pair_hits,
@@ -147,5 +148,10 @@ def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
     assert values == pytest.approx(apart.tolist(), abs=LAST_PLACE)
 
 
-def test_auto_attention_is_eager_on_a_cpu() -> None:
-    assert ModelRuntime.from_config(ModelSection(device="cpu")).attention == "eager"
+def test_auto_is_what_the_machine_is_fast_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(device, "has_bfloat16_instructions", lambda fast=fast: fast)
+        found = ModelRuntime.from_config(ModelSection(device="cpu"))
+        assert (found.dtype, found.attention, found.plain_attention) == (dtype, "stream", "eager")
+    given = ModelRuntime.from_config(ModelSection(device="cpu", dtype="bfloat16", attention="sdpa"))
+    assert (given.dtype, given.plain_attention) == (torch.bfloat16, "sdpa")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator
+from posttrain.core.data.packing import response_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.splitting import micro_rows, mini_batches
 from tests.helpers.rollouts import ragged_batch
@@ -50,3 +52,48 @@ def test_each_part_of_a_partial_batch_is_divided_by_its_own_counts() -> None:
     counts = [aggregator.count(mini.mask, mini.group_id) for mini in minis]
     assert [int(count.num_tokens) for count in counts] == [int(mini.mask.sum()) for mini in minis]
     assert counts[0].num_tokens != counts[1].num_tokens
+
+
+def sizes(batch: RolloutBatch, rows: list[torch.Tensor]) -> list[int]:
+    """Tokens of each part, a group's prompt counted once for each part it is in."""
+    found = []
+    for part in rows:
+        micro = batch.select(part)
+        firsts = [int(group[0]) for group in micro.groups()]
+        found.append(int(micro.prompt_mask[firsts].sum() + micro.response_mask.sum()))
+    return found
+
+
+def batch_of(prompt: int, responses: list[int], group_size: int) -> RolloutBatch:
+    """Groups with a prompt of `prompt` tokens, and responses of `responses` tokens by group."""
+    lengths = [length for length in responses for _ in range(group_size)]
+    return response_batch(
+        prompts=[[7] * prompt] * len(lengths),
+        responses=[[8] * length for length in lengths],
+        group_ids=[row // group_size for row in range(len(lengths))],
+        pad_token_id=0,
+        problems=(),
+    )
+
+
+def test_a_budget_of_tokens_gives_parts_of_about_equal_work_with_groups_whole() -> None:
+    batch = batch_of(10, [3, 40, 5, 38, 4, 36, 6, 33], group_size=2)
+    total = 8 * 10 + 2 * 165
+    rows = micro_rows(batch, 16, max_tokens=total // 4 + 8)
+    assert sorted(torch.cat(rows).tolist()) == list(range(16))
+    assert all(torch.equal(part, part.sort().values) for part in rows)
+    found = sizes(batch, rows)
+    assert sum(found) == total, "no prompt is in two parts"
+    assert len(found) == 4
+    assert max(found) <= total // 4 + 8
+    assert max(found) <= 1.15 * min(found)
+
+
+def test_what_is_larger_than_the_budget_is_cut_up_and_a_long_row_is_alone() -> None:
+    batch = batch_of(10, [30, 3, 3], group_size=4)
+    rows = micro_rows(batch, 16, max_tokens=70)
+    assert sorted(torch.cat(rows).tolist()) == list(range(12))
+    assert sizes(batch, rows) == [70, 70, 44]
+    alone = micro_rows(batch, 16, max_tokens=25)
+    assert [part.tolist() for part in alone[:4]] == [[0], [1], [2], [3]]
+    assert [len(part) for part in micro_rows(batch, 3, max_tokens=10_000)] == [3, 3, 3, 3]

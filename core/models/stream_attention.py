@@ -1,0 +1,256 @@
+"""Attention over one stream of tokens: P prompts, then all responses, each with its own prompt.
+
+Every other layer of a model runs on the stream [1, S] as it is, so nothing is padded, and a prompt
+is computed once for all its responses. Tokens are laid out in grids for the products of queries and
+keys alone; the responses' queries meet the prompt's keys as one product, without a copy for each.
+Axes: S tokens, P prompts, L longest prompt, G most responses of a prompt, R longest response, H
+heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from posttrain.core.models.grouped_attention import can_group, grouped_attention
+
+STREAM = "posttrain_stream"
+# Prompt tokens from which SDPA's causal kernel beats plain products on a CPU.
+LONG_PROMPT = 512
+# Queries x keys of a response from which the memory of their products is too much.
+LONG_RESPONSE = 512 * 512
+KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLayout:
+    """Where tokens of the stream lie in two grids laid one after the other, prompts and responses.
+
+    `places` [P x L + P x G x R] is the token at each place, 0 where there is none; `back` [S] is
+    each token's place. Tokens stand at the front of a row, so that causality hides what follows.
+    """
+
+    shape: tuple[int, int, int, int]  # P, L, G, R
+    places: Tensor
+    back: Tensor
+    prompt_lengths: Tensor  # [P]
+    longest: int  # tokens of the longest prompt and response together
+
+    def to(self, device: torch.device) -> StreamLayout:
+        """The same on `device`."""
+        return StreamLayout(
+            self.shape,
+            self.places.to(device),
+            self.back.to(device),
+            self.prompt_lengths.to(device),
+            self.longest,
+        )
+
+
+class _ToGrids(torch.autograd.Function):
+    """Stream [S, ...] to grids [places, ...]; empty places, which nobody sees, get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.save_for_forward(places)
+        return stream.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, stream: Tensor, places: None, back: None) -> Tensor:
+        (places_of,) = ctx.saved_tensors
+        return stream.index_select(0, places_of)
+
+
+class _ToStream(torch.autograd.Function):
+    """Grids [places, ...] to stream [S, ...]; what stands at empty places is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, grids: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.save_for_forward(back)
+        ctx.num_places = len(grids)
+        return grids.index_select(0, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (back,) = ctx.saved_tensors
+        grids = grad.new_zeros((ctx.num_places, *grad.shape[1:]))
+        grids[back] = grad
+        return grids, None
+
+    @staticmethod
+    def jvp(ctx: Any, grids: Tensor, back: None) -> Tensor:
+        (back_of,) = ctx.saved_tensors
+        return grids.index_select(0, back_of)
+
+
+def stream_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    stream_layout: StreamLayout | None = None,
+    **kwargs: Any,  # Any: transformers passes what each model family has
+) -> tuple[Tensor, None]:
+    """Attention [1, S, H, D] of `query` [1, H, S, D] over `key`, `value` [1, K, S, D].
+
+    Without a layout it is `grouped_attention` under `attention_mask`.
+    """
+    if stream_layout is None:
+        return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    prompts, longest, rows, length = stream_layout.shape
+    edge = prompts * longest
+    q, k, v = (
+        _ToGrids.apply(x[0].transpose(0, 1), stream_layout.places, stream_layout.back)  # type: ignore[no-untyped-call]
+        for x in (query, key, value)
+    )
+    groups, heads, size = key.shape[1], query.shape[1], query.shape[3]
+    shared = heads // groups
+    q_prompt = q[:edge].view(prompts, longest, groups, shared, size).permute(0, 2, 3, 1, 4)
+    k_prompt, v_prompt = (
+        x[:edge].view(prompts, longest, groups, size).transpose(1, 2) for x in (k, v)
+    )
+    out = _within_prompts(q_prompt, k_prompt, v_prompt, scaling)
+    parts = [out.permute(0, 3, 1, 2, 4).reshape(edge, heads, size)]
+    if rows * length:
+        shape = (prompts, rows, length, groups)
+        q_own = q[edge:].view(*shape, shared, size).permute(0, 3, 1, 4, 2, 5)
+        k_own, v_own = (x[edge:].view(*shape, size).permute(0, 3, 1, 2, 4) for x in (k, v))
+        lengths = stream_layout.prompt_lengths
+        out = _responses(q_own, (k_prompt, v_prompt), (k_own, v_own), lengths, scaling)
+        parts.append(out.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, size))
+    stream: Tensor = _ToStream.apply(torch.cat(parts), stream_layout.back)  # type: ignore[no-untyped-call]
+    return stream.unsqueeze(0), None
+
+
+def _within_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """[P, K, H/K, L, D] of queries of that shape over keys and values [P, K, L, D]."""
+    prompts, groups, shared, length, size = query.shape
+    if length > LONG_PROMPT:
+        return functional.scaled_dot_product_attention(
+            query.reshape(prompts, groups * shared, length, size),
+            key,
+            value,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=shared > 1,
+        ).view(query.shape)
+    stacked = query.reshape(prompts, groups, shared * length, size)
+    scores = torch.matmul(stacked, key.transpose(2, 3))
+    by_query = scores.view(prompts, groups, shared, length, length)
+    weights = _softmax(by_query, _later(length, query.device), scaling)
+    return torch.matmul(weights.view(scores.shape), value).view(query.shape)
+
+
+def _responses(
+    query: Tensor, prompt: KeysValues, own: KeysValues, prompt_lengths: Tensor, scaling: float
+) -> Tensor:
+    """[P, K, G, H/K, R, D] of queries of that shape over their prompt and what came before.
+
+    Keys and values: [P, K, L, D] of `prompt` and [P, K, G, R, D] of their `own`.
+    """
+    prompts, length, longest = query.shape[0], query.shape[4], prompt[0].shape[2]
+    beyond = torch.arange(longest, device=query.device) >= prompt_lengths[:, None]  # [P, L]
+    of_prompt = beyond[:, None, :].expand(prompts, length, longest)
+    of_own = _later(length, query.device).expand(prompts, length, length)
+    hidden = torch.cat([of_prompt, of_own], dim=-1)
+    if query.is_cuda or length * (longest + length) > LONG_RESPONSE:
+        return _with_copied_prompts(query, prompt, own, hidden, scaling)
+    return _with_shared_prompts(query, prompt, own, hidden, scaling)
+
+
+def _with_shared_prompts(
+    query: Tensor, prompt: KeysValues, own: KeysValues, hidden: Tensor, scaling: float
+) -> Tensor:
+    """`_responses` by plain products; `hidden` [P, R, L + R] is what a query does not see."""
+    prompts, groups, rows, shared, length, size = query.shape
+    longest = prompt[0].shape[2]
+    query = query.contiguous()
+    with_prompt = query.view(prompts, groups, rows * shared * length, size)
+    with_own = query.view(prompts, groups, rows, shared * length, size)
+    grid = (prompts, groups, rows, shared, length)
+    to_prompt = torch.matmul(with_prompt, prompt[0].transpose(2, 3)).view(*grid, longest)
+    to_own = torch.matmul(with_own, own[0].transpose(3, 4)).view(*grid, length)
+    scores = torch.cat([to_prompt, to_own], dim=-1)
+    weights = _softmax(scores, hidden[:, None, None, None], scaling)
+    to_prompt = weights[..., :longest].reshape(prompts, groups, rows * shared * length, longest)
+    to_own = weights[..., longest:].reshape(prompts, groups, rows, shared * length, length)
+    of_prompt = torch.matmul(to_prompt, prompt[1]).view(query.shape)
+    return of_prompt + torch.matmul(to_own, own[1]).view(query.shape)
+
+
+def _with_copied_prompts(
+    query: Tensor, prompt: KeysValues, own: KeysValues, hidden: Tensor, scaling: float
+) -> Tensor:
+    """`_responses` by SDPA, which holds no scores: keys and values are copied to each response."""
+    prompts, groups, rows, shared, length, size = query.shape
+    keys, values = (
+        torch.cat([p[:, None].expand(-1, rows, -1, -1, -1), o.transpose(1, 2)], dim=3).flatten(0, 1)
+        for p, o in zip(prompt, own, strict=True)
+    )
+    seen = (~hidden)[:, None].expand(-1, rows, -1, -1).flatten(0, 1).unsqueeze(1)
+    by_row = query.transpose(1, 2).reshape(prompts * rows, groups * shared, length, size)
+    out = functional.scaled_dot_product_attention(
+        by_row, keys, values, attn_mask=seen, scale=scaling, enable_gqa=shared > 1
+    )
+    return out.view(prompts, rows, groups, shared, length, size).transpose(1, 2)
+
+
+def _later(length: int, device: torch.device) -> Tensor:
+    """True [length, length] where the key comes after the query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def _softmax(scores: Tensor, hidden: Tensor, scaling: float) -> Tensor:
+    """Weights over the last axis, 0 where `hidden`, made in at least float32."""
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    seen = (wide * scaling).masked_fill(hidden, float("-inf"))
+    return torch.softmax(seen, dim=-1).to(scores.dtype)
+
+
+def why_no_stream(model: Any) -> str | None:  # Any: transformers' model classes are not typed
+    """Why a model's prompts cannot be shared in one stream; None if they can."""
+    config = model.config.get_text_config()
+    if not can_group(model):
+        return f"model type '{config.model_type}' has attention of its own"
+    other = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if other:
+        return f"model type '{config.model_type}' has layers of type {', '.join(sorted(other))}"
+    if config is not model.config:
+        return f"model type '{model.config.model_type}' is more than a language model"
+    return None
+
+
+def widest_window(model: Any) -> int | None:  # Any: as above
+    """The tokens that a layer with a sliding window sees; None without such layers."""
+    config = model.config
+    layers = getattr(config, "layer_types", None)
+    if layers is not None and "sliding_attention" not in layers:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def use_stream_attention(model: Any) -> None:  # Any: as above
+    """Let `model` attend with it."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register(STREAM, stream_attention)
+    AttentionMaskInterface.register(STREAM, eager_mask)
+    model.set_attn_implementation(STREAM)
