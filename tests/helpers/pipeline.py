@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 
 from posttrain.core.tracking.mlflow_store import prepare_database
 
+MAKING = threading.Lock()
 COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli.main"]
 
 
@@ -93,7 +95,9 @@ def prepared(home: Path) -> Path:
 
     `test_pipeline` starts without them, as a user does.
     """
-    shutil.copytree(_empty_home(), home)
+    with MAKING:  # learning tests start two runs at once
+        empty = _empty_home()
+    shutil.copytree(empty, home)
     return home
 
 
