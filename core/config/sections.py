@@ -52,8 +52,9 @@ class ModelSection(Section):
     )
     attention: Literal["auto", "stream", "eager", "sdpa"] = Field(
         default="auto",
-        description="of the learner. auto, stream: each prompt and all responses in one stream, "
-        "nothing padded; eager, sdpa, and models that cannot: each prompt once, responses padded",
+        description="of the learner. stream: each prompt and all responses in one stream, nothing "
+        "padded, where the model can; eager, sdpa: each prompt once, responses padded. auto: eager "
+        "on a CPU, sdpa on a GPU",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int = Field(

@@ -42,7 +42,7 @@ class ModelRuntime:
     def from_config(cls, section: ModelSection) -> ModelRuntime:
         """The runtime a config asks for, on this machine."""
         device = choose_device(section)
-        return cls(device, choose_dtype(section), choose_attention(section))
+        return cls(device, choose_dtype(section), choose_attention(section, device))
 
     @property
     def plain_attention(self) -> str:

@@ -40,9 +40,11 @@ def choose_dtype(section: ModelSection) -> torch.dtype:
     return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
 
 
-def choose_attention(section: ModelSection) -> str:
-    """The configured attention; `auto` is one stream of tokens, where the model allows it."""
-    return "stream" if section.attention == "auto" else section.attention
+def choose_attention(section: ModelSection, device: torch.device) -> str:
+    """The configured attention; on a CPU eager beats SDPA's masked path at short lengths."""
+    if section.attention != "auto":
+        return section.attention
+    return "eager" if device.type == "cpu" else "sdpa"
 
 
 def set_threads(num_threads: int) -> None:

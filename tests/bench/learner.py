@@ -2,8 +2,8 @@
 
 plain    each row its own padded sequence, all logits at once, autograd: what a first script does
 chunked  the same rows, logits for response tokens only and in chunks
-shared   each prompt once, responses padded
-stream   each prompt once, nothing padded: what the learner does by default
+shared   each prompt once, responses padded: the default
+stream   each prompt once, nothing padded (model.attention: stream)
 
 Useful FLOPs: 6 x the weights of the layers for each token that is needed (a prompt once a group, a
 response without its last token) and 6 x those of the head for each response token; no attention,
