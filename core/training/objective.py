@@ -113,9 +113,11 @@ class Objective:
     def idle_rows(self, mini: RolloutBatch, kl_coef: float) -> Tensor:
         """Rows [B] that give no gradient, because their advantages are 0 and nothing else counts.
 
-        Who asks for the whole mini-batch first, as a covariance does, has no such rows.
+        Who asks for the whole mini-batch first, as a covariance does, has no such rows, and neither
+        has an aggregator that divides by each micro-batch's own counts: idle rows are counted.
         """
         others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
+        others = others or any(t.aggregator.config.counts == "micro" for t in self.terms)
         if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
             return torch.zeros(len(mini), dtype=torch.bool)
         return (masked(mini.column("advantages"), mini.mask) == 0).all(dim=1)

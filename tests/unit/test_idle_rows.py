@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,20 @@ def test_no_row_is_idle_where_something_else_reads_it(
 ) -> None:
     learner = make_learner(model_dir, manager, True, loss, **options)
     assert not learner.objective.idle_rows(batch_with_idle_rows(IDLE), kl_coef).any()
+
+
+def test_no_row_is_idle_where_each_micro_batch_is_divided_by_its_own_counts(
+    model_dir: Path, manager: PluginManager
+) -> None:
+    """TRL's bnpo: a row of advantage 0 still counts among the tokens of its micro-batch."""
+    after = {}
+    for skip in (False, True):
+        learner = make_learner(model_dir, manager, skip)
+        local = manager.build(Aggregator, "token-mean", {"counts": "micro", "allow_local": True})
+        (term,) = learner.objective.terms
+        terms = (replace(term, aggregator=local),)
+        learner.objective = replace(learner.objective, terms=terms, aggregator=local)
+        learner.update(batch_with_idle_rows(IDLE), 0, 0.0)
+        after[skip] = parameters(learner)
+    for left, right in zip(after[True], after[False], strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
