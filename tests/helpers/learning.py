@@ -40,7 +40,8 @@ class Budget:
 
 # KL terms are made weak, because a policy that copies lies 2.7 nats per token from a random one and
 # published coefficients would forbid it. A critic learns as fast as the policy does.
-SLOW: dict[str, Any] = {"optimizer": {"learning_rate": 2.0e-3}}  # four passes over each batch
+# Four passes over each batch: at the common rate some runs fall back for a few steps.
+SLOW: dict[str, Any] = {"optimizer": {"learning_rate": 2.0e-3}}
 CRITIC = {"optimizer": {"learning_rate": 5.0e-3}}
 # With lambda 0 the first token learns only from what the critic says of the second's state.
 SHARP_CRITIC = {"epochs": 4, "clip": None, **CRITIC}
@@ -55,8 +56,10 @@ BUDGETS: dict[str, Budget] = {
     ),
     "ppo": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC, **SLOW}),
     "ppo_dual_clip": Budget(30, {"kl": WEAK_ADAPTIVE_KL, "critic": CRITIC, **SLOW}),
-    "ppo_penalty": Budget(25, {"policy_loss": {"kl_target": 0.03}, "critic": CRITIC}),
-    "ppo_ptx": Budget(20, {"kl": WEAK_REWARD_KL, "critic": CRITIC, "ptx": {"num_examples": 8}}),
+    "ppo_penalty": Budget(30, {"policy_loss": {"kl_target": 0.03}, "critic": CRITIC, **SLOW}),
+    "ppo_ptx": Budget(
+        30, {"kl": WEAK_REWARD_KL, "critic": CRITIC, "ptx": {"num_examples": 8}, **SLOW}
+    ),
     "grpo": Budget(30, {"kl": {"controller": {"name": "fixed", "coef": 0.004}}}),
     "grpo_process": Budget(
         30,
