@@ -50,7 +50,7 @@ WEAK_ADAPTIVE_KL = {"controller": {"name": "adaptive", "coef": 0.002, "target": 
 BUDGETS: dict[str, Budget] = {
     "reinforce": Budget(),
     # The policy must not be faster than the critic it listens to.
-    "a2c": Budget(90, {"critic": SHARP_CRITIC, "optimizer": {"learning_rate": 3.0e-3}}),
+    "a2c": Budget(110, {"critic": SHARP_CRITIC, "optimizer": {"learning_rate": 3.0e-3}}),
     "trpo": Budget(
         45, {"policy_loss": {"delta": 0.05, "fvp_token_fraction": 1.0}, "critic": CRITIC}
     ),
