@@ -38,6 +38,7 @@ from posttrain.core.config.sections import ModelSection  # noqa: E402
 from posttrain.core.contracts import Task  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
+from posttrain.core.serving.vllm_model import vllm_version  # noqa: E402
 from tests.bench.step_baton import ENVIRONMENT, Contestant  # noqa: E402
 from tests.helpers.learning import Learned  # noqa: E402
 from tests.helpers.pipeline import COMMAND, prepared, write_config  # noqa: E402
@@ -126,6 +127,11 @@ class Side:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+def model_folder(options: argparse.Namespace) -> Path:
+    """SmolLM2, made once for all."""
+    return obtain(ModelSection(), options.home.resolve() / "models").path
+
+
 def ours(folder: Path, options: argparse.Namespace, engine: str) -> list[str]:
     """Our command for a run of one RL stage, whose engine takes turns."""
     info = folder / "site" / "step_bench-1.0.dist-info"
@@ -151,7 +157,12 @@ def ours(folder: Path, options: argparse.Namespace, engine: str) -> list[str]:
     config = {
         "name": "step",
         "engine": f"{engine}_in_turn",
-        "model": {"dtype": options.dtype, "attention": options.attention, "max_model_len": 512},
+        "model": {
+            "source": str(model_folder(options)),
+            "dtype": options.dtype,
+            "attention": options.attention,
+            "max_model_len": 512,
+        },
         "task": {"name": "arithmetic", "question": QUESTION},
         "limits": {"num_threads": options.threads},
         "stages": {"rl": stage},
@@ -170,7 +181,7 @@ def theirs(folder: Path, options: argparse.Namespace, setting: str) -> list[str]
         "threads": options.threads,
         "setting": setting,
         "steps": options.rounds + 1,
-        "model": str(obtain(ModelSection(), options.home / "models").path),
+        "model": str(model_folder(options)),
         "out": str(folder / "out"),
         "times": str(folder / "times.json"),
         "problems": [
@@ -270,7 +281,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "micro_batch": options.micro,
         "threads": options.threads,
         "load": round(os.getloadavg()[0], 2),
-        "versions": {name: version(name) for name in ("torch", "transformers", "vllm")},
+        "versions": {
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "vllm": vllm_version(),
+            "trl": next(options.trl.glob("trl-*.dist-info")).name.split("-")[1].rsplit(".", 1)[0],
+        },
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
 
@@ -289,7 +305,7 @@ def main() -> None:
         default=list(CONTESTANTS[:3]),
         help="the last one is what the others are compared with",
     )
-    parser.add_argument("--rounds", type=int, default=4, help="the first warms up")
+    parser.add_argument("--rounds", type=int, default=4, help="two or more; the first warms up")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
@@ -299,6 +315,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--home", type=Path, default=Path(".posttrain"))
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds is at least 2: the first one warms up")
     if not (options.trl / "trl").is_dir():
         parser.error(f"no folder 'trl' in {options.trl}: see the command in --help")
     with tempfile.TemporaryDirectory() as folder:
