@@ -12,10 +12,21 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
+from pathlib import Path
 
-from posttrain.core.rewards.pool import RewardPool
-from tests.helpers.faulty_rewards import NONSENSE, FaultyConfig, FaultyReward, samples_of
+REPO = Path(__file__).resolve().parents[2]
+if str(REPO) not in sys.path:
+    sys.path.append(str(REPO))
+
+from posttrain.core.rewards.pool import RewardPool  # noqa: E402
+from tests.helpers.faulty_rewards import (  # noqa: E402
+    NONSENSE,
+    FaultyConfig,
+    FaultyReward,
+    samples_of,
+)
 
 KINDS = {"crash": ["exit", "segfault"], "hang": ["sleep", "regex"], "nonsense": [*NONSENSE]}
 
