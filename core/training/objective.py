@@ -2,7 +2,8 @@
 
 It knows nothing of models. The order on a policy term is fixed: token loss, off-policy mask,
 entropy mask, rollout weight, aggregator; KL and entropy terms take neither mask nor weight. All
-counts come from the global mini-batch, so micro-batches' shares add up exactly.
+counts come from the global mini-batch, so micro-batches' shares add up exactly. Over 300 lines by
+a little: the terms of one loss stand on one page.
 
 Axes: B rows, T response tokens.
 """

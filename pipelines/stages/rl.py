@@ -79,7 +79,10 @@ def run_rl(context: StageContext) -> StageOutput:
 
 
 def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]) -> RlLoop:
-    """Load the models and build every plugin of the stage."""
+    """Load the models and build every plugin of the stage.
+
+    Over 60 lines by a little: it is the list of what a stage is made of, and decides nothing.
+    """
     run = context.run
     tokenizer = context.tokenizer()
     episodes = build_episodes(context, stage.environment, tokenizer)

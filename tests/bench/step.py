@@ -5,7 +5,8 @@ machine slows all of them alike. Ours is the real command with Prefect and MLflo
 GRPOTrainer, `fastest` (eager attention, large micro-batches, no gradient checkpointing, memory kept
 by malloc) or `documented` (its defaults). Same model, prompts, group size and precision; every
 response has the full length, so that all do the same work. A step lasts from the word to begin
-until the next step would begin. Ours keeps float32 master weights, TRL does not.
+until the next step would begin. Ours keeps float32 master weights, TRL does not. Over 300 lines
+because both sides are set up here, one beside the other.
 
 TRL is not a dependency; put it in a folder of its own:
 

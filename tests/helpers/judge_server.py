@@ -38,7 +38,10 @@ class JudgeServer:
 
 @contextmanager
 def judge_server(key: str | None = None, hold: float = 0.0) -> Iterator[JudgeServer]:
-    """A running server; `hold` seconds pass before each reply."""
+    """A running server; `hold` seconds pass before each reply.
+
+    Over 60 lines because the handler, which shares its state, is inside.
+    """
     state = JudgeServer(key=key, hold=hold)
 
     class Handler(BaseHTTPRequestHandler):
