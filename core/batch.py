@@ -168,6 +168,10 @@ class RolloutBatch:
                     f"column '{name}' has shape {list(value.shape)}, expected {axes} = {expected}"
                 )
 
+    def bare(self) -> RolloutBatch:
+        """The columns alone, without texts and what rewards said: what models are trained on."""
+        return replace(self, problems=(), texts=(), transcripts=(), turns=(), samples=(), scores=())
+
     def select(self, rows: Tensor) -> RolloutBatch:
         """The given rows [N] (int64 indices), in that order, with all filled columns."""
         index = rows.tolist()

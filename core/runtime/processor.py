@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 from pathlib import Path
 
 
@@ -18,3 +19,13 @@ def has_bfloat16_instructions() -> bool:
         return False
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
     return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def processor_name() -> str:
+    """The processor's model as the kernel calls it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

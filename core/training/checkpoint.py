@@ -8,7 +8,6 @@ random is derived from (seed, step), so no generator state is needed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,19 +15,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn import Module
 
 from posttrain.core.artifacts import file_digest
+from posttrain.core.durable import put_in_place
 from posttrain.core.errors import RunError
-from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.optim import StoredOptimizer
 
 _STATE = "state.json"
-# One file for each: writing safetensors copies the whole file in memory first.
-_TENSOR_FILES = ("master", "exp_avg", "exp_avg_sq", "step")
+_TENSORS = "optimizer"
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+
+
+class DamagedCheckpoint(RunError):
+    """A checkpoint whose files are not those that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,10 @@ class LoopState:
 
 def save_checkpoint(
     folder: Path,
-    optimizer: MasterOptimizer,
+    optimizer: StoredOptimizer,
     state: LoopState,
     *,
-    critic: MasterOptimizer | None = None,
+    critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> None:
     """Write `folder` anew: tensors first, the state with their digest last, then rename.
@@ -78,25 +80,21 @@ def save_checkpoint(
         },
         "reference": {} if reference is None else _write_reference(partial, reference),
     }
-    with (partial / _STATE).open("w") as stream:
-        json.dump(record, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    (partial / _STATE).write_text(json.dumps(record))
+    put_in_place(partial, folder)
 
 
 def load_checkpoint(
     folder: Path,
-    optimizer: MasterOptimizer,
+    optimizer: StoredOptimizer,
     *,
-    critic: MasterOptimizer | None = None,
+    critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> LoopState:
     """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`.
 
-    Raises `RunError` when it is damaged, or is of a loop with a critic and this one has none, or
-    the other way round. Nothing is loaded then.
+    Raises `RunError` when it is damaged, is of another precision, or is of a loop with a critic and
+    this one has none, or the other way round. Nothing is loaded then.
     """
     record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
@@ -111,36 +109,39 @@ def load_checkpoint(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
             "--fresh to start the stage anew"
         )
-    digests = {name: d for part in saved.values() for name, d in part["sha256"].items()}
-    digests |= record["reference"]
-    paths = {folder / name: digest for name, digest in digests.items()}
-    if any(not path.is_file() or file_digest(path) != digest for path, digest in paths.items()):
-        raise RunError(
-            f"checkpoint '{folder}' is damaged (a file is missing or its digest differs): run with "
-            "--fresh to start the stage anew"
-        )
     for place, one in wanted.items():
-        _read_tensors(folder / place, one, saved[place]["step_count"])
+        if saved[place]["precision"] != one.precision:
+            raise RunError(
+                f"checkpoint '{folder}' keeps {saved[place]['precision']}, but the stage "
+                f"{one.precision}: run with --fresh to start the stage anew"
+            )
+    _check_files(folder, record)
+    for place, one in wanted.items():
+        one.read(folder / place / _TENSORS, saved[place]["step_count"])
     if reference is not None and record["reference"]:
         _read_reference(folder, reference)
     return LoopState(**{part.name: record[part.name] for part in fields(LoopState)})
 
 
 def _by_place(
-    optimizer: MasterOptimizer, critic: MasterOptimizer | None
-) -> dict[str, MasterOptimizer]:
+    optimizer: StoredOptimizer, critic: StoredOptimizer | None
+) -> dict[str, StoredOptimizer]:
     """Each optimizer by the folder of its tensors, relative to the checkpoint's."""
     return {".": optimizer} if critic is None else {".": optimizer, _CRITIC: critic}
 
 
-def _write_tensors(root: Path, place: str, optimizer: MasterOptimizer) -> dict[str, object]:
+def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[str, object]:
     """Write an optimizer's tensors; its step count and the files' digests, by path in `root`."""
-    (root / place).mkdir(exist_ok=True)
-    paths = {name: root / place / f"{name}.safetensors" for name in _TENSOR_FILES}
-    for name, path in paths.items():
-        save_file(_tensors_of(optimizer, name), path)
-    digests = {path.relative_to(root).as_posix(): file_digest(path) for path in paths.values()}
-    return {"step_count": optimizer.step_count, "sha256": digests}
+    folder = root / place / _TENSORS
+    folder.mkdir(parents=True)
+    optimizer.write(folder)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {path.relative_to(root).as_posix(): file_digest(path) for path in paths}
+    return {
+        "step_count": optimizer.step_count,
+        "precision": optimizer.precision,
+        "sha256": digests,
+    }
 
 
 def _write_reference(root: Path, reference: Module) -> dict[str, str]:
@@ -158,26 +159,22 @@ def _read_reference(folder: Path, reference: Module) -> None:
             parameter.copy_(saved[str(i)])
 
 
-def _read_tensors(folder: Path, optimizer: MasterOptimizer, step_count: int) -> None:
-    """Load an optimizer, and its model, from the tensor files in `folder`."""
-    master, *moments = (load_file(folder / f"{name}.safetensors") for name in _TENSOR_FILES)
-    adamw = optimizer.optimizer.state_dict()
-    adamw["state"] = {
-        int(i): {name: part[i] for name, part in zip(_TENSOR_FILES[1:], moments, strict=True)}
-        for i in moments[0]
-    }
-    masters = [master[str(i)] for i in range(len(master))]
-    optimizer.load_state_dict({"step_count": step_count, "masters": masters, "adamw": adamw})
+def check_whole(folder: Path) -> None:
+    """Raise `DamagedCheckpoint` unless every file is there and is what was written."""
+    _check_files(folder, _read_record(folder))
 
 
-def _tensors_of(optimizer: MasterOptimizer, name: str) -> dict[str, Tensor]:
-    """Tensors of one kind, by parameter number; moments exist once a step was taken."""
-    state = optimizer.state_dict()
-    if name == "master":
-        found = dict(enumerate(state["masters"]))
-    else:
-        found = {i: values[name] for i, values in state["adamw"]["state"].items()}
-    return {str(i): tensor.detach().cpu().contiguous() for i, tensor in found.items()}
+def _check_files(folder: Path, record: dict[str, Any]) -> None:
+    if record.get("version") != SCHEMA_VERSION:
+        return  # whole or not, `load_checkpoint` refuses it
+    saved = [*(part["sha256"] for part in record["optimizers"].values()), record["reference"]]
+    digests = {name: digest for part in saved for name, digest in part.items()}
+    paths = {folder / name: digest for name, digest in digests.items()}
+    if any(not path.is_file() or file_digest(path) != digest for path, digest in paths.items()):
+        raise DamagedCheckpoint(
+            f"checkpoint '{folder}' is damaged (a file is missing or its digest differs): run with "
+            "--fresh to start the stage anew"
+        )
 
 
 def read_step(folder: Path) -> int:
@@ -191,22 +188,23 @@ def _read_record(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((folder / _STATE).read_text())
         if not isinstance(record, dict) or "step" not in record:
             raise ValueError("no object with a step")
-    except ValueError as error:
-        raise RunError(
+    except (ValueError, OSError) as error:
+        raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged ({_STATE} is not what was written: {error}): run "
             "with --fresh to start the stage anew"
         ) from error
     return record
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The complete checkpoint with the highest step below `root`, if any."""
-    complete = [p for p in root.glob("step-*") if (p / _STATE).is_file()]
-    return max(complete, key=lambda p: p.name, default=None)
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end."""
+    return (folder / _STATE).is_file()
 
 
-def remove_older(root: Path, keep: Path) -> None:
-    """Remove every checkpoint below `root` but `keep`."""
-    for folder in root.glob("step-*"):
-        if folder != keep:
-            shutil.rmtree(folder, ignore_errors=True)
+def master_weights(folder: Path, place: str) -> dict[str, torch.Tensor]:
+    """The trained weights in a checkpoint, by number; none of a model that ranks wrote.
+
+    `place` is "." for the policy's optimizer and "critic" for that of the critic.
+    """
+    path = folder / place / _TENSORS / "master" / "whole.safetensors"
+    return load_file(path) if path.is_file() else {}

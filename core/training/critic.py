@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, Counts, TokenLoss
 from posttrain.core.math.values import explained_variance, value_loss
+from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
-from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
+from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows, mini_batches
 
 
@@ -60,32 +62,52 @@ class CriticSettings:
     huber_delta: float | None = None
     max_tokens: int | None = None
 
-    def micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+    def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
         """Row indices of each micro-batch of `batch`."""
-        return micro_rows(batch, self.micro_batch_size, self.max_tokens)
+        return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
 
 class Critic:
     """A sequence classifier with the scalar head `score`, its optimizer, and its update."""
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: MasterOptimizer, settings: CriticSettings
+        self,
+        model: PreTrainedModel,
+        optimizer: MasterOptimizer,
+        settings: CriticSettings,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.optimizer, self.settings = model, optimizer, settings
+        self.ranks = ranks
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the critic."""
+        return self.optimizer
 
     @torch.no_grad()
     def values(
         self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, Tensor]:
         """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
-        order, values, bootstrap = self.settings.micro_rows(batch), [], []
-        for rows in order:
+        rows, values, bootstrap = [], [], []
+        for index, counts in self.ranks.share(self._micro_rows(batch)):
             check()
-            found = response_values(self.model, batch.select(rows))
-            values.append(found[0].float().cpu())
-            bootstrap.append(found[1].float().cpu())
-        back = torch.cat(order).argsort()
-        return torch.cat(values)[back], torch.cat(bootstrap)[back]
+            found = response_values(self.model, batch.select(index))
+            if counts:
+                rows.append(index)
+                values.append(found[0].float())
+                bootstrap.append(found[1].float())
+        put_away(self.model)
+        shape = batch.response_ids.shape
+        return (
+            self.ranks.add(in_place(rows, values, shape)),
+            self.ranks.add(in_place(rows, bootstrap, shape[:1])),
+        )
+
+    def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+        """Row indices of each micro-batch, of all ranks."""
+        return self.settings.micro_rows(batch, self.ranks.size)
 
     def update(
         self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
@@ -118,18 +140,20 @@ class Critic:
 
     def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
         """Forward and backward over one mini-batch; its loss, divided by its own counts."""
-        order, total = self.settings.micro_rows(mini), 0.0
-        counts = self.settings.aggregator.count(mini.mask, mini.group_id)
-        counts = replace(counts, num_parts=len(order))
-        for rows in order:
+        order, own = self._micro_rows(mini), MetricSums()
+        totals = self.settings.aggregator.count(mini.mask, mini.group_id)
+        totals = replace(totals, num_parts=len(order))
+        for rows, counts in self.ranks.share([rows for rows in order if mini.mask[rows].any()]):
             check()
             micro = mini.select(rows)
-            if not micro.mask.any():
-                continue
-            loss, clipped = self._loss(micro, counts.rows(rows))
-            sums.add("value/clip_frac", clipped.double(), micro.mask)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            loss, clipped = self._loss(micro, totals.rows(rows))
+            if counts:
+                own.add("value/clip_frac", clipped.double(), micro.mask)
+                own.add_scalar("loss", loss.detach())
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+        own = self.ranks.merge(own)
+        total = own.pop("loss", default=0.0)
+        sums.merge(own)
         return total
 
     def _loss(self, micro: RolloutBatch, counts: Counts) -> tuple[Tensor, Tensor]:

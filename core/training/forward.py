@@ -14,8 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.stream_attention import STREAM, widest_window
+from posttrain.core.models.autocast import compute_dtype
+from posttrain.core.models.sharded import put_away, run_backbone
+from posttrain.core.models.sharing import why_no_shared_keys, widest_window
+from posttrain.core.models.stream_attention import STREAM
 from posttrain.core.training.logprobs import cut_logprobs
+from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of
 
@@ -52,19 +56,26 @@ def forward_only(
     check: Callable[[], None] = lambda: None,
     cut: Cut = UNCUT,
     max_tokens: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> ResponseForward:
     """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches."""
-    order, parts = micro_rows(batch, micro_batch_size, max_tokens), []
-    for rows in order:
+    order, rows, parts = micro_rows(batch, micro_batch_size, max_tokens, ranks.size), [], []
+    for index, counts in ranks.share(order):
         check()
-        micro = batch.select(rows)
-        parts.append(response_logprobs(model, micro, temperature=temperature, cut=cut))
-    back = torch.cat(order).argsort()
-    kept = [p.log_kept for p in parts if p.log_kept is not None]
+        micro = batch.select(index)
+        out = response_logprobs(model, micro, temperature=temperature, cut=cut)
+        if counts:
+            rows.append(index)
+            parts.append(out)
+    put_away(model)
+
+    def of_all(columns: list[Tensor]) -> Tensor:
+        return ranks.add(in_place(rows, columns, batch.response_ids.shape))
+
     return ResponseForward(
-        torch.cat([p.logprobs for p in parts]).cpu()[back],
-        torch.cat([p.entropy for p in parts]).cpu()[back],
-        torch.cat(kept).cpu()[back] if kept else None,
+        of_all([part.logprobs for part in parts]),
+        of_all([part.entropy for part in parts]),
+        of_all([part.log_kept for part in parts if part.log_kept is not None]) if cut else None,
     )
 
 
@@ -76,19 +87,30 @@ def response_states(
     Column t of the states [B, n (+ 1 with `include_last`), H] is the state that predicts token t; n
     is the longest response. The prompts of a group are computed once, and gradients flow into them
     from all rows. A model that cannot take a stream computes responses padded, on copies of its
-    prompts' keys and values.
+    prompts' keys and values; one that knows earlier tokens by other means computes whole sequences.
     """
+    hidden, ids, mask = _states(model, batch, include_last=include_last)
+    return hidden.to(compute_dtype(model)), ids, mask
+
+
+def _states(
+    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`response_states` by the way that suits `model`."""
     if model.config._attn_implementation == STREAM:
         stream, window = stream_of(batch, include_last=include_last), widest_window(model)
         if window is None or stream.layout.longest <= window:
             return _stream_states(model, stream)
-    return _cached_states(model, batch, include_last=include_last)
+    if why_no_shared_keys(model) is None:
+        return _cached_states(model, batch, include_last=include_last)
+    return _whole_states(model, batch, include_last=include_last)
 
 
 def _stream_states(model: PreTrainedModel, stream: TokenStream) -> tuple[Tensor, Tensor, Tensor]:
     """`response_states` from one forward pass over a stream in which nothing is padded."""
     device = model.device
-    out = model.base_model(
+    out = run_backbone(
+        model,
         input_ids=stream.token_ids.to(device)[None],
         position_ids=stream.positions.to(device)[None],
         # Models hand a mask of four axes on as it is; the layout says who attends to whom.
@@ -105,7 +127,7 @@ def _cached_states(
     model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`response_states` from the prompts' keys and values, expanded to the rows of each group."""
-    device, backbone = model.device, model.base_model
+    device = model.device
     first_rows, row_to_prompt = distinct_prompts(batch.group_id)
     prompt_ids = batch.prompt_ids[first_rows].to(device)
     prompt_mask = batch.prompt_mask[first_rows].to(device)
@@ -113,7 +135,8 @@ def _cached_states(
     prompt_ids, prompt_mask = prompt_ids[:, -width:], prompt_mask[:, -width:]
     row_to_prompt = row_to_prompt.to(device)
     cache = DynamicCache(config=model.config)
-    prompt_out = backbone(
+    prompt_out = run_backbone(
+        model,
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
         position_ids=(prompt_mask.cumsum(dim=1) - 1).clamp(min=0),
@@ -132,7 +155,8 @@ def _cached_states(
         # Tokens between sampled ones (tool output) are attended to: all up to the last sampled one.
         real = mask.long().flip(1).cummax(dim=1).values.flip(1)
         starts = prompt_mask.sum(dim=1)[row_to_prompt]
-        out = backbone(
+        out = run_backbone(
+            model,
             input_ids=ids[:, :num_inputs],
             attention_mask=torch.cat([prompt_mask[row_to_prompt], real[:, :num_inputs]], dim=1),
             position_ids=starts[:, None] + torch.arange(num_inputs, device=device)[None, :],
@@ -141,6 +165,37 @@ def _cached_states(
         )
         hidden = torch.cat([hidden, out.last_hidden_state], dim=1)
     return hidden, ids, mask
+
+
+def _whole_states(
+    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`response_states` from each row by itself.
+
+    Tokens stand at the front of a row: what comes after them is nothing to a causal model.
+    """
+    device = model.device
+    prompts = batch.prompt_mask.sum(dim=1)
+    mask = batch.response_mask.bool()
+    columns = torch.arange(1, mask.shape[1] + 1)
+    lengths = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
+    length = int(lengths.max())
+    ends = prompts + (lengths if include_last else (lengths - 1).clamp(min=0))
+    places = torch.arange(int(ends.max())).expand(len(batch), -1)
+    # Prompts are padded on the left, responses on the right.
+    padded = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
+    source = places + (batch.prompt_ids.shape[1] - prompts)[:, None]
+    ids = padded.gather(1, source.clamp(max=padded.shape[1] - 1))
+    states = run_backbone(
+        model,
+        input_ids=ids.to(device),
+        attention_mask=(places < ends[:, None]).long().to(device),
+        use_cache=False,
+    ).last_hidden_state
+    picks = (prompts - 1)[:, None] + torch.arange(length + include_last)[None, :]
+    picks = torch.minimum(picks, (ends - 1)[:, None]).to(device)
+    hidden = states.gather(1, picks[:, :, None].expand(-1, -1, states.shape[2]))
+    return hidden, batch.response_ids[:, :length].to(device), mask[:, :length].to(device)
 
 
 def project_states(
@@ -164,9 +219,9 @@ def project_states(
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:
-    """The matrix [V, H] that makes logits of hidden states."""
+    """The matrix [V, H] that makes logits of hidden states, in the precision of products."""
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    return weight
+    return weight.to(compute_dtype(model))
 
 
 def to_rows(values: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:

@@ -2,8 +2,8 @@
 
 Every term of the loss is divided by counts of the *global* mini-batch, taken before its first
 micro-batch, so the summed gradients equal that of one big batch. What the loss is made of is the
-objective's business; here are the epochs, mini-batches and micro-batches. Over 300 lines by a
-little: one update is read from top to bottom.
+objective's business; here are the epochs, mini-batches and micro-batches. Over 300 lines
+because one update, on one rank or several, is read from top to bottom.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.collision import response_sum_pi_squared
 from posttrain.core.training.exact_kl import response_exact_kl
@@ -31,8 +32,9 @@ from posttrain.core.training.guard import KlGuard
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Objective, PreparedMini
-from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ptx import PtxTerm
+from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.records import record_micro, update_metrics
 from posttrain.core.training.sampled_law import mismatch_of, on_uncut_law
 from posttrain.core.training.splitting import mini_batches
@@ -51,7 +53,8 @@ class Learner:
     """Owns the policy, its frozen reference (when a KL term needs it) and the optimizer.
 
     `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
-    pre-training term; `guard` bounds how far one batch may move the policy.
+    pre-training term; `guard` bounds how far one batch may move the policy. Of several `ranks` each
+    has a learner, and all are called alike.
     """
 
     def __init__(
@@ -65,10 +68,16 @@ class Learner:
         guard: KlGuard | None = None,
         ptx: PtxTerm | None = None,
         trust_region: NaturalGradient | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.objective, self.settings, self.reference = objective, settings, reference
         self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the policy."""
+        return self.optimizer
 
     def update(
         self, batch: RolloutBatch, step: int, kl_coef: float, check: Check = _nothing
@@ -132,8 +141,9 @@ class Learner:
         """
         own = MetricSums()
         idle = self._idle_rows(mini, kl_coef)
-        own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         seen, log_kept = self._accumulate(mini, prepared, kl_coef, own, idle, check)
+        own = self.ranks.merge(own)
+        own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         if done.first_logprobs is None:
             done.first_logprobs = seen
         rows = (~idle).nonzero().squeeze(1)
@@ -147,7 +157,7 @@ class Learner:
                 return False
             done.rate_factor *= self.guard.factor
         if self.ptx is not None:
-            self.ptx.accumulate(self.model, *place, own, check)
+            self.ptx.accumulate(self.model, *place, own, check, self.ranks)
         done.sums.merge(own)
         report = self.optimizer.step(done.rate_factor)
         done.took(report)
@@ -208,7 +218,7 @@ class Learner:
                 now = self.forward_only(self.model, mini, check)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", step, number)
-        return mini, self.objective.prepare(mini, draw, len(self.settings.micro_rows(mini)))
+        return mini, self.objective.prepare(mini, draw, len(self._micro_rows(mini)))
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check
@@ -228,6 +238,8 @@ class Learner:
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""
         assert self.reference is not None, "there is no reference to refresh"
+        put_away(self.model)
+        put_away(self.reference)
         self.reference.load_state_dict(self.model.state_dict())
 
     def reference_logprobs(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
@@ -241,17 +253,25 @@ class Learner:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
         size, settings = self.settings.micro_batch_size, self.settings
         return forward_only(
-            model, batch, size, settings.temperature, check, cut, settings.max_tokens
+            model, batch, size, settings.temperature, check, cut, settings.max_tokens, self.ranks
         )
+
+    def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+        """Row indices of each micro-batch, of all ranks."""
+        return self.settings.micro_rows(batch, self.ranks.size)
 
     def sum_pi_squared(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
-        order, parts = self.settings.micro_rows(batch), []
-        for rows in order:
+        rows, parts = [], []
+        for index, counts in self.ranks.share(self._micro_rows(batch)):
             check()
-            micro, temperature = batch.select(rows), self.settings.temperature
-            parts.append(response_sum_pi_squared(self.model, micro, temperature=temperature))
-        return torch.cat(parts)[torch.cat(order).argsort()]
+            micro, temperature = batch.select(index), self.settings.temperature
+            found = response_sum_pi_squared(self.model, micro, temperature=temperature)
+            if counts:
+                rows.append(index)
+                parts.append(found)
+        put_away(self.model)
+        return self.ranks.add(in_place(rows, parts, batch.response_ids.shape))
 
     def _accumulate(
         self,
@@ -273,12 +293,11 @@ class Learner:
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
             self.optimizer.fill_gradients()
-        for part in self.settings.micro_rows(mini.select(active)) if len(active) else ():
+        parts = self._micro_rows(mini.select(active)) if len(active) else []
+        order = [active[part] for part in parts if mini.mask[active[part]].any()]
+        for rows, counts in self.ranks.share(order):
             check()
-            rows = active[part]
             micro = mini.select(rows)
-            if not micro.mask.any():
-                continue
             states = response_states(self.model, micro, include_last=False)
             out = project_states(
                 self.model,
@@ -287,9 +306,11 @@ class Learner:
                 temperature=self.settings.temperature,
                 cut=cut,
             )
-            seen[rows] = out.logprobs.detach().to(seen)
+            if counts:
+                seen[rows] = out.logprobs.detach().to(seen)
             if log_kept is not None and out.log_kept is not None:
-                log_kept[rows] = out.log_kept.to(log_kept)
+                if counts:
+                    log_kept[rows] = out.log_kept.to(log_kept)
                 micro = on_uncut_law(micro, out.log_kept)
             if micro.old_logprobs is None:
                 micro = micro.with_columns(old_logprobs=out.logprobs.cpu())
@@ -301,9 +322,12 @@ class Learner:
                 kl_coef,
                 self._exact_kl(micro, states, kl_coef),
             )
-            record_micro(sums, loss, out, micro)
-            loss.total.backward()  # type: ignore[no-untyped-call]
-        return seen, log_kept
+            if counts:
+                record_micro(sums, loss, out, micro)
+            share = loss.total if counts else 0.0 * loss.total
+            share.backward()  # type: ignore[no-untyped-call]
+        add = self.ranks.add
+        return add(seen), None if log_kept is None else add(log_kept)
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

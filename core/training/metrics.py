@@ -63,6 +63,14 @@ class MetricSums:
         count = self._counts.get(name, 0.0)
         return self._sums[name] / count if count else default
 
+    def pop(self, name: str, *, default: float) -> float:
+        """One metric as it stands, which is then forgotten; `default` when nothing was added."""
+        value = self.mean(name, default=default)
+        self._sums.pop(name, None)
+        self._counts.pop(name, None)
+        self._shares.discard(name)
+        return value
+
     def result(self) -> dict[str, float]:
         """Every metric; means of nothing are left out."""
         means = {n: s / self._counts[n] for n, s in self._sums.items() if self._counts[n] > 0}

@@ -1,20 +1,28 @@
 """AdamW with float32 master weights, a schedule, and gradients summed in float32.
 
 Low-precision parameters would lose small updates (5e-6 on a weight of 0.1 is below one bfloat16
-step), so the optimizer owns a float32 copy, and each micro-batch's gradient is added in float32.
+step), so the optimizer owns a float32 copy, or rounds at random where memory is short. Each
+micro-batch's gradient is added in float32 in both cases.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.errors import ConfigError
+from posttrain.core.models.sharded import whole
+from posttrain.core.training.compact_adamw import CompactAdamW
+from posttrain.core.training.optimizer_files import Kinds, read_kinds, write_kinds
+
+_MASTER = "master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +46,62 @@ def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> f
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def precision_of(section: OptimizerSection) -> str:
+    """How weights and moments are kept."""
+    return f"weights: {section.rounding}, moments: {section.moments}"
+
+
+class StoredOptimizer(Protocol):
+    """What a checkpoint asks of an optimizer, in this process or on ranks."""
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps taken."""
+
+    @property
+    def precision(self) -> str:
+        """How weights and moments are kept: a checkpoint of another precision does not fit."""
+
+    def write(self, folder: Path) -> None:
+        """Write masters and moments below `folder`."""
+
+    def read(self, folder: Path, step_count: int) -> None:
+        """Continue from what `write` wrote, also in the model's own weights."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, as exactly as they are kept; none where ranks have them."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
 class MasterOptimizer:
     """AdamW over a module's trainable parameters; see the module docstring for the precision."""
 
-    def __init__(self, module: Module, section: OptimizerSection, total_steps: int) -> None:
+    def __init__(
+        self, module: Module, section: OptimizerSection, total_steps: int, *, seed: int = 0
+    ) -> None:
+        """`seed` is of the noise of stochastic rounding."""
         self.section, self.total_steps, self.step_count = section, total_steps, 0
-        self._params: list[Parameter] = [p for p in module.parameters() if p.requires_grad]
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names, self._params = list(trained), list(trained.values())
         self._masters: list[Tensor] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        rounded = section.rounding == "stochastic"
+        if rounded:
+            _require_bfloat16(self._params)
         for param in self._params:
-            master = param.detach().float().clone() if param.dtype != torch.float32 else param
+            if rounded:
+                param.grad_dtype = torch.float32  # autograd casts each gradient, then adds
+            own = rounded or param.dtype == torch.float32
+            master = param if own else param.detach().float().clone()
             self._masters.append(master)
             if master is not param:
                 hook = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     _add_to(master)
                 )
                 self._hooks.append(hook)
-        self.optimizer = torch.optim.AdamW(
-            self._masters,
-            lr=section.learning_rate,
-            betas=section.betas,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            fused=True,
-        )
+        self.optimizer = _adamw(self._masters, section, seed)
 
     def step(self, rate_factor: float = 1.0) -> StepReport:
         """Clip, step, copy the masters into the model, clear gradients.
@@ -79,7 +119,7 @@ class MasterOptimizer:
         if not with_grad:
             return StepReport(0.0, False, rate, skipped=True)
         limit = self.section.max_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(with_grad, limit or float("inf")))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(with_grad, limit or float("inf"))))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -94,12 +134,16 @@ class MasterOptimizer:
         """
         for master in self._masters:
             if master.grad is None:
-                master.grad = torch.zeros_like(master)
+                master.grad = torch.zeros_like(master, dtype=torch.float32)
 
     def zero_grad(self) -> None:
         """Forget gradients, of an update that was given up included."""
         for tensor in (*self._masters, *self._params):
             tensor.grad = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """As in `StoredOptimizer`: the masters, not copied."""
+        return dict(zip(self._names, self._masters, strict=True))
 
     def close(self) -> None:
         """Detach from the module and free masters and moments: the module is its own again."""
@@ -107,9 +151,17 @@ class MasterOptimizer:
             hook.remove()
         self._hooks.clear()
         self.zero_grad()
+        if self.section.rounding == "stochastic":
+            for param in self._params:
+                param.grad_dtype = param.dtype
         self._masters.clear()
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
+
+    @property
+    def precision(self) -> str:
+        """As in `StoredOptimizer`."""
+        return precision_of(self.section)
 
     def state_dict(self) -> dict[str, Any]:  # Any: torch's optimizer state is untyped
         """Masters, moments and step count: what a checkpoint must keep beside the model."""
@@ -128,11 +180,65 @@ class MasterOptimizer:
         self.optimizer.load_state_dict(state["adamw"])
         self._copy_masters()
 
+    def write(self, folder: Path) -> None:
+        """As in `StoredOptimizer`; moments exist once a step was taken."""
+        state = self.state_dict()
+        kinds: Kinds = {_MASTER: {str(i): tensor for i, tensor in enumerate(state["masters"])}}
+        for i, values in state["adamw"]["state"].items():
+            for kind, tensor in values.items():
+                kinds.setdefault(kind, {})[str(i)] = tensor
+        write_kinds(kinds, folder)
+
+    def read(self, folder: Path, step_count: int) -> None:
+        """As in `StoredOptimizer`, whatever number of ranks wrote."""
+
+        def like(kind: str, number: str) -> Tensor:
+            return torch.zeros(()) if kind == "step" else self._masters[int(number)]
+
+        kinds = read_kinds(folder, like)
+        masters = kinds.pop(_MASTER)
+        state: dict[int, dict[str, Tensor]] = {}
+        for kind, tensors in kinds.items():
+            for number, tensor in tensors.items():
+                state.setdefault(int(number), {})[kind] = tensor
+        self.load_state_dict(
+            {
+                "step_count": step_count,
+                "masters": [masters[str(i)] for i in range(len(masters))],
+                "adamw": self.optimizer.state_dict() | {"state": state},
+            }
+        )
+
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for param, master in zip(self._params, self._masters, strict=True):
             if master is not param:
                 param.copy_(master)
+
+
+def _adamw(masters: list[Tensor], section: OptimizerSection, seed: int) -> torch.optim.Optimizer:
+    """torch's AdamW, or the one that takes less memory."""
+    if section.rounding == "stochastic" or section.moments == "8bit":
+        return CompactAdamW(masters, section, seed)
+    return torch.optim.AdamW(
+        masters,
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
+
+
+def _require_bfloat16(params: list[Parameter]) -> None:
+    """Rounding at random is of bfloat16 weights; of float32 ones it would do nothing."""
+    other = {p.dtype for p in params} - {torch.bfloat16, torch.float32}
+    if other or all(p.dtype == torch.float32 for p in params):
+        found = ", ".join(sorted(str(p).removeprefix("torch.") for p in {p.dtype for p in params}))
+        raise ConfigError(
+            f"optimizer.rounding is 'stochastic', but the trained weights are {found}: set "
+            "model.dtype: bfloat16, or optimizer.rounding: masters"
+        )
 
 
 def _add_to(master: Tensor) -> Any:  # Any: torch wants an untyped hook

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
 from posttrain.core.training.collision import response_sum_pi_squared
-from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.forward import forward_only, response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference_batches import (
@@ -31,6 +31,7 @@ from posttrain.core.training.preference_objective import (
     PreparedTerms,
     with_margin,
 )
+from posttrain.core.training.ranks import ALONE, Ranks
 
 Rows = Sequence[Pair | LabelledAnswer]
 """Pairs, or labelled answers; never both."""
@@ -70,6 +71,7 @@ class PreferenceLearner:
     micro_batch_size: int
     reference: PreTrainedModel | None = None
     check: Callable[[], None] = lambda: None
+    ranks: Ranks = ALONE
 
     def step(self, rows: Rows, optimizer: MasterOptimizer) -> dict[str, float]:
         """One optimizer step on the mean loss over `rows`, however it is split."""
@@ -86,14 +88,17 @@ class PreferenceLearner:
         """Add the gradient of the mini-batch's loss to the model; returns the metrics."""
         mini, sums = self._mini(rows), MetricSums()
         counts, prepared = mini.counts(), self._prepare(rows, mini)
-        for index, micro in mini.micro_batches(self.micro_batch_size):
+        size = max(1, min(self.micro_batch_size, -(-len(rows) // self.ranks.size)))
+        micros: list[tuple[Tensor, Mini]] = list(mini.micro_batches(size))
+        for (index, micro), is_own in self.ranks.share(micros):
             self.check()
             out = response_logprobs(self.model, micro.batch, temperature=1.0)
             tokens = micro.tokens(out.logprobs.cpu(), self._log_sum_sq(micro.batch))
             share = self.objective.loss(tokens, counts, prepared.rows(index))
-            share.total.backward()  # type: ignore[no-untyped-call]
-            share.record(sums)
-        metrics = with_margin(sums.result()) | dict(prepared.metrics)
+            if is_own:
+                share.record(sums)
+            (share.total if is_own else 0.0 * share.total).backward()  # type: ignore[no-untyped-call]
+        metrics = with_margin(self.ranks.merge(sums).result()) | dict(prepared.metrics)
         return metrics | {"tokens/response": float(mini.batch.mask.sum())}
 
     def _mini(self, rows: Rows) -> Mini:
@@ -134,14 +139,10 @@ class PreferenceLearner:
             return None
         return response_sum_pi_squared(self.model, batch, temperature=1.0).log()
 
-    @torch.no_grad()
     def forward_only(self, model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
         """Log-probs [B, T] of `model` without gradient, in micro-batches."""
-        parts = []
-        for rows in torch.split(torch.arange(len(batch)), 2 * self.micro_batch_size):
-            self.check()
-            parts.append(response_logprobs(model, batch.select(rows), temperature=1.0).logprobs)
-        return torch.cat(parts).cpu()
+        size, ranks = 2 * self.micro_batch_size, self.ranks
+        return forward_only(model, batch, size, 1.0, self.check, ranks=ranks).logprobs
 
     @torch.no_grad()
     def rank(self, rows: Rows) -> Ranking:

@@ -16,6 +16,8 @@ from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm
+from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.splitting import micro_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,21 @@ class PtxTerm:
         number: int,
         sums: MetricSums,
         check: Callable[[], None],
+        ranks: Ranks = ALONE,
     ) -> None:
         """Add this term's gradient to what the policy terms left on `model`."""
         batch = self.make_batch(self.draw(step, number))
-        counts = self.term.aggregator.count(batch.mask, batch.group_id)
-        for rows in torch.split(torch.arange(len(batch)), self.micro_batch_size):
+        totals = self.term.aggregator.count(batch.mask, batch.group_id)
+        own = MetricSums()
+        for rows, counts in ranks.share(micro_rows(batch, self.micro_batch_size, None, ranks.size)):
             check()
             micro = batch.select(rows)
             out = response_logprobs(model, micro, temperature=1.0)
             token_loss = self.term.loss.token_loss(out.logprobs.cpu(), micro)
             loss = self.term.coef * self.term.aggregator.aggregate(
-                token_loss, micro.mask, counts.rows(rows), micro.group_id
+                token_loss, micro.mask, totals.rows(rows), micro.group_id
             )
-            sums.add_scalar("loss/term/ptx", loss.detach())
-            loss.backward()  # type: ignore[no-untyped-call]
+            if counts:
+                own.add_scalar("loss/term/ptx", loss.detach())
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+        sums.merge(ranks.merge(own))

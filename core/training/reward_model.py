@@ -17,15 +17,17 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PairLoss, PairScores
 from posttrain.core.data.packing import pad_right
 from posttrain.core.data.preference import Pair
+from posttrain.core.models.sharded import put_away, run_backbone
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.ranks import ALONE, Ranks
 
 
 def score_sequences(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """Rewards [N], float32, read at the last token of each sequence (prompt and response)."""
     ids, mask = (t.to(model.device) for t in pad_right(rows, 0))
-    hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    hidden = run_backbone(model, input_ids=ids, attention_mask=mask).last_hidden_state
     last = mask.sum(dim=1) - 1
     head = model.get_submodule("score")
     scores: Tensor = head(hidden[torch.arange(len(rows), device=hidden.device), last])
@@ -80,16 +82,19 @@ def reward_step(
     *,
     micro_batch_size: int,
     check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """One optimizer step on the mean loss over `pairs`, however it is split."""
     sums = MetricSums()
-    for start in range(0, len(pairs), micro_batch_size):
+    size = max(1, min(micro_batch_size, -(-len(pairs) // ranks.size)))
+    for start, counts in ranks.share(range(0, len(pairs), size)):
         check()
-        scores = score_pairs(model, pairs[start : start + micro_batch_size])
-        share = reward_loss(loss, replace(scores, num_pairs=float(len(pairs))), sums)
-        share.backward()  # type: ignore[no-untyped-call]
+        scores = score_pairs(model, pairs[start : start + size])
+        own = sums if counts else MetricSums()
+        share = reward_loss(loss, replace(scores, num_pairs=float(len(pairs))), own)
+        (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
     report = optimizer.step()
-    return sums.result() | {"grad/norm": report.grad_norm, "lr": report.learning_rate}
+    return ranks.merge(sums).result() | {"grad/norm": report.grad_norm, "lr": report.learning_rate}
 
 
 @torch.no_grad()
@@ -98,11 +103,14 @@ def pair_hits(
     pairs: Sequence[Pair],
     batch_size: int,
     check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> int:
     """How many pairs the model orders rightly; ties count as wrong."""
-    hits = 0
-    for start in range(0, len(pairs), batch_size):
+    hits = torch.zeros(1)
+    for start, counts in ranks.share(range(0, len(pairs), batch_size)):
         check()
         scores = score_pairs(model, pairs[start : start + batch_size])
-        hits += int((scores.chosen > scores.rejected).sum())
-    return hits
+        if counts:
+            hits += (scores.chosen > scores.rejected).sum().cpu()
+    put_away(model)
+    return int(ranks.add(hits))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
 
 
@@ -33,22 +35,23 @@ def sft_step(
     *,
     micro_batch_size: int,
     check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """One optimizer step on the mean over all response tokens of `batch`, however it is split."""
     num_tokens = float(batch.mask.sum())
-    total, entropy = 0.0, 0.0
-    for rows in torch.split(torch.arange(len(batch)), micro_batch_size):
+    sums = MetricSums()
+    for rows, counts in ranks.share(micro_rows(batch, micro_batch_size, None, ranks.size)):
         check()
         micro = batch.select(rows)
         out = response_logprobs(model, micro, temperature=1.0)
         loss = -out.logprobs.sum() / num_tokens  # log-probs are 0 outside the response
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-        entropy += float(out.entropy.detach().sum()) / num_tokens
+        if counts:
+            sums.add_scalar("sft/loss", loss.detach())
+            sums.add_scalar("entropy/mean", out.entropy.detach().sum() / num_tokens)
+        (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
     report = optimizer.step()
     return {
-        "sft/loss": total,
-        "entropy/mean": entropy,
+        **ranks.merge(sums).result(),
         "grad/norm": report.grad_norm,
         "lr": report.learning_rate,
         "tokens/response": num_tokens,

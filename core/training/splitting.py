@@ -27,13 +27,18 @@ def mini_batches(
                 yield batch.select(torch.cat([groups[i] for i in part.tolist()]))
 
 
-def micro_rows(batch: RolloutBatch, size: int, max_tokens: int | None = None) -> list[Tensor]:
+def micro_rows(
+    batch: RolloutBatch, size: int, max_tokens: int | None = None, num_ranks: int = 1
+) -> list[Tensor]:
     """Row indices of each micro-batch: at most `size` rows and, if given, `max_tokens` tokens.
+
+    There are at least as many as ranks, where there are as many rows.
 
     Without `max_tokens` rows stay in order, so a group's rows mostly share one micro-batch and one
     prompt. With it whole groups are spread so that all parts have about as many tokens, a prompt
     counted once; a group that is too large is cut up, and a row that is longer is one by itself.
     """
+    size = max(1, min(size, -(-len(batch) // num_ranks)))
     if max_tokens is None:
         return list(torch.split(torch.arange(len(batch)), size))
     units = _units(batch, size, max_tokens)

@@ -29,9 +29,9 @@ class UpdateSettings:
     max_tokens: int | None = None
     skip_idle_rows: bool = True
 
-    def micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
+    def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
         """Row indices of each micro-batch of `batch`."""
-        return micro_rows(batch, self.micro_batch_size, self.max_tokens)
+        return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
     @property
     def updates_per_batch(self) -> int:

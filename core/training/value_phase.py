@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.returns import rewards_to_go
 from posttrain.core.training.critic import Critic
-from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.optim import StoredOptimizer
 
 SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
 
@@ -29,9 +29,9 @@ class ValuePhase:
         self.pretraining = pretrain_steps > 0
 
     @property
-    def optimizer(self) -> MasterOptimizer:
-        """The critic's own."""
-        return self.critic.optimizer
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the critic."""
+        return self.critic.stored
 
     def with_values(self, batch: RolloutBatch, check: Callable[[], None]) -> RolloutBatch:
         """`batch` with `values` and `bootstrap_value` of the present critic."""

@@ -1,9 +1,10 @@
-"""One policy update four ways, in turn in one run: tokens/s, share of the GEMM rate, peak memory.
+"""One policy update in several ways, in turn: tokens/s, share of the GEMM rate, peak memory.
 
 plain    each row its own padded sequence, all logits at once, autograd: what a first script does
 chunked  the same rows, logits for response tokens only and in chunks
-shared   each prompt once, responses padded: the default
-stream   each prompt once, nothing padded (model.attention: stream)
+shared   each prompt once, responses padded (model.attention: eager)
+stream   each prompt once, nothing padded: the default
+compiled the same with every decoder layer under torch.compile; only with --compile
 
 Useful FLOPs: 6 x the weights of the layers for each token that is needed (a prompt once a group, a
 response without its last token) and 6 x those of the head for each response token; no attention,
@@ -20,12 +21,14 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import ModelSection, OptimizerSection
@@ -39,6 +42,7 @@ from posttrain.core.runtime.device import keep_freed_memory, trim_heap
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.training.updates import UpdateSettings
 
 WAYS = ("plain", "chunked", "shared", "stream")
@@ -144,19 +148,27 @@ class PeakMemory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def make_learner(folder: Path, runtime: ModelRuntime, size: int) -> Learner:
-    """GRPO's loss on the model in `folder`, one update per batch."""
+def make_learner(
+    folder: Path,
+    runtime: ModelRuntime,
+    size: int,
+    ranks: Ranks = ALONE,
+    place: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> Learner:
+    """GRPO's loss on the model in `folder`, one update per batch; `place` spreads it over ranks."""
     manager = PluginManager()
     mean = manager.build(Aggregator, "token-mean")
     term = LossTerm(manager.build(PolicyLoss, "ppo_clip", {}), mean, 1.0)
     model = load_policy(folder, runtime)
+    place(model)
     optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=1e-6), 1000)
-    return Learner(model, optimizer, Objective((term,), mean), UpdateSettings(1, 1, size, 1.0, 0))
+    settings = UpdateSettings(1, 1, size, 1.0, 0)
+    return Learner(model, optimizer, Objective((term,), mean), settings, ranks=ranks)
 
 
 def update(way: str, learner: Learner, batch: RolloutBatch, options: argparse.Namespace) -> None:
     """One update of `batch`, one of `WAYS`."""
-    if way == "stream":
+    if way in ("stream", "compiled"):
         use_stream_attention(learner.model)
     else:
         learner.model.set_attn_implementation(options.attention)
@@ -165,7 +177,9 @@ def update(way: str, learner: Learner, batch: RolloutBatch, options: argparse.Na
         return
     if way == "chunked":
         batch = replace(batch, group_id=torch.arange(len(batch)))
-    learner.update(batch, 0, 0.0)
+    stance = "default" if way == "compiled" else "force_eager"
+    with torch.compiler.set_stance(stance):
+        learner.update(batch, 0, 0.0)
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
@@ -177,7 +191,12 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     folder = options.model or obtain(ModelSection(), options.home / "models").path
     learner = make_learner(folder, runtime, options.micro)
     batch = make_batch(options, learner.model.config.vocab_size)
+    if options.compile:
+        options.ways = [*options.ways, "compiled"]
+        for layer in learner.model.model.layers:
+            layer.compile(dynamic=True)
     times: dict[str, list[float]] = {way: [] for way in options.ways}
+    first: dict[str, float] = {}
     peaks: dict[str, float] = {}
     rates = []
     for number in range(options.rounds + 1):
@@ -185,6 +204,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         for way in options.ways:
             peak = PeakMemory(device)
             took = seconds_of(lambda way=way: update(way, learner, batch, options), device)
+            first.setdefault(way, took)
             if number:  # the first round warms up
                 times[way].append(took)
                 peaks[way] = max(peaks.get(way, 0.0), peak.result())
@@ -194,6 +214,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     plain = times.get("plain")
     return {
         "benchmark": "learner",
+        "first_seconds": {way: round(value, 1) for way, value in first.items()},
         "seconds": {way: round(value, 3) for way, value in best.items()},
         "response_tokens_per_s": {way: round(tokens / value) for way, value in best.items()},
         "share_of_gemm": {way: round(flops / value / rate, 3) for way, value in best.items()},
@@ -228,6 +249,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one line, for machines")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--compile", action="store_true", help="the way 'compiled' as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)

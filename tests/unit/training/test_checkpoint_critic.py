@@ -14,11 +14,11 @@ from posttrain.core.errors import RunError
 from posttrain.core.training.checkpoint import (
     LoopState,
     load_checkpoint,
-    newest_checkpoint,
     read_step,
     save_checkpoint,
 )
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.retention import newest_checkpoint
 
 STATE = LoopState(
     step=3,
@@ -81,7 +81,7 @@ def test_a_damaged_critic_is_refused_and_nothing_is_loaded(tmp_path: Path) -> No
     train(critic, 1)
     folder = tmp_path / "step-000001"
     save_checkpoint(folder, policy, STATE, critic=critic)
-    path = folder / "critic" / "exp_avg.safetensors"
+    path = folder / "critic" / "optimizer" / "exp_avg" / "whole.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))

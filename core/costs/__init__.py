@@ -1,0 +1,1 @@
+"""What a stage will cost: the model's shape, what this machine needs for it, time, memory, disk."""

@@ -1,0 +1,317 @@
+"""Two seconds of this machine doing the run's own work: a few layers, the vocabulary, AdamW.
+
+Nothing is taken from a peak rate. Models of one and of three layers are made in the run's shape and
+precision, and go through the learner's and the engine's own code (`core/costs/pieces.py`): the
+difference is two layers, whatever is in them, and the rest is what a pass costs beside them. Each
+piece is measured when it is first asked for, on as many tokens as fit into its share of the time.
+Over 300 lines by a little: a short method for each piece of work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import TypeVar
+
+import torch
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.sections import LoraSection, OptimizerSection
+from posttrain.core.costs.pieces import (
+    VALUE,
+    Decoder,
+    few_engine_layers,
+    few_layers,
+    forward_pass,
+    head_pass,
+    kept_bytes,
+    made_up_batch,
+    ragged_batch,
+    read_prompts,
+    training_pass,
+)
+from posttrain.core.costs.rates import Groups, HeadWork, Kept, LayerCost, Line, Sequences
+from posttrain.core.costs.shape import ModelShape
+from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.rollout_sampling import draw_tokens
+from posttrain.core.runtime.processor import has_bfloat16_instructions
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.types import SamplingParams
+
+CPU_WORK, SLOW_CPU_WORK, GPU_WORK = 8e9, 8e8, 3e12
+"""Operations of one layer's forward and backward pass in a measurement: some 40 ms on two cores,
+also where bfloat16 products are emulated, and some 10 ms on a GPU."""
+LARGEST_MATRIX = 1e8
+"""Elements of the vocabulary's matrix in a measurement; of larger ones a part is measured."""
+ADAMW_FLOATS = 2**22
+COPIED_BYTES = 2**26
+DIGESTED_BYTES = 2**22
+"""Floats and copied bytes: several times what a core holds in its caches."""
+AGREE = 1.1
+"""Runs of a measurement that differ by less are taken for undisturbed."""
+FEW, MANY = 1, 3
+"""Layers of the two models that are compared."""
+
+T = TypeVar("T")
+
+
+class Calibration:
+    """Measured `Rates` of this machine for one model; `seconds` is what measuring has taken."""
+
+    def __init__(self, shape: ModelShape, runtime: ModelRuntime, *, checkpointing: bool) -> None:
+        self.shape, self.runtime, self.checkpointing = shape, runtime, checkpointing
+        self.seconds = 0.0
+        self._known: dict[Hashable, object] = {}
+        on_cpu = runtime.device.type == "cpu"
+        slow = runtime.dtype == torch.bfloat16 and not has_bfloat16_instructions()
+        self._work = GPU_WORK if not on_cpu else SLOW_CPU_WORK if slow else CPU_WORK
+
+    def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
+        """Forward and backward, for a token that attends to as many as in `rows`."""
+        key = ("training", _like(rows), None if lora is None else lora.model_dump_json())
+        return self._once(key, lambda: self._training(rows, lora))
+
+    def kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
+        """What the layers hold of a micro-batch from its forward to its backward pass."""
+        key = ("kept", str(groups), None if lora is None else lora.model_dump_json())
+        return self._once(key, lambda: self._kept(groups, lora))
+
+    def forward(self, rows: Sequences) -> LayerCost:
+        """Forward alone."""
+        return self._once(("forward", _like(rows)), lambda: self._forward(rows))
+
+    def prefill(self, prompt: int) -> LayerCost:
+        """The engine reads prompts of that many tokens."""
+        return self._once(("prefill", _size(prompt)), lambda: self._prefill(prompt))
+
+    def decoding(self, cached: int, rows: int) -> Line:
+        """The engine's next token through one layer, by sequences, at most `rows`."""
+        return self._once(("decoding", _size(cached)), lambda: self._decoding(cached, rows))
+
+    def head(self, work: HeadWork) -> Line:
+        """The vocabulary's part, by tokens."""
+        return self._once(("head", work), lambda: self._head(work))
+
+    def draw(self, *, greedy: bool) -> float:
+        """Choosing a token from its logits, seconds each."""
+        return self._once(("draw", greedy), lambda: self._draw(greedy))
+
+    @cached_property
+    def adamw_s(self) -> float:
+        """An optimizer step with clipping, seconds for each trained parameter."""
+        return self._once("adamw", self._adamw)
+
+    @cached_property
+    def digest_s(self) -> float:
+        """sha256, seconds a byte."""
+        data = bytes(DIGESTED_BYTES)
+        return self._once("digest", lambda: self._best(lambda: sha256(data)) / DIGESTED_BYTES)
+
+    @cached_property
+    def copy_s(self) -> float:
+        """Copying memory on the device, seconds a byte."""
+        return self._once("copy", self._copy)
+
+    def told(self) -> dict[str, float]:
+        """What was measured so far, in units that people compare machines by."""
+        weights = self.shape.in_layers / self.shape.layers
+        found: dict[str, float] = {}
+        for key, value in self._known.items():
+            name = key[0] if isinstance(key, tuple) else key
+            if name in ("training", "forward") and isinstance(value, LayerCost):
+                operations = (6 if name == "training" else 2) * weights
+                layer = value.of(self._tokens, 1) - value.pass_s
+                found.setdefault(f"{name}_gflops", operations * self._tokens / layer / 1e9)
+            elif name == "decoding" and isinstance(value, Line):
+                found.setdefault("decoding_layer_ms", 1e3 * value.fixed)
+        if "adamw" in self._known:
+            found["adamw_m_per_s"] = 1e-6 / self.adamw_s
+        if "copy" in self._known:
+            found["copy_gb_per_s"] = 1e-9 / self.copy_s
+        return {name: round(value, 3) for name, value in found.items()}
+
+    def _training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
+        models = [
+            few_layers(
+                self.shape.config, n, self.runtime, checkpointing=self.checkpointing, lora=lora
+            )
+            for n in (FEW, MANY)
+        ]
+        return self._layers(models, rows, training_pass)
+
+    def _kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
+        """Of a stream on a CPU exactly, without memory; else by tokens, of fewer of them."""
+        runtime, share, batch = self.runtime, 1.0, ragged_batch(groups)
+        if runtime.attention == "stream" and runtime.device.type == "cpu" and not runtime.autocast:
+            runtime = replace(runtime, device=torch.device("meta"))
+        else:
+            longest = max(max(responses) for _, responses in groups)
+            rows = Sequences(len(groups[0][1]), max(prompt for prompt, _ in groups), longest)
+            form, count = self._fitting(rows)
+            share = rows.tokens(len(batch)) / form.tokens(count)
+            batch = made_up_batch(form, count)
+        few, many = (
+            kept_bytes(
+                few_layers(
+                    self.shape.config, n, runtime, checkpointing=self.checkpointing, lora=lora
+                ),
+                batch,
+            )
+            for n in (FEW, MANY)
+        )
+        layer = (many - few) / (MANY - FEW)
+        return Kept(share * layer, share * (few - FEW * layer))
+
+    def _forward(self, rows: Sequences) -> LayerCost:
+        models = [few_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
+        return self._layers(models, rows, forward_pass)
+
+    def _prefill(self, prompt: int) -> LayerCost:
+        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
+        return self._layers(models, Sequences(1, prompt, 1), read_prompts)
+
+    def _decoding(self, cached: int, rows: int) -> Line:
+        """Layers by their difference, at many sequences and at few."""
+        most = max(2, min(rows, int(self._tokens)))
+        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
+        points = []
+        for count in (max(1, most // 8), most):
+            few, many = (self._best(Decoder(model, count, cached).step) for model in models)
+            points.append((float(count), max(many - few, many / MANY) / (MANY - FEW)))
+        return Line.through(points[0], points[1])
+
+    def _head(self, work: HeadWork) -> Line:
+        columns = min(self.shape.vocabulary, int(LARGEST_MATRIX / self.shape.hidden))
+        share = self.shape.vocabulary / columns
+        options = {"dtype": self.runtime.dtype, "device": self.runtime.device}
+        weight = torch.full((columns, self.shape.hidden), VALUE, **options)  # type: ignore[call-overload]
+        weight.requires_grad_(work == "train")
+        points = []
+        for count in (16, 128):
+            hidden = torch.full((count, self.shape.hidden), VALUE, **options)  # type: ignore[call-overload]
+            hidden.requires_grad_(work in ("train", "frozen"))
+            targets = torch.arange(count, device=hidden.device) % columns
+            seconds = self._best(head_pass(hidden, weight, targets, work))
+            points.append((float(count), share * seconds))
+        return Line.through(points[0], points[1])
+
+    def _draw(self, greedy: bool) -> float:
+        rows = 16
+        logits = torch.linspace(-5, 5, self.shape.vocabulary, device=self.runtime.device)
+        logits = logits.to(self.runtime.dtype).repeat(rows, 1)
+        chances = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
+        params = SamplingParams(max_tokens=1, temperature=0.0 if greedy else 1.0)
+        return self._best(lambda: draw_tokens(logits, chances, params)) / rows
+
+    def _adamw(self) -> float:
+        module = Module()
+        options = {"dtype": self.runtime.dtype, "device": self.runtime.device}
+        weight = Parameter(torch.full((ADAMW_FLOATS,), VALUE, **options))  # type: ignore[call-overload]
+        module.register_parameter("weight", weight)
+        optimizer = MasterOptimizer(module, OptimizerSection(), 1)
+
+        def step() -> None:
+            optimizer.fill_gradients()
+            optimizer.step()
+
+        return self._best(step) / ADAMW_FLOATS
+
+    def _copy(self) -> float:
+        source = torch.ones(COPIED_BYTES // 4, device=self.runtime.device)
+        target = torch.empty_like(source)
+        return self._best(lambda: target.copy_(source)) / COPIED_BYTES
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens whose forward and backward pass through a layer is one measurement's work."""
+        return self._work / (6 * self.shape.in_layers / self.shape.layers)
+
+    def _fitting(self, rows: Sequences) -> tuple[Sequences, int]:
+        """As much of such rows as fits into a measurement: whole groups, else fewer rows, else
+        shorter ones. At least 16 tokens."""
+        most = max(16.0, self._tokens)
+        groups = int(most / rows.tokens(rows.group))
+        if groups:
+            return rows, min(groups, 64) * rows.group
+        count = int((most - rows.prompt) / max(1, rows.response - 1))
+        if count >= 1:
+            return rows, count
+        scale = most / (rows.prompt + rows.response)
+        prompt, response = int(rows.prompt * scale), int(rows.response * scale)
+        return Sequences(1, max(2, prompt), max(1, response)), 1
+
+    def _layers(
+        self,
+        models: Sequence[PreTrainedModel],
+        rows: Sequences,
+        work: Callable[[PreTrainedModel, RolloutBatch], None],
+    ) -> LayerCost:
+        """From both models' times at many rows and at few.
+
+        What a layer costs whatever the tokens (gradients of its weights, small operations) shows at
+        few: taken for a cost of tokens, it would say twice the time of a large micro-batch.
+        """
+        form, most = self._fitting(rows)
+        points, beside = [], 0.0
+        for count in sorted({max(1, most // 4), most}):
+            batch = made_up_batch(form, count)
+            few, many = (self._best(partial(work, model, batch)) for model in models)
+            layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
+            points.append((form.tokens(count), layer))
+            beside = max(0.0, few - layer)
+        line = Line.through((0.0, 0.0), points[0]) if most == 1 else Line.through(*points)
+        return LayerCost(self._longer(rows, form) * line.each, line.fixed, beside)
+
+    def _longer(self, rows: Sequences, form: Sequences) -> float:
+        """How much more a token costs in `rows` than in `form`, whose attention was cut short.
+
+        A layer multiplies each token by its weights, and by 2 x hidden numbers for each token that
+        it attends to.
+        """
+        weights, each = self.shape.in_layers / self.shape.layers, 2 * self.shape.hidden
+        return (weights + each * rows.attended) / (weights + each * form.attended)
+
+    def _once(self, key: Hashable, measure: Callable[[], T]) -> T:
+        if key not in self._known:
+            began = time.perf_counter()
+            self._known[key] = measure()
+            self.seconds += time.perf_counter() - began
+        found: T = self._known[key]  # type: ignore[assignment]
+        return found
+
+    def _best(self, work: Callable[[], object]) -> float:
+        """Seconds of the quickest run after one that warms up: two that agree, or one of six.
+
+        On a quiet machine the first two do; where others are at work some are held up.
+        """
+        work()
+        taken: list[float] = []
+        while len(taken) < 6:
+            self._finish()
+            began = time.perf_counter()
+            work()
+            self._finish()
+            taken = sorted([*taken, time.perf_counter() - began])
+            if len(taken) > 1 and taken[1] < AGREE * taken[0]:
+                break
+        return taken[0]
+
+    def _finish(self) -> None:
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.device)
+
+
+def _like(rows: Sequences) -> tuple[int, int, int]:
+    """The same for rows that are alike: measured once for all of them, for each token."""
+    return rows.group, _size(rows.prompt), _size(rows.response)
+
+
+def _size(tokens: int) -> int:
+    """Two classes for each doubling."""
+    return round(2 * math.log2(max(1, tokens)))

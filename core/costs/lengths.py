@@ -1,0 +1,134 @@
+"""How long prompts and responses will be: from the task's own problems and the model's tokenizer.
+
+A model that was fine-tuned on worked answers answers about as long as they are; of any other
+nothing is known but the limit it is cut at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.core.contracts import Task
+from posttrain.core.costs.shape import KnownModel
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Problem
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = 64
+"""Problems that are looked at: their mean length is then known to a tenth of its own spread."""
+ASSUMED_PROMPT = 64
+"""Tokens of a prompt where no tokenizer is at hand: a short question in a chat template."""
+CHARACTERS_PER_TOKEN = 4
+"""Of English text, where no tokenizer is at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompts and of worked answers (their end included) of a sample of problems.
+
+    `worked` is empty where the task has none; `known` says where the figures are from.
+    """
+
+    prompts: tuple[int, ...]
+    worked: tuple[int, ...]
+    known: str
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return sum(self.prompts) / len(self.prompts)
+
+    def responses(self, limit: int, *, learnt: bool) -> Responses:
+        """Responses of at most `limit` tokens; as worked answers where the model has `learnt`."""
+        if learnt and self.worked:
+            return Responses(tuple(min(limit, length) for length in self.worked))
+        return Responses((limit,))
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Response lengths in tokens, each as likely as the others."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a response."""
+        return sum(self.lengths) / len(self.lengths)
+
+    def longest_of(self, rows: int) -> int:
+        """The width that `rows` responses are padded to: about their (rows - 1)/rows quantile."""
+        ordered = sorted(self.lengths)
+        return ordered[min(len(ordered) - 1, int((1 - 1 / (rows + 1)) * len(ordered)))]
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """`count` lengths as they may fall together: evenly over all of them, the longest too."""
+        return spread(self.lengths, count)
+
+    def running(self, step: int) -> float:
+        """Share of responses that take a decoding step after their first `step` tokens."""
+        return sum(length > step for length in self.lengths) / len(self.lengths)
+
+
+def spread(lengths: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` of `lengths`, evenly over their order; the last is the longest."""
+    ordered = sorted(lengths)
+    return tuple(ordered[-(-(i + 1) * len(ordered) // count) - 1] for i in range(count))
+
+
+def measured_lengths(
+    task: Task[Any], model: KnownModel | None, system_prompt: str | None, seed: int
+) -> Lengths:
+    """Lengths of training problems; assumed ones, and said so, without tokenizer or problems."""
+    try:
+        available = task.available("train")
+        count = SAMPLE if available is None else min(SAMPLE, available)
+        problems = task.problems("train", count, seed)
+    except (PosttrainError, OSError) as error:
+        logger.info("no problem could be looked at: %s", error)
+        problems = []
+    if not problems:
+        return Lengths((ASSUMED_PROMPT,), (), f"prompts of {ASSUMED_PROMPT} tokens, assumed")
+    tokenizer = None if model is None else _tokenizer(model, system_prompt)
+    if tokenizer is None:
+        return _by_characters(problems)
+    worked = [tokenizer.encode_response(p.worked) for p in problems if p.worked]
+    found = Lengths(
+        tuple(len(tokenizer.encode_prompt(problem)) for problem in problems),
+        tuple(map(len, worked)) if len(worked) == len(problems) else (),
+        "",
+    )
+    answers = f", worked answers of {_mean(found.worked):.0f}" if found.worked else ""
+    told = f"prompts of {found.prompt:.0f} tokens{answers} (mean of {len(problems)} problems)"
+    return replace(found, known=told)
+
+
+def _by_characters(problems: Sequence[Problem]) -> Lengths:
+    """Lengths at four characters a token; a chat template's own tokens are not known."""
+    prompts = tuple(-(-len(p.prompt) // CHARACTERS_PER_TOKEN) for p in problems)
+    worked = tuple(-(-len(p.worked) // CHARACTERS_PER_TOKEN) + 1 for p in problems if p.worked)
+    told = f"prompts of {_mean(prompts):.0f} tokens, at {CHARACTERS_PER_TOKEN} characters each"
+    return Lengths(prompts, worked if len(worked) == len(prompts) else (), told)
+
+
+def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | None:
+    from transformers import AutoTokenizer
+
+    if model.folder is None:
+        return None
+    options = {} if model.gguf is None else {"gguf_file": model.gguf}
+    try:
+        found = AutoTokenizer.from_pretrained(model.folder, local_files_only=True, **options)
+        return ChatTokenizer(found, system_prompt)
+    except (OSError, ValueError, PosttrainError) as error:
+        logger.info("no tokenizer in %s: %s", model.folder, error)
+        return None
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,182 @@
+"""Pieces of a run's work on made-up weights and tokens, to be timed: layers, vocabulary, AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.costs.rates import Groups, HeadWork, Sequences
+from posttrain.core.costs.shape import SMALL_VOCABULARY, make_model, truncated
+from posttrain.core.data.packing import response_batch
+from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
+from posttrain.core.models.loading import ModelRuntime, attend_as
+from posttrain.core.models.lora import add_adapter
+from posttrain.core.training.forward import response_states
+from posttrain.core.training.logprobs import token_logprobs
+
+VALUE = 0.01
+"""Of all weights: far from the tiny numbers that processors are slow with."""
+
+
+def few_layers(
+    config: Any,  # Any: transformers' class for the architecture
+    layers: int,
+    runtime: ModelRuntime,
+    *,
+    checkpointing: bool = False,
+    lora: LoraSection | None = None,
+) -> PreTrainedModel:
+    """A model of that many layers and a small vocabulary, ready to be trained as the run's is."""
+    model = _made(config, layers, runtime)
+    attend_as(model, runtime)
+    if checkpointing:
+        use_checkpointing(model)
+    if lora is not None:
+        add_adapter(model, lora, seed=0)
+    return model
+
+
+def few_engine_layers(config: Any, layers: int, runtime: ModelRuntime) -> PreTrainedModel:
+    """The same as the `transformers` engine holds it."""
+    model = _made(config, layers, runtime)
+    model.requires_grad_(False)
+    if runtime.device.type == "cpu" and can_group(model):
+        use_grouped_attention(model)
+    return model
+
+
+def _made(config: Any, layers: int, runtime: ModelRuntime) -> PreTrainedModel:  # Any: as above
+    with no_init_weights(), torch.device(runtime.device):
+        model = make_model(
+            truncated(config, layers),
+            dtype=runtime.dtype,
+            attn_implementation=runtime.plain_attention,
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(VALUE)
+    model.train(False)
+    return model
+
+
+def made_up_batch(rows: Sequences, count: int) -> RolloutBatch:
+    """`count` rows of that form; prompts of one group are equal."""
+    ids = [1 + i % (SMALL_VOCABULARY - 1) for i in range(max(rows.prompt, rows.response))]
+    return response_batch(
+        prompts=[ids[: rows.prompt]] * count,
+        responses=[ids[: rows.response]] * count,
+        group_ids=[row // rows.group for row in range(count)],
+        pad_token_id=0,
+        problems=(),
+    )
+
+
+def ragged_batch(groups: Groups) -> RolloutBatch:
+    """Rows of those lengths, of one token each."""
+    return response_batch(
+        prompts=[[1] * prompt for prompt, responses in groups for _ in responses],
+        responses=[[1] * response for _, responses in groups for response in responses],
+        group_ids=[group for group, (_, responses) in enumerate(groups) for _ in responses],
+        pad_token_id=0,
+        problems=(),
+    )
+
+
+def forward_pass(model: PreTrainedModel, batch: RolloutBatch) -> None:
+    """Hidden states of the responses, without gradient."""
+    with torch.no_grad():
+        response_states(model, batch, include_last=False)
+
+
+def training_pass(model: PreTrainedModel, batch: RolloutBatch) -> None:
+    """Forward and backward through the layers."""
+    states, _, _ = response_states(model, batch, include_last=False)
+    states.float().sum().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+
+
+def kept_bytes(model: PreTrainedModel, batch: RolloutBatch) -> int:
+    """What the forward pass keeps for the backward pass, weights left out.
+
+    On the `meta` device nothing is computed, and the bytes are those that would be kept.
+    """
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:  # tensors on `meta` have no address
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        states, _, _ = response_states(model, batch, include_last=False)
+    del states
+    return sum(kept.values())
+
+
+class Decoder:
+    """A `transformers` engine in the middle of a rollout: `rows` sequences of `cached` tokens."""
+
+    def __init__(self, model: PreTrainedModel, rows: int, cached: int) -> None:
+        self.model, self.rows = model, rows
+        self.cache = DynamicCache(config=model.config)
+        prompt = torch.ones(1, cached, dtype=torch.int64, device=model.device)
+        self.mask = torch.ones(rows, cached, dtype=torch.int64, device=model.device)
+        self._forward(prompt, self.mask[:1])
+        self.cache.batch_repeat_interleave(rows)
+
+    def step(self) -> None:
+        """One more token of each sequence."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(self.rows, 1)], dim=1)
+        self._forward(self.mask[:, -1:], self.mask)
+
+    @torch.inference_mode()
+    def _forward(self, ids: Tensor, mask: Tensor) -> None:
+        positions = (mask.cumsum(dim=1) - 1)[:, -ids.shape[1] :]
+        self.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+
+@torch.inference_mode()
+def read_prompts(model: PreTrainedModel, batch: RolloutBatch) -> None:
+    """The engine's first pass, over the prompts of all rows."""
+    ids = batch.prompt_ids.to(model.device)
+    cache = DynamicCache(config=model.config)
+    model.base_model(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        position_ids=torch.arange(ids.shape[1], device=model.device).expand(len(ids), -1),
+        past_key_values=cache,
+        use_cache=True,
+    )
+
+
+def head_pass(
+    hidden: Tensor, weight: Tensor, targets: Tensor, work: HeadWork
+) -> Callable[[], object]:
+    """The vocabulary's part, ready to be run."""
+
+    def run() -> None:
+        if work == "logits":
+            torch.nn.functional.linear(hidden, weight)
+            return
+        values, _ = token_logprobs(hidden, weight, targets)
+        if values.requires_grad:
+            values.sum().backward()  # type: ignore[no-untyped-call]
+            hidden.grad = weight.grad = None
+
+    return run

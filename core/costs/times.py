@@ -1,0 +1,308 @@
+"""Seconds of each stage: what a step is made of, how many there are, and what comes once.
+
+Over 300 lines by a little: one kind of stage after the other, as they are read beside each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from posttrain.core.config.base import TASK_DATA, StageBase
+from posttrain.core.config.gate_stages import PromoteStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig, Stage, TransformStage
+from posttrain.core.config.sections import LoraSection, OptimizerSection
+from posttrain.core.config.supervised_stages import (
+    EvaluateStage,
+    PreferenceDataStage,
+    PreferenceStage,
+    RewardModelStage,
+    SftStage,
+)
+from posttrain.core.costs.lengths import CHARACTERS_PER_TOKEN, Responses
+from posttrain.core.costs.parts import RlParts, has_reference, parts_of
+from posttrain.core.costs.work import Rows, Work
+from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
+from posttrain.core.data.preference_rows import read_preference_rows
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.sync_check import PROBE_LENGTH
+
+FLOAT = 4
+FISHER_PASSES = 2
+"""A product with the Fisher matrix is a backward pass through a backward pass."""
+TrainingStage = SftStage | RewardModelStage | PreferenceStage | RlStage
+"""Stages that take optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds. `phases` are of a mean step, named as the run's `time/*_s`; `once` comes beside."""
+
+    steps: int
+    phases: Mapping[str, float] = field(default_factory=dict)
+    once: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """A mean step."""
+        return sum(self.phases.values())
+
+    @property
+    def total_s(self) -> float:
+        """The stage, without the loading of models."""
+        return self.steps * self.step_s + self.once
+
+
+def learnt(config: RunConfig, stage: StageBase) -> bool:
+    """Whether the model that a stage reads was fine-tuned on worked answers in this run."""
+    source = config.stages.get(stage.inputs.get("model", ""))
+    return source is not None and (isinstance(source, SftStage) or learnt(config, source))
+
+
+def trained_parameters(work: Work, lora: LoraSection | None, *, head: bool) -> int:
+    """Parameters with gradients and moments; without `head` of a reward model or critic."""
+    if lora is not None:
+        return work.shape.adapter(lora)
+    return work.shape.total if head else work.shape.backbone
+
+
+def stage_time(work: Work, stage: Stage, manager: PluginManager) -> StageTime | None:
+    """Seconds of a stage; None where its amount of work is not known before it runs."""
+    if isinstance(stage, SftStage):
+        return _sft(work, stage)
+    if isinstance(stage, RlStage):
+        return _rl(work, stage, parts_of(stage, manager))
+    if isinstance(stage, PreferenceDataStage):
+        relative = isinstance(stage, PreferenceStage) and has_reference(stage, manager)
+        return _preference(work, stage, relative=relative)
+    if isinstance(stage, EvaluateStage):
+        section = stage.evaluation or work.config.evaluation
+        known = learnt(work.config, stage)
+        length = work.lengths.responses(section.max_response_length, learnt=known)
+        seconds = work.evaluate(section, length, samples=section.num_samples)
+        return StageTime(1, {"evaluate": seconds})
+    if isinstance(stage, TransformStage):
+        return _transform(work, stage)
+    if isinstance(stage, PromoteStage):  # a champion, if there is one, is measured as the model was
+        return stage_time(work, work.config.stages[stage.inputs["evaluation"]], manager)
+    return StageTime(0)
+
+
+def sft_rows(work: Work, stage: SftStage) -> Rows:
+    """Worked answers, each with its prompt."""
+    limit = work.config.model.max_model_len
+    responses = work.lengths.responses(limit, learnt=True)
+    return work.rows(stage.batch_size, 1, stage.micro_batch_size, responses, None)
+
+
+def _sft(work: Work, stage: SftStage) -> StageTime:
+    trained = trained_parameters(work, stage.lora, head=True)
+    update = work.train(sft_rows(work, stage), stage.lora, trained, head=True)
+    saved = work.write(saved_bytes(work, stage))
+    phases = {
+        "update": update + work.adamw(trained),
+        "checkpoint": _checkpointing(work, stage),
+    }
+    return StageTime(stage.steps, phases, saved)
+
+
+def rl_rows(work: Work, stage: RlStage, *, mini: bool) -> Rows:
+    """A step's responses, or those of one mini-batch."""
+    limit = stage.generation.max_response_length
+    responses = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+    count = stage.prompts_per_step * stage.num_generations
+    count //= stage.num_mini_batches if mini else 1
+    group, micro = stage.num_generations, stage.micro_batch_size
+    return work.rows(count, group, micro, responses, stage.max_tokens_per_microbatch)
+
+
+def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
+    rows, run = rl_rows(work, stage, mini=False), work.config
+    limit, group = stage.generation.max_response_length, stage.num_generations
+    draw = partial(work.generate, stage.prompts_per_step, responses=rows.responses, limit=limit)
+    advantage = parts.greedy_baseline * draw(group=1, greedy=True)
+    if stage.kl.place == "reward" and parts.has_reference:
+        advantage += parts.forward_passes * work.forward(rows, head=True)
+        beside = 0
+    else:
+        beside = parts.forward_passes
+    if stage.critic is not None:
+        advantage += work.forward(rows, head=False)
+    greedy = work.lengths.responses(run.evaluation.max_response_length, learnt=learnt(run, stage))
+    once = work.evaluate(run.evaluation, greedy, samples=0) if stage.evaluate_every else 0.0
+    checks = {"every": 1.0, "first": 1 / stage.steps, "never": 0.0}[stage.check_sync]
+    phases = {
+        "rollout": draw(group=group),
+        "score": parts.reward_models * work.forward(rows, head=False),
+        "advantage": advantage,
+        "update": beside * work.forward(rows, head=True) + _rl_update(work, stage, parts),
+        "sync": work.copy_model(),
+        "sync_check": checks * _sync_check(work),
+        "evaluate": once * evaluations(stage) / stage.steps,
+        "checkpoint": _checkpointing(work, stage),
+    }
+    return StageTime(stage.steps, phases, once + work.write(saved_bytes(work, stage)))
+
+
+def checkpoints(every: int, steps: int, kept: int = 0) -> int:
+    """How many a stage writes; the last step's result is the model itself.
+
+    `kept` is the period of those that stay for a replay.
+    """
+    before_last = max(0, steps - 1)
+    both = before_last // math.lcm(every, kept) if every and kept else 0
+    return sum(before_last // period for period in (every, kept) if period) - both
+
+
+def training_steps(stage: TrainingStage) -> int:
+    """Steps after which there can be a checkpoint; 0 where they are not known before the run."""
+    if isinstance(stage, SftStage | RlStage):
+        return stage.steps
+    return preference_steps(stage, preference_size(stage)[0])
+
+
+def master_bytes(section: OptimizerSection) -> int:
+    """Of the float32 copy of a weight of lower precision."""
+    return FLOAT if section.rounding == "masters" else 0
+
+
+def moment_bytes(section: OptimizerSection) -> int:
+    """Of AdamW's two moments, for each trained parameter."""
+    return 2 * (FLOAT if section.moments == "float32" else 1)
+
+
+def checkpoint_bytes(work: Work, stage: TrainingStage) -> float:
+    """Weights as the optimizer keeps them, and moments, of what the stage makes and its critic."""
+    head = not isinstance(stage, RewardModelStage)
+    trained = trained_parameters(work, stage.lora, head=head)
+    size = trained * (_kept_bytes(work, stage.optimizer) + moment_bytes(stage.optimizer))
+    if isinstance(stage, RlStage) and stage.critic is not None:
+        trained, section = trained_parameters(work, stage.critic.lora, head=False), stage.critic
+        size += trained * (_kept_bytes(work, section.optimizer) + moment_bytes(section.optimizer))
+    return float(size)
+
+
+def _checkpointing(work: Work, stage: TrainingStage) -> float:
+    """Seconds of a mean step."""
+    steps = training_steps(stage)
+    count = checkpoints(stage.checkpoint_every, steps, work.config.keep.every)
+    return work.write(checkpoint_bytes(work, stage)) * count / max(1, steps)
+
+
+def _kept_bytes(work: Work, section: OptimizerSection) -> int:
+    """Of a weight in a checkpoint: of its master, unless it has none."""
+    return FLOAT if section.rounding == "masters" else work.bytes_each
+
+
+def saved_bytes(work: Work, stage: StageBase) -> float:
+    """The model that a stage saves, in its own precision, and its adapter; 0 if it makes none."""
+    if not isinstance(stage, SftStage | PreferenceDataStage | RlStage):
+        return 0.0
+    head = not isinstance(stage, RewardModelStage)
+    factors = 0 if stage.lora is None else work.shape.adapter(stage.lora)
+    size = work.shape.total if head else work.shape.backbone
+    return float(work.bytes_each * (size + factors))
+
+
+def evaluations(stage: RlStage) -> int:
+    """Evaluations after a step: every `evaluate_every`, and after the last."""
+    if not stage.evaluate_every:
+        return 0
+    return math.ceil(stage.steps / stage.evaluate_every)
+
+
+def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
+    """All epochs and mini-batches, the critic's too."""
+    rows = rl_rows(work, stage, mini=True)
+    trained = trained_parameters(work, stage.lora, head=True)
+    one = work.train(rows, stage.lora, trained, head=True)
+    if parts.pretraining_rows:
+        texts = work.lengths.responses(work.config.model.max_model_len, learnt=True)
+        more = work.rows(parts.pretraining_rows, 1, stage.micro_batch_size, texts, None)
+        one += work.train(more, stage.lora, trained, head=True)
+    if parts.trust_region is not None:
+        config = parts.trust_region
+        one *= 1 + FISHER_PASSES * config.cg_iters * config.fvp_token_fraction
+        one += work.forward(rows, head=True)  # the step is looked at before it is taken
+    one += work.adamw(trained)
+    seconds = stage.epochs * stage.num_mini_batches * one
+    critic = stage.critic
+    if critic is not None:
+        whole = rl_rows(work, stage, mini=False)
+        own = trained_parameters(work, critic.lora, head=False)
+        passes = work.train(whole, critic.lora, own, head=False)
+        seconds += critic.epochs * (passes + critic.num_mini_batches * work.adamw(own))
+    return seconds
+
+
+def _sync_check(work: Work) -> float:
+    """Two probes through trainer (together) and engine (one by one), and all weights compared."""
+    return work.few_tokens([2 * PROBE_LENGTH, PROBE_LENGTH, PROBE_LENGTH]) + work.copy_model()
+
+
+def preference_size(stage: PreferenceDataStage) -> tuple[int, int]:
+    """Pairs or labelled rows, at most, and mean tokens of an answer in a file (0: not a file)."""
+    if stage.data == TASK_DATA:
+        return 0, 0  # how many there are is known when the task is built
+    if stage.data is None:
+        return stage.num_prompts * stage.pairs_per_prompt, 0
+    _, rows = read_preference_rows(Path(stage.data), "data", ("pairs", "labels"))
+    answers = [answer for row in rows for answer in row.answers]
+    return len(rows), max(1, sum(map(len, answers)) // CHARACTERS_PER_TOKEN // len(answers))
+
+
+def preference_steps(stage: PreferenceDataStage, rows: int) -> int:
+    """Optimizer steps on `rows`, those held out left out."""
+    train = rows - round(rows * stage.held_out_fraction)
+    return stage.epochs * math.ceil(train / stage.batch_size)
+
+
+def preference_rows(work: Work, stage: PreferenceDataStage, length: int) -> Rows:
+    """Answers of one mini-batch: two to a pair."""
+    limit = stage.generation.max_response_length
+    known = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+    responses = Responses((length,)) if length else known
+    # A reward model reads whole sequences; a policy computes a pair's prompt once.
+    group = 2 if isinstance(stage, PreferenceStage) else 1
+    return work.rows(2 * stage.batch_size, group, 2 * stage.micro_batch_size, responses, None)
+
+
+def _preference(
+    work: Work, stage: RewardModelStage | PreferenceStage, *, relative: bool
+) -> StageTime | None:
+    """Answers are sampled once, then trained on; `relative` to a reference model or not."""
+    count, length = preference_size(stage)
+    if not count:
+        return None
+    once = 0.0
+    if stage.data is None:
+        limit = stage.generation.max_response_length
+        responses = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+        at_once = min(PAIR_PROMPTS_PER_CALL, stage.num_prompts)
+        call = work.generate(at_once, stage.num_generations, responses, limit)
+        once = call * stage.num_prompts / at_once
+    rows, policy = preference_rows(work, stage, length), isinstance(stage, PreferenceStage)
+    trained = trained_parameters(work, stage.lora, head=policy)
+    update = work.train(rows, stage.lora, trained, head=policy) + work.adamw(trained)
+    scoring = work.forward(rows, head=policy)
+    if relative:
+        update += scoring
+        scoring *= 2
+    held_out = round(count * stage.held_out_fraction)
+    once += scoring * held_out / stage.batch_size + work.write(saved_bytes(work, stage))
+    phases = {"update": update, "checkpoint": _checkpointing(work, stage)}
+    return StageTime(training_steps(stage), phases, once)
+
+
+def _transform(work: Work, stage: TransformStage) -> StageTime:
+    """At most: a rewriting and its solutions for each problem, each of the full length."""
+    if stage.rewrite == "rules":
+        return StageTime(0)
+    limit = stage.generation.max_response_length
+    draw = partial(work.generate, stage.batch_size, responses=Responses((limit,)), limit=limit)
+    each = draw(group=1, greedy=True) + draw(group=stage.num_solutions)
+    return StageTime(math.ceil(stage.num_problems / stage.batch_size), {"generate": each})

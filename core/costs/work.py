@@ -1,0 +1,180 @@
+"""Seconds of the work that stages share: training, scoring, sampling; from measured rates.
+
+What follows is what the code does: micro-batches, prompts shared or not, padding, rows that leave a
+rollout when they have ended. Numbers of this machine come from `Rates` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import EvaluationSection, LoraSection
+from posttrain.core.costs.lengths import Lengths, Responses, spread
+from posttrain.core.costs.rates import Groups, Rates, Sequences
+from posttrain.core.costs.shape import ModelShape
+from posttrain.core.training.logprobs import DEFAULT_CHUNK
+
+SHARES_PROMPTS = frozenset({"transformers"})
+"""Engines that read the prompt of a group once; the others read it for each response."""
+LEAVE_BELOW = 0.75
+"""Share of a batch still running at which the `transformers` engine drops the ended rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a pass: `group` of them share a prompt; `micro` go through at a time."""
+
+    count: int
+    group: int
+    micro: int
+    prompts: tuple[int, ...]
+    responses: Responses
+    padded: bool
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return sum(self.prompts) / len(self.prompts)
+
+    @property
+    def form(self) -> Sequences:
+        """One micro-batch's rows as the layers see them: padded to their longest, or not."""
+        mean = max(1, round(self.responses.mean))
+        width = self.responses.longest_of(self.micro) if self.padded else mean
+        return Sequences(self.group, round(self.prompt), width)
+
+    @property
+    def heaviest(self) -> Groups:
+        """A micro-batch that has the longest prompt and the longest response in it."""
+        responses = self.responses.spread(self.at_once)
+        starts = range(0, self.at_once, self.group)
+        prompts = spread(self.prompts, len(starts))
+        return [
+            (prompt, responses[start : start + self.group])
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes that all rows take."""
+        return math.ceil(self.count / self.micro)
+
+    @property
+    def at_once(self) -> int:
+        """Rows of the largest micro-batch."""
+        return min(self.micro, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The run's model on this machine: how long each kind of pass takes, in seconds.
+
+    `engine` is the rollout engine's name and `engine_rows` the most sequences it decodes at once.
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    lengths: Lengths
+    rates: Rates
+    engine: str
+    engine_rows: int
+    padded: bool
+    bytes_each: int
+    tokenizer_bytes: int = 0
+
+    def rows(
+        self, count: int, group: int, micro: int, responses: Responses, most_tokens: int | None
+    ) -> Rows:
+        """Rows with this task's prompts, cut into micro-batches of rows and of tokens."""
+        prompt = self.lengths.prompt
+        if most_tokens is not None:
+            micro = min(micro, max(1, int(most_tokens / (responses.mean + prompt / group))))
+        return Rows(
+            count, group, max(1, min(micro, count)), self.lengths.prompts, responses, self.padded
+        )
+
+    def train(self, rows: Rows, lora: LoraSection | None, trained: int, *, head: bool) -> float:
+        """Forward and backward over all rows, gradients added up; `trained` parameters."""
+        cost = self.rates.training(rows.form, lora)
+        tokens = rows.form.tokens(rows.at_once)
+        each = cost.of(tokens, self.shape.layers)
+        if head:
+            each += self._head_of(rows, lora)
+        # Micro-batches after the first are added to the sum: two reads and a write, in float32.
+        added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
+        return each * rows.count / rows.at_once + added
+
+    def _head_of(self, rows: Rows, lora: LoraSection | None) -> float:
+        """The vocabulary for one micro-batch; all chunks but the last are projected twice."""
+        tokens = rows.at_once * rows.responses.mean
+        again = (math.ceil(tokens / DEFAULT_CHUNK) - 1) * DEFAULT_CHUNK
+        line = self.rates.head("train" if lora is None else "frozen")
+        return line.of(tokens) + self.rates.head("logits").each * again
+
+    def forward(self, rows: Rows, *, head: bool) -> float:
+        """One pass without gradient over all rows."""
+        tokens = rows.form.tokens(rows.at_once)
+        each = self.rates.forward(rows.form).of(tokens, self.shape.layers)
+        if head:
+            each += self.rates.head("score").of(rows.at_once * rows.responses.mean)
+        return each * rows.count / rows.at_once
+
+    def adamw(self, trained: int) -> float:
+        """One optimizer step."""
+        return self.rates.adamw_s * trained
+
+    def write(self, size: float) -> float:
+        """A file of that many bytes: put together in memory, written, and its digest taken."""
+        return size * (2 * self.rates.copy_s + self.rates.digest_s)
+
+    def copy_model(self) -> float:
+        """The weights copied once."""
+        return self.rates.copy_s * self.bytes_each * self.shape.total
+
+    def generate(
+        self, prompts: int, group: int, responses: Responses, limit: int, *, greedy: bool = False
+    ) -> float:
+        """One call of the engine for that many prompts with `group` responses each."""
+        at_once = min(prompts, max(1, self.engine_rows // group))
+        rows = min(at_once * group, self.engine_rows)
+        return prompts * group / rows * self._chunk(at_once, rows, responses, limit, greedy)
+
+    def _chunk(
+        self, prompts: int, rows: int, responses: Responses, limit: int, greedy: bool
+    ) -> float:
+        """Sequences that are decoded together."""
+        shares = self.engine in SHARES_PROMPTS
+        read = prompts if shares else rows
+        prompt = round(self.lengths.prompt)
+        layers, logits = self.shape.layers, self.rates.head("logits")
+        draw = self.rates.draw(greedy=greedy)
+        seconds = self.rates.prefill(prompt).of(read * prompt, layers)
+        seconds += logits.of(read) + draw * rows
+        step = self.rates.decoding(prompt + round(responses.mean) // 2, self.engine_rows)
+        batch = float(rows)
+        for done in range(1, limit):
+            running = rows * responses.running(done)
+            if running == 0:
+                break
+            if not shares or running <= LEAVE_BELOW * batch:
+                batch = running
+            seconds += step.of(batch) * layers + logits.of(batch) + draw * batch
+        return seconds
+
+    def evaluate(self, section: EvaluationSection, responses: Responses, *, samples: int) -> float:
+        """Greedy answers to all problems, and `samples` more for each."""
+        at_once = min(section.batch_size, section.num_problems)
+        limit = section.max_response_length
+        seconds = self.generate(at_once, 1, responses, limit, greedy=True)
+        if samples:
+            seconds += self.generate(at_once, samples, responses, limit)
+        return seconds * section.num_problems / at_once
+
+    def few_tokens(self, counts: Sequence[int]) -> float:
+        """Short forward passes of so many tokens each, with logits: weights are read each time."""
+        step, logits = self.rates.decoding(round(self.lengths.prompt), self.engine_rows), self.rates
+        head = logits.head("score")
+        return sum(step.of(n) * self.shape.layers + head.of(n) for n in counts)

@@ -1,0 +1,47 @@
+"""Gradient checkpointing: a layer's inside is computed again in the backward pass, not kept.
+
+Source: Chen et al., arXiv:1604.06174; the layers are transformers' own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from posttrain.core.errors import ConfigError
+
+
+def use_checkpointing(model: torch.nn.Module) -> None:
+    """Keep only the inputs of each layer of `model` for the backward pass.
+
+    transformers does so for layers in training mode. Only the layers' own flags are set, as modes
+    of what is inside them would turn dropout on.
+    """
+    layers = list(_layers(model))
+    if not layers:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ConfigError(
+            f"model type '{kind}' has no layers that transformers can checkpoint: set "
+            "model.gradient_checkpointing to false"
+        )
+    for layer in layers:
+        for name, value in vars(layer).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = True
+        layer.training = True
+
+
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    """Whether `model` computes its layers again."""
+    return any(layer.gradient_checkpointing for layer in _layers(model))
+
+
+def _layers(model: torch.nn.Module) -> Any:  # Any: transformers' layers are not typed
+    """The layers that can be computed again."""
+    return (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))

@@ -1,0 +1,170 @@
+"""LoRA (arXiv:2106.09685): trainable low-rank factors beside frozen weights, put there by peft.
+
+A layer computes x W' + (alpha / rank) x A' B', with A drawn and B zero, so that the first forward
+pass is the model's own. The factors are parameters of the model like others; what else is trained
+(the head of a reward model or critic) stays trainable as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.errors import ConfigError
+from posttrain.core.models.adapters import PREFIX, WEIGHTS
+from posttrain.core.runtime.seeding import generator
+
+NAME = "default"  # peft's name of a model's only adapter
+
+
+def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model once more, frozen, on the same weights in memory.
+
+    An adapter that `model` gets afterwards is not in it: a reference policy that costs nothing.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    twin.requires_grad_(False)
+    return twin
+
+
+def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
+    """Freeze the backbone of `model` and put factors beside the weights that `section` names."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = _targets(model, section.targets)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft takes any number
+        use_rslora=section.rank_stabilised,
+        target_modules=names,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
+        lora_dropout=0.0,
+        bias="none",
+    )
+    inject_adapter_in_model(config, model, NAME)  # freezes all else
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # the small head of a classifier
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or not _in_backbone(model, name))
+    draw = generator(seed, "lora")
+    for _, layer in _layers(model):
+        factor = layer.lora_A[NAME].weight
+        bound = 1 / math.sqrt(factor.shape[1])
+        drawn = torch.empty(factor.shape).uniform_(-bound, bound, generator=draw)
+        with torch.no_grad():
+            factor.copy_(drawn)
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Whether `model` has an adapter."""
+    return any(True for _ in _layers(model))
+
+
+def is_transposed(model: torch.nn.Module) -> bool:
+    """Whether the adapted weights are kept as [in, out] (GPT-2), as no engine's adapters are."""
+    return any(layer.fan_in_fan_out for _, layer in _layers(model))
+
+
+def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state dict of `model` as it is without its adapter."""
+    for name, tensor in model.state_dict().items():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state dict of `model` with its adapter in the weights; one is made at a time."""
+    layers = dict(_layers(model))
+    for name, tensor in base_weights(model):
+        layer = layers.get(name.removesuffix(".weight"))
+        yield name, tensor if layer is None else _merged(layer)
+
+
+@torch.no_grad()
+def merge_adapter(model: torch.nn.Module) -> None:
+    """Make `model` a plain one again, with its adapter in the weights; a twin stays as it is."""
+    for name, layer in list(_layers(model)):
+        base = layer.base_layer
+        base.weight = torch.nn.Parameter(_merged(layer), requires_grad=False)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, base)
+    model.__dict__.pop("peft_config", None)  # peft's mark of an adapted model
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
+    """Write the adapter as peft does, so that peft and vLLM read it; `base` names its model."""
+    from peft import LoraConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = dict(_layers(model))
+    first = next(iter(layers.values()))
+    LoraConfig(
+        r=first.r[NAME],
+        lora_alpha=first.lora_alpha[NAME],
+        use_rslora=bool(first.use_rslora[NAME]),
+        target_modules=sorted({name.rpartition(".")[2] for name in layers}),
+        fan_in_fan_out=bool(first.fan_in_fan_out),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base or None,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    tensors = {}
+    for name, layer in layers.items():
+        for kind, factor in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            weight = factor[NAME].weight.detach().cpu().contiguous()
+            tensors[f"{PREFIX}{name}.{kind}.weight"] = weight
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
+    """The adapted layers of `model` by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            yield name, module
+
+
+def _merged(layer: Any) -> Tensor:  # Any: as above
+    """W + (alpha / rank) B A, added in float32."""
+    base = layer.base_layer.weight.detach()
+    wide = torch.float64 if base.dtype == torch.float64 else torch.float32
+    a, b = (factor[NAME].weight.detach().to(wide) for factor in (layer.lora_A, layer.lora_B))
+    change = (b @ a) * layer.scaling[NAME]
+    merged: Tensor = base.to(wide) + (change.t() if layer.fan_in_fan_out else change)
+    return merged.to(base.dtype)
+
+
+def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
+    """Full names of the linear layers of the backbone that `wanted` takes."""
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
+    ]
+    if wanted == "all":
+        return linear
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    unknown = sorted(set(wanted) - set(kinds))
+    if unknown:
+        raise ConfigError(
+            f"lora.targets names {', '.join(unknown)}, which model type "
+            f"'{model.config.model_type}' has no linear layers of: choose of {', '.join(kinds)}, "
+            "or 'all'"
+        )
+    return [name for name in linear if name.rpartition(".")[2] in set(wanted)]
+
+
+def _in_backbone(model: PreTrainedModel, name: str) -> bool:
+    """Whether a module or parameter belongs to the layers below the head."""
+    return name.startswith(f"{model.base_model_prefix}.")

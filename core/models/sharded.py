@@ -1,0 +1,72 @@
+"""Models whose weights lie in pieces on several ranks (FSDP2), and whole ones, used alike.
+
+A layer's weights are gathered for its forward and backward pass and dropped again; gradients are
+summed over ranks in float32. Embeddings, the last norm and the head belong to the model itself, and
+stay whole from a forward pass to the end of its backward pass: log-probs are made of the head's
+weight by a function of ours, after the model has returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from posttrain.core.models.autocast import casting
+
+_ENTRY = "posttrain_backbone"
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
+    """Spread the weights of `model` over the ranks of `mesh`; computes in `compute`."""
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are shares of the whole already: gradients are summed, never averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+    def backbone(**inputs: Any) -> Any:  # Any: transformers' outputs
+        return model.base_model(**inputs)
+
+    setattr(model, _ENTRY, backbone)
+    register_fsdp_forward_method(model, _ENTRY)
+
+
+def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:  # Any: transformers' outputs
+    """The layers of `model` below its head."""
+    with casting(model):
+        return getattr(model, _ENTRY, model.base_model)(**inputs)
+
+
+def put_away(model: PreTrainedModel) -> None:
+    """After passes without gradient: drop what a sharded model still holds whole.
+
+    It would be stale once the optimizer has moved this rank's piece.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, of which this rank may have a piece; all ranks must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers: the longest list of modules that the backbone has."""
+    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return max(lists, key=len)

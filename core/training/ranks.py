@@ -1,0 +1,84 @@
+"""How several ranks share a batch: each computes some of its micro-batches, sums are of all.
+
+Every rank has the whole batch, cuts it in the same way and takes its counts, so a rank's share of a
+loss is divided by what one process alone would divide it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posttrain.core.training.metrics import MetricSums
+
+PartT = TypeVar("PartT")
+
+
+class Ranks:
+    """One process that has no others beside it: its share is everything."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, parts: Sequence[PartT]) -> list[tuple[PartT, bool]]:
+        """The parts that this rank computes, and whether each counts.
+
+        Sharded weights are gathered by all ranks together, so all of them compute equally many: who
+        has none left computes one again that does not count.
+        """
+        return [(part, True) for part in parts]
+
+    def add(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on each of them; of a tensor on the CPU."""
+        return values
+
+    def merge(self, sums: MetricSums) -> MetricSums:
+        """What all ranks have measured."""
+        return sums
+
+
+ALONE = Ranks()
+
+
+class ProcessGroup(Ranks):
+    """The ranks of torch's default process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Batches and metrics are on the CPU, which NCCL does not serve.
+        self._cpu = dist.new_group(backend="gloo")
+
+    def share(self, parts: Sequence[PartT]) -> list[tuple[PartT, bool]]:
+        """Every `size`-th part, in order."""
+        own = [(part, True) for part in parts[self.rank :: self.size]]
+        rounds = -(-len(parts) // self.size)
+        return own + [(parts[0], False)] * (rounds - len(own))
+
+    def add(self, values: Tensor) -> Tensor:
+        """As in `Ranks`."""
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self._cpu)
+        return total
+
+    def merge(self, sums: MetricSums) -> MetricSums:
+        """As in `Ranks`; in the order of ranks, so that all of them have the same."""
+        found: list[MetricSums | None] = [None] * self.size
+        dist.all_gather_object(found, sums, group=self._cpu)
+        merged = MetricSums()
+        for one in found:
+            assert one is not None
+            merged.merge(one)
+        return merged
+
+
+def in_place(rows: Sequence[Tensor], parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """`parts` at their `rows` of a tensor of `shape` on the CPU, 0 where no part is."""
+    dtype = parts[0].dtype if parts else torch.float32
+    whole = torch.zeros(tuple(shape), dtype=dtype)
+    for index, part in zip(rows, parts, strict=True):
+        whole[index] = part.detach().cpu()
+    return whole

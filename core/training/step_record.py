@@ -1,0 +1,188 @@
+"""What a step computed, in few bytes: enough to tell later whether it is computed again alike.
+
+`steps.jsonl` has a line for each recorded step with a digest per tensor, in the order in which they
+are computed, and its metrics; lines before them say which program and machine took the steps that
+follow. `values/` has the tensors of the batch themselves, if they are kept. A stage's artifact
+keeps the folder as `replay/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.tracking.metric_names import find_metric
+from posttrain.core.training.digests import block_digests, tensor_digest
+
+FOLDER = "replay"
+"""Of the record in a stage's artifact, and among its checkpoints while it runs."""
+STEPS = "steps.jsonl"
+VALUES = "values"
+_MEASURED = {"s", "ms", "GB", "1/s", "tokens/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """The tensors of one step in the order they are computed: of the batch, then trained weights.
+
+    Names of weights begin with their model's, as `policy/model.norm.weight`.
+    """
+
+    batch: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+
+
+class StepSink(Protocol):
+    """Is given each step: to be recorded, or to be compared with what was."""
+
+    def wants(self, step: int) -> bool:
+        """Whether this step is looked at."""
+
+    def put(self, step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> None:
+        """One step, as it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What is known of a step; `environment` is of the process that took it."""
+
+    step: int
+    batch: Mapping[str, str]
+    weights: Mapping[str, str]
+    shapes: Mapping[str, list[int]]
+    metrics: Mapping[str, float]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def record_of(step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> StepRecord:
+    """Digests of the step's tensors, and those of its metrics that the same step gives again."""
+    both = {**tensors.batch, **tensors.weights}
+    return StepRecord(
+        step=step,
+        batch={name: tensor_digest(tensor) for name, tensor in tensors.batch.items()},
+        weights=block_digests(tensors.weights, step),
+        shapes={name: list(tensor.shape) for name, tensor in both.items()},
+        metrics={k: v for k, v in metrics.items() if is_reproducible(k, v)},
+    )
+
+
+def is_reproducible(name: str, value: float) -> bool:
+    """Whether a metric is computed, not measured: no time, memory or rate, and no evaluation."""
+    known = find_metric(name)
+    measured = known is None or known.unit in _MEASURED
+    return not measured and not name.startswith("eval/") and not math.isnan(value)
+
+
+class StepRecorder:
+    """Appends to the record in `folder`; each line reaches the operating system at once."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        values: bool,
+        environment: Mapping[str, str],
+        keep_through: int,
+    ) -> None:
+        """Keeps what is there of steps up to `keep_through`; 0 begins anew."""
+        self.folder, self.every, self.values = folder, every, values
+        kept = read_record(folder) if keep_through else {}
+        try:
+            if not keep_through:
+                shutil.rmtree(folder, ignore_errors=True)
+            (folder / VALUES).mkdir(parents=True, exist_ok=True)
+            lines: list[str] = []
+            now: Mapping[str, str] = {}
+            for record in (kept[step] for step in sorted(kept) if step <= keep_through):
+                if record.environment != now:
+                    now = record.environment
+                    lines.append(_environment_line(now))
+                lines.append(_line(record))
+            if dict(environment) != now:
+                lines.append(_environment_line(environment))
+            partial = folder / f"{STEPS}.partial"
+            partial.write_text("".join(lines))
+            os.replace(partial, folder / STEPS)
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+
+    def wants(self, step: int) -> bool:
+        """As in `StepSink`: every n-th step."""
+        return step % self.every == 0
+
+    def put(self, step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> None:
+        """As in `StepSink`: written down."""
+        line = _line(record_of(step, tensors, metrics))
+        try:
+            if self.values and tensors.batch:
+                batch = {name: t.detach().cpu().contiguous() for name, t in tensors.batch.items()}
+                save_file(batch, values_path(self.folder, step))
+            with (self.folder / STEPS).open("a") as stream:
+                stream.write(line)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+
+def values_path(folder: Path, step: int) -> Path:
+    """The tensors of a step's batch, if they were kept."""
+    return folder / VALUES / f"step-{step:06d}.safetensors"
+
+
+def read_record(folder: Path) -> dict[int, StepRecord]:
+    """The recorded steps, by number; a last line that a kill cut short is none.
+
+    Raises `RunError` for a line that is something else.
+    """
+    path = folder / STEPS
+    found: dict[int, StepRecord] = {}
+    environment: Mapping[str, str] = {}
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            if "environment" in row:
+                environment = row["environment"]
+                continue
+            record = StepRecord(**row, environment=environment)
+        except (ValueError, TypeError) as error:
+            raise RunError(
+                f"{path}:{number}: this is no record of a step ({error}): it was changed after the "
+                "run; compute the stage again with --no-cache"
+            ) from error
+        found[record.step] = record
+    return found
+
+
+def _line(record: StepRecord) -> str:
+    row = {
+        "step": record.step,
+        "batch": dict(record.batch),
+        "weights": dict(record.weights),
+        "shapes": dict(record.shapes),
+        "metrics": dict(record.metrics),
+    }
+    return json.dumps(row, separators=(",", ":")) + "\n"
+
+
+def _environment_line(environment: Mapping[str, str]) -> str:
+    return json.dumps({"environment": dict(environment)}) + "\n"
+
+
+def _cannot_write(folder: Path, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"cannot record steps in {folder}: {error.strerror}; free some space, choose another "
+        "--home, or set keep.records: 0"
+    )

@@ -1,0 +1,143 @@
+"""Two ranks train as one process does, and their checkpoints fit any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.core.distributed.launch import RankProcesses
+from posttrain.core.errors import DataError, RunError
+from tests.helpers.speed import (
+    SPEED_FAMILIES,
+    Options,
+    assert_equal_gradients,
+    plain_gradients,
+    speed_batch,
+    speed_learner,
+    speed_model,
+)
+
+WORKER = "tests.helpers.rank_worker"
+PLAIN = Options()
+ALL = Options(stream=True, packed=True, skip_idle=True, checkpointing=True, micro_batch_size=2)
+
+
+def nothing() -> None:
+    """Nobody stops these tests."""
+
+
+def started() -> RankProcesses:
+    ranks = RankProcesses(2, WORKER, {"OMP_NUM_THREADS": "1"})
+    ranks.start(None, nothing)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    processes = started()
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
+@pytest.mark.parametrize("family", SPEED_FAMILIES)
+def test_the_gradient_of_two_ranks_is_the_plain_one(
+    ranks: RankProcesses, family: str, lora: bool
+) -> None:
+    wanted = plain_gradients(family, Options(lora=lora))
+    for options in (
+        Options(lora=lora),
+        Options(stream=True, lora=lora),
+        # Three parts for two ranks: one of them computes a part that does not count.
+        Options(packed=True, micro_batch_size=3, lora=lora),
+        Options(True, True, True, True, 2, lora),
+    ):
+        found = ranks.call("gradient", family, options, check=nothing)
+        assert_equal_gradients(found, wanted)
+
+
+@pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
+def test_updates_and_metrics_are_those_of_one_process(
+    ranks: RankProcesses, options: Options
+) -> None:
+    ranks.call("start", "llama", options, check=nothing)
+    model = speed_model("llama", options)
+    learner = speed_learner(model, options)
+    for step in range(3):
+        found = ranks.call("update", step, check=nothing)
+        wanted = learner.update(speed_batch(), step, 0.0).metrics
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    weights = ranks.call("weights", check=nothing)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-5)
+
+
+def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    ranks.call("start", "llama", PLAIN, check=nothing)
+    for step in range(2):
+        ranks.call("update", step, check=nothing)
+    ranks.call("write", tmp_path / "two", check=nothing)
+    assert len(list((tmp_path / "two" / "exp_avg").iterdir())) == 2, "a piece for each rank"
+    files = [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors"}, "nothing is pickled"
+
+    model = speed_model("llama", PLAIN)
+    alone = speed_learner(model, PLAIN)
+    alone.optimizer.read(tmp_path / "two", 2)
+    assert alone.optimizer.step_count == 2
+    for name, weight in ranks.call("weights", check=nothing).items():
+        assert torch.equal(weight, model.get_parameter(name).detach()), name
+    alone.optimizer.write(tmp_path / "one")
+
+    ranks.call("update", 2, check=nothing)
+    wanted = ranks.call("weights", check=nothing)
+    alone.update(speed_batch(), 2, 0.0)
+    for name, weight in wanted.items():
+        found = model.get_parameter(name).detach()
+        torch.testing.assert_close(found, weight, rtol=0, atol=1e-5)
+
+    ranks.call("start", "llama", PLAIN, check=nothing)
+    ranks.call("read", tmp_path / "one", 2, check=nothing)
+    ranks.call("update", 2, check=nothing)
+    for name, weight in ranks.call("weights", check=nothing).items():
+        assert torch.equal(weight, wanted[name]), name
+
+
+def test_an_error_of_one_rank_is_the_caller_s() -> None:
+    ranks = started()
+    with pytest.raises(DataError, match="there is no such row"):
+        ranks.call("fail", 1, check=nothing)
+
+
+def test_a_rank_that_dies_is_told_of_and_takes_the_others_with_it() -> None:
+    ranks = started()
+    pid = ranks.call("pid", check=nothing)
+    with pytest.raises(RunError, match="the learner's ranks ended"):
+        ranks.call("die", 1, check=nothing)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
+    assert not ranks.folder.exists()
+
+
+def test_a_stop_ends_them() -> None:
+    ranks = started()
+    pid = ranks.call("pid", check=nothing)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.call("gradient", "llama", PLAIN, check=stop)
+    ranks.close()
+    assert not Path(f"/proc/{pid}").exists() or os.waitpid(-1, os.WNOHANG) is not None

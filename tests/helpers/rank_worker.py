@@ -1,0 +1,67 @@
+"""What the ranks of a test run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from posttrain.core.distributed.endpoint import Methods, serve
+from posttrain.core.errors import DataError
+from posttrain.core.models.sharded import shard, whole
+from posttrain.core.training.ranks import ProcessGroup
+from tests.helpers.speed import Options, gradients, speed_batch, speed_learner, speed_model
+
+
+def build(setup: object) -> Methods:
+    """Methods for `tests/contract/test_ranks.py`."""
+    torch.set_num_threads(1)
+    ranks = ProcessGroup()
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    kept: dict[str, Any] = {}
+
+    def gradient(family: str, options: Options) -> dict[str, Tensor]:
+        return gradients(family, options, ranks, mesh)
+
+    def start(family: str, options: Options) -> None:
+        model = speed_model(family, options)
+        shard(model, mesh, torch.float32)
+        kept["learner"] = speed_learner(model, options, ranks)
+
+    def update(step: int) -> dict[str, float]:
+        metrics: dict[str, float] = kept["learner"].update(speed_batch(), step, 0.0).metrics
+        return metrics
+
+    def weights() -> dict[str, Tensor]:
+        return {n: whole(p.detach()) for n, p in kept["learner"].model.named_parameters()}
+
+    def fail(rank: int) -> None:
+        if rank == ranks.rank:
+            raise DataError("there is no such row")
+
+    def die(rank: int) -> None:
+        if rank == ranks.rank:
+            sys.stdout.flush()
+            os._exit(9)
+        ranks.add(torch.ones(1))  # waits for the one that is gone
+
+    return {
+        "gradient": gradient,
+        "start": start,
+        "update": update,
+        "weights": weights,
+        "write": lambda folder: kept["learner"].optimizer.write(folder),
+        "read": lambda folder, count: kept["learner"].optimizer.read(folder, count),
+        "fail": fail,
+        "die": die,
+        "pid": os.getpid,
+    }
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), build)

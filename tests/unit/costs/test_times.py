@@ -1,0 +1,138 @@
+"""What follows from rates: counts in closed form, and what costs more than what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.core.costs.lengths import Lengths, Responses
+from posttrain.core.costs.rates import Line, Sequences
+from posttrain.core.costs.times import StageTime
+from tests.helpers.costs import ALL, MadeUp, estimator, run_config
+from tests.helpers.tiny import make_tiny_model
+
+RL: dict[str, Any] = {
+    "kind": "rl",
+    "inputs": {"model": "base"},
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "micro_batch_size": 16,
+    "generation": {"max_response_length": 8},
+    "evaluate_every": 0,
+    "kl": {"controller": {"name": "fixed", "coef": 0.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def rl(model: Path, rates: MadeUp = ALL, engine: str = "transformers", **fields: Any) -> StageTime:
+    config = run_config(model, {"rl": RL | fields})
+    found = estimator(config, rates, engine).costs(["rl"])["rl"].time
+    assert found is not None
+    return found
+
+
+def test_every_response_is_drawn_token_by_token(model: Path) -> None:
+    assert rl(model, MadeUp(drawn=1.0)).phases["rollout"] == pytest.approx(4 * 4 * 8)
+
+
+def test_the_layers_decode_all_tokens_but_the_last(model: Path) -> None:
+    decoded = rl(model, MadeUp(decoded=1.0)).phases["rollout"]
+    assert decoded == pytest.approx(4 * 4 * 7 * 2)  # two layers
+
+
+def test_a_prompt_is_read_once_a_group_or_for_each_response(model: Path) -> None:
+    once, each = (
+        rl(model, MadeUp(read=1.0), engine).phases["rollout"] for engine in ("transformers", "vllm")
+    )
+    assert each == pytest.approx(4 * once)
+
+
+def test_an_update_computes_each_prompt_once_and_no_last_token(model: Path) -> None:
+    config = run_config(model, {"rl": RL})
+    made = estimator(config, MadeUp(trained=1.0))
+    prompt = round(made.work.lengths.prompt)
+    update = made.costs(["rl"])["rl"].time
+    assert update is not None
+    assert update.phases["update"] == pytest.approx(2 * (4 * prompt + 16 * 7))
+
+
+@pytest.mark.parametrize(
+    ("fields", "phase"),
+    [
+        ({"num_generations": 8}, "rollout"),
+        ({"num_generations": 8}, "update"),
+        ({"generation": {"max_response_length": 16}}, "update"),
+        ({"epochs": 2}, "update"),
+        ({"num_mini_batches": 2}, "update"),  # the old policy's log-probs are needed
+        ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, "update"),
+        ({"critic": {}, "advantage": "gae"}, "update"),
+        ({"critic": {}, "advantage": "gae"}, "advantage"),
+        ({"advantage": "remax"}, "advantage"),
+        ({"evaluate_every": 10}, "evaluate"),
+        ({"checkpoint_every": 10}, "checkpoint"),
+        ({"rewards": ["reward_model"], "inputs": {"model": "base", "reward_model": "r"}}, "score"),
+    ],
+)
+def test_what_asks_for_more_takes_longer(model: Path, fields: dict[str, Any], phase: str) -> None:
+    stages = {"r": {"kind": "reward_model", "inputs": {"model": "base"}}, "rl": RL | fields}
+    more = estimator(run_config(model, stages)).costs(["rl"])["rl"].time
+    assert more is not None
+    assert more.phases[phase] > rl(model).phases[phase]
+
+
+def test_micro_batches_change_no_time_but_that_of_adding_up(model: Path) -> None:
+    free = MadeUp(trained=1.0)
+    whole, parts = (rl(model, free, micro_batch_size=n).phases["update"] for n in (16, 4))
+    assert whole == pytest.approx(parts)
+    assert rl(model, micro_batch_size=4).phases["update"] > rl(model).phases["update"]
+
+
+def test_time_grows_with_steps_and_evaluations_come_on_top(model: Path) -> None:
+    saved = rl(model, steps=10).once
+    short, long = rl(model, steps=10), rl(model, steps=20)
+    assert long.total_s - saved == pytest.approx(2 * (short.total_s - saved))
+    judged = rl(model, steps=10, evaluate_every=5)
+    before, after = judged.once - saved, judged.phases["evaluate"]
+    assert after == pytest.approx(before * 2 / 10)
+
+
+def test_after_sft_responses_are_as_long_as_worked_answers(model: Path) -> None:
+    sft = {"kind": "sft", "inputs": {"model": "base"}}
+    after = {**RL, "inputs": {"model": "sft"}, "generation": {"max_response_length": 100}}
+    config = run_config(
+        model, {"sft": sft, "rl": after, "raw": {**after, "inputs": {"model": "base"}}}
+    )
+    found = estimator(config, MadeUp(drawn=1.0))
+    times = found.costs(["sft", "rl", "raw"])
+    learnt, raw = (times[name].time for name in ("rl", "raw"))
+    assert learnt is not None and raw is not None
+    mean = sum(found.work.lengths.worked) / len(found.work.lengths.worked)
+    assert learnt.phases["rollout"] == pytest.approx(16 * mean)
+    assert raw.phases["rollout"] == pytest.approx(16 * 100)
+
+
+def test_lengths_are_the_tokenizer_s(model: Path) -> None:
+    lengths = estimator(run_config(model, {"rl": RL})).work.lengths
+    # A token a character: "What is 12 + 34?" in the chat, and "12 + 34 = 46" with its end.
+    assert max(lengths.worked) == len("99 + 99 = 198") + 1
+    assert len(lengths.prompts) == 64 and min(lengths.prompts) > len("What is 1 + 1?")
+
+
+def test_a_line_goes_through_what_was_measured() -> None:
+    line = Line.through((10, 3.0), (110, 13.0))
+    assert (line.fixed, line.each) == pytest.approx((2.0, 0.1))
+    assert line.of(0) == 0 and Line.through((10, 5.0), (110, 3.0)).each == 0
+
+
+def test_padding_and_sharing_of_rows() -> None:
+    rows = Responses((2, 4, 6, 8))
+    assert (rows.longest_of(1), rows.longest_of(64), rows.mean) == (6, 8, 5)
+    assert [rows.running(n) for n in (1, 2, 7, 8)] == [1.0, 0.75, 0.25, 0.0]
+    assert Sequences(4, 10, 5).tokens(8) == 2 * 10 + 8 * 4
+    assert Lengths((4, 6), (), "").responses(9, learnt=True).lengths == (9,)

@@ -1,0 +1,133 @@
+"""FlexAttention sees what the grids see. Values on a CPU only: there it has no backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.data.packing import response_batch
+from posttrain.core.models import flex_stream, stream_attention
+from posttrain.core.training.stream import stream_of
+
+# Prompt lengths; then the group and length of each response.
+LAYOUTS = {
+    "ragged": ([5, 12, 1], [(0, 4), (0, 7), (0, 1), (1, 9), (1, 2), (2, 6), (0, 3)]),
+    "one": ([3], [(0, 2)]),
+    "mixed order": ([4, 6], [(1, 3), (0, 5), (1, 1), (0, 2)]),
+    "longer than a block": ([150, 20], [(0, 140), (1, 3), (0, 30)]),
+    "nothing but prompts": ([4, 2], [(0, 1), (1, 1)]),
+}
+HEADS = {
+    "grouped heads": (4, 2, 16, 0.25),
+    "plain heads": (2, 2, 16, 0.1),
+    "one key": (4, 1, 32, 1),
+}
+
+
+def batch_of(name: str) -> RolloutBatch:
+    prompts, rows = LAYOUTS[name]
+    return response_batch(
+        prompts=[list(range(10, 10 + prompts[group])) for group, _ in rows],
+        responses=[list(range(4, 4 + length)) for _, length in rows],
+        group_ids=[group for group, _ in rows],
+        pad_token_id=0,
+        problems=(),
+    )
+
+
+def who_sees_whom(batch: RolloutBatch, *, include_last: bool) -> Tensor:
+    """[S, S], token by token from what the stream is made of: prompts, then responses, in order."""
+    groups = list(dict.fromkeys(batch.group_id.tolist()))
+    firsts = [batch.group_id.tolist().index(group) for group in groups]
+    tokens = [
+        ("prompt", place, i)
+        for place, row in enumerate(firsts)
+        for i in range(int(batch.prompt_mask[row].sum()))
+    ]
+    for row, group in enumerate(batch.group_id.tolist()):
+        count = int(batch.response_mask[row].sum()) - (not include_last)
+        tokens += [(f"response {row}", groups.index(group), i) for i in range(count)]
+    return torch.tensor(
+        [
+            [p == q and (k == "prompt" or k == d) and (i >= j or d != k) for (k, q, j) in tokens]
+            for (d, p, i) in tokens
+        ]
+    )
+
+
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_mask_is_that_of_prompts_and_responses(name: str, include_last: bool) -> None:
+    batch = batch_of(name)
+    layout = stream_of(batch, include_last=include_last).layout
+    count = len(layout.back)
+    at = torch.arange(count)
+    found = flex_stream.stream_mask(layout)(at[:1], at[:1], at[:, None], at[None, :])
+    assert torch.equal(found, who_sees_whom(batch, include_last=include_last))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_are_those_of_the_grids(name: str, heads: str) -> None:
+    queries, keys, size, scaling = HEADS[heads]
+    layout = stream_of(batch_of(name), include_last=True).layout
+    numbers = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, len(layout.back), size, generator=numbers)
+        for count in (queries, keys, keys)
+    )
+    with torch.no_grad():
+        grids = stream_attention._by_grids(query, key, value, scaling, layout)
+        flex = flex_stream.flex_stream(query, key, value, layout, scaling)
+    torch.testing.assert_close(flex, grids, rtol=1e-4, atol=1e-5)
+
+
+def test_the_mask_is_made_once_for_all_layers() -> None:
+    layout = stream_of(batch_of("ragged"), include_last=True).layout
+    assert flex_stream.block_mask(layout) is flex_stream.block_mask(layout)
+    assert not stream_of(batch_of("ragged"), include_last=True).layout.made
+    assert not layout.to(torch.device("cpu")).made  # a mask lies on the layout's device
+
+
+class OnCuda:
+    """As much of a tensor on CUDA as the check looks at."""
+
+    is_cuda = True
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 64) -> None:
+        self.dtype, self.shape = dtype, (1, 4, 100, size)
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (torch.zeros(1, 4, 10, 64), "no backward pass on a CPU"),
+        (OnCuda(size=8), "no heads of 8"),
+        (OnCuda(torch.float64), "in torch.float64"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_computed_by_grids(query: Tensor, reason: str) -> None:
+    assert reason in str(flex_stream.why_no_flex(query))
+
+
+def test_forward_mode_derivatives_are_by_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_stream.forward_ad, "unpack_dual", lambda query: query)
+    query = OnCuda()
+    query.tangent = None  # type: ignore[attr-defined]
+    assert flex_stream.why_no_flex(query) is None  # type: ignore[arg-type]
+    query.tangent = query  # type: ignore[attr-defined]
+    assert "forward-mode" in str(flex_stream.why_no_flex(query))  # type: ignore[arg-type]
+
+
+def test_attention_takes_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_attention, "why_no_flex", lambda query: None)
+    monkeypatch.setattr(stream_attention, "flex_stream", lambda *given: given)
+    layout = stream_of(batch_of("one"), include_last=True).layout
+    tensors = [torch.zeros(1, 2, len(layout.back), 16) for _ in range(3)]
+    out, _ = stream_attention.stream_attention(
+        torch.nn.Module(), *tensors, None, 0.5, stream_layout=layout
+    )
+    assert out == (*tensors, layout, 0.5)  # type: ignore[comparison-overlap]

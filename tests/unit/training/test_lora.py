@@ -1,0 +1,172 @@
+"""An adapted model is the model with its factors in the weights, in values and in gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from posttrain.core.config.sections import LoraSection, ModelSection, OptimizerSection
+from posttrain.core.errors import ConfigError
+from posttrain.core.models.loading import ModelRuntime, load_policy, load_reward_model
+from posttrain.core.models.lora import (
+    add_adapter,
+    base_weights,
+    frozen_twin,
+    is_adapted,
+    merge_adapter,
+    merged_weights,
+    save_adapter,
+)
+from posttrain.core.models.stream_attention import use_stream_attention
+from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.optim import MasterOptimizer
+from tests.helpers.tiny import make_tiny_model
+from tests.unit.training.test_stream import make_batch, make_model
+
+SECTION = LoraSection(rank=3, alpha=12.0)
+RUNTIME = ModelRuntime.from_config(ModelSection(device="cpu", dtype="float32"))
+
+
+def unadapted(family: str) -> PreTrainedModel:
+    """A tiny float64 model; transformers' eager attention takes its softmax in float32."""
+    model = make_model(family)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def adapted(family: str, section: LoraSection = SECTION) -> PreTrainedModel:
+    """A tiny model with an adapter whose factors are all random."""
+    model = unadapted(family)
+    add_adapter(model, section, seed=1)
+    draw = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            drawn = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.data = 0.05 * drawn
+    return model
+
+
+def plain(family: str, weights: dict[str, Tensor]) -> PreTrainedModel:
+    """The same model without an adapter, with these weights."""
+    model = unadapted(family)
+    model.load_state_dict(weights)
+    return model
+
+
+def loss_of(model: PreTrainedModel) -> Tensor:
+    """A sum of log-probs and entropies with random weights, by the learner's forward pass."""
+    out = response_logprobs(model, make_batch(), temperature=0.7)
+    draw = torch.Generator().manual_seed(3)
+    first, second = (torch.randn(out.logprobs.shape, generator=draw) for _ in range(2))
+    return (out.logprobs * first + out.entropy * second).sum()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["padded", "stream"])
+@pytest.mark.parametrize("stabilised", [False, True], ids=["plain", "rslora"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "gpt2"])
+def test_values_and_gradients_are_those_of_the_merged_weights(
+    family: str, stabilised: bool, stream: bool
+) -> None:
+    """With W' = W + s B A: dL/dB = s dL/dW' A' and dL/dA = s B' dL/dW'."""
+    section = SECTION.model_copy(update={"rank_stabilised": stabilised})
+    model = adapted(family, section)
+    whole = plain(family, dict(merged_weights(model)))
+    if stream:
+        use_stream_attention(model)
+    scale = 12.0 / (3**0.5 if stabilised else 3)
+    mine, wanted = loss_of(model), loss_of(whole)
+    mine.backward()  # type: ignore[no-untyped-call]
+    wanted.backward()  # type: ignore[no-untyped-call]
+    assert float(mine.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    gradients: dict[str, Any] = dict(whole.named_parameters())
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert len(layers) == (8 if family == "gpt2" else 14)
+    for name, layer in layers.items():
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        whole_gradient = gradients[f"{name}.weight"].grad
+        if family == "gpt2":  # keeps its weights the other way round
+            whole_gradient = whole_gradient.t()
+        for got, right in (
+            (b.grad, scale * whole_gradient @ a.t()),
+            (a.grad, scale * b.t() @ whole_gradient),
+        ):
+            assert (got - right).norm().item() <= 1e-5 * right.norm().item(), name
+
+
+def test_only_the_factors_are_trained_and_the_first_pass_is_the_models_own() -> None:
+    model = unadapted("llama")
+    before = loss_of(model)
+    add_adapter(model, SECTION, seed=1)
+    assert float(loss_of(model).detach()) == float(before.detach())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    optimizer = MasterOptimizer(model, OptimizerSection(), 10)
+    assert len(optimizer.state_dict()["masters"]) == len(trained)
+    again = make_model("llama")
+    add_adapter(again, SECTION, seed=1)
+    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other), "drawn from the seed alone"
+
+
+def test_a_twin_shares_memory_and_stays_where_the_model_was() -> None:
+    model = unadapted("llama")
+    twin = frozen_twin(model)
+    before = loss_of(twin)
+    add_adapter(model, SECTION, seed=1)
+    assert not is_adapted(twin)
+    shared = {t.data_ptr() for _, t in base_weights(model)}
+    assert {p.data_ptr() for p in twin.parameters()} <= shared
+    optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=0.1), 10)
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert not torch.equal(loss_of(model), before)
+    assert torch.equal(loss_of(twin), before)
+    merge_adapter(model)
+    assert not is_adapted(model)
+    assert torch.equal(loss_of(twin), before)
+
+
+def test_a_merged_model_has_the_names_and_answers_of_a_plain_one() -> None:
+    model = adapted("llama")
+    value, names = loss_of(model), {name for name, _ in base_weights(model)}
+    assert names == set(make_model("llama").state_dict())
+    merge_adapter(model)
+    assert set(model.state_dict()) == names
+    assert float(loss_of(model).detach()) == pytest.approx(float(value.detach()), rel=1e-6)
+
+
+def test_peft_reads_the_adapter(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    model = load_policy(folder, RUNTIME)
+    add_adapter(model, LoraSection(rank=4, targets=("q_proj", "down_proj")), seed=1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, tmp_path / "adapter", str(folder))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(3, 12)[None]
+    plain_logits = base(input_ids=ids).logits.detach()
+    read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(read(input_ids=ids).logits, logits, rtol=0, atol=1e-5)
+    assert (logits - plain_logits).abs().max() > 0.01
+
+
+def test_the_head_of_a_reward_model_is_trained_as_a_whole(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    model = load_reward_model(folder, RUNTIME, new_head=True)
+    add_adapter(model, SECTION, seed=1)
+    whole = {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert whole == {"score.weight"}
+
+
+def test_a_layer_that_is_not_there_is_named() -> None:
+    wanted = "names c_attn.*no linear layers of: choose of down_proj, .*v_proj, or 'all'"
+    with pytest.raises(ConfigError, match=wanted):
+        add_adapter(make_model("llama"), LoraSection(targets=("q_proj", "c_attn")), seed=0)

@@ -1,0 +1,107 @@
+"""Which checkpoints stay, which one is continued from, and when all are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.core.config.sections import KeepSection, OptimizerSection
+from posttrain.core.training.checkpoint import DamagedCheckpoint, LoopState, save_checkpoint
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.retention import (
+    is_due,
+    kept_checkpoints,
+    newest_whole,
+    settle,
+    starting_points,
+    step_folder,
+    trim,
+)
+
+
+def save(root: Path, *steps: int) -> None:
+    torch.manual_seed(0)
+    optimizer = MasterOptimizer(nn.Linear(2, 2), OptimizerSection(), 10)
+    for step in steps:
+        save_checkpoint(step_folder(root, step), optimizer, LoopState(step, {}, []))
+
+
+def damage(root: Path, step: int) -> None:
+    path = next(step_folder(root, step).rglob("whole.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*step-*"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (KeepSection(), ["step-000006"]),
+        (KeepSection(checkpoints=2), ["step-000005", "step-000006"]),
+        (KeepSection(every=3), ["step-000003", "step-000006"]),
+        (KeepSection(checkpoints=2, every=2), [f"step-00000{n}" for n in (2, 4, 5, 6)]),
+    ],
+    ids=str,
+)
+def test_the_newest_and_every_nth_stay(tmp_path: Path, keep: KeepSection, left: list[str]) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step)
+        trim(tmp_path, keep)
+    assert names(tmp_path) == left
+
+
+def test_when_a_stage_is_done_only_what_a_replay_starts_from_stays(tmp_path: Path) -> None:
+    root = tmp_path / "rl"
+    save(root, 2, 3, 4)
+    (root / "record").mkdir()
+    (root / "answers.json").write_text("kept")
+    (root / "other.json").write_text("removed")
+    for _ in range(2):  # killed in between, it is done again
+        settle(root, KeepSection(every=2), beside=("answers.json",))
+        assert names(root) == ["kept/step-000002", "kept/step-000004"]
+        assert sorted(p.name for p in root.iterdir()) == ["kept"]
+        assert (root / "kept" / "answers.json").read_text() == "kept"
+    assert newest_whole(root, pytest.fail) is None, "a stage computed again starts anew"
+    assert [path.name for path in starting_points(root)] == ["step-000004", "step-000002"]
+
+
+def test_by_default_nothing_stays(tmp_path: Path) -> None:
+    save(tmp_path / "rl", 1, 2)
+    settle(tmp_path / "rl", KeepSection())
+    assert not (tmp_path / "rl").exists()
+
+
+def test_a_damaged_one_is_moved_aside_for_the_one_before_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    damage(tmp_path, 3)
+    told: list[str] = []
+    found = newest_whole(tmp_path, told.append)
+    assert found == step_folder(tmp_path, 2)
+    (warning,) = told
+    assert "continues after step 2 instead of 3" in warning
+    # The steps it takes again must not be removed in favour of what is damaged.
+    trim(tmp_path, KeepSection())
+    assert names(tmp_path) == ["damaged-step-000003", "step-000002"]
+
+
+def test_with_none_that_is_whole_it_is_refused_and_all_are_left(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    damage(tmp_path, 1)
+    damage(tmp_path, 2)
+    with pytest.raises(DamagedCheckpoint, match="step-000002.*damaged.*--fresh"):
+        newest_whole(tmp_path, pytest.fail)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_those_for_replay_are_written_beside_those_to_resume_from() -> None:
+    keep = KeepSection(every=4)
+    assert [n for n in range(1, 13) if is_due(n, 12, 3, keep)] == [3, 4, 6, 8, 9]
+    assert [n for n in range(1, 13) if is_due(n, 12, 0, keep)] == [4, 8]
+    assert not any(is_due(n, 12, 0, KeepSection()) for n in range(1, 13))
+    assert kept_checkpoints(12, keep) == 2, "after the last step the result itself is kept"
