@@ -2,27 +2,41 @@
 
 A stage writes into a private `.partial-*` folder. The manifest, with a digest for every file, is
 written last and the folder is renamed into place, so a folder with its final name is complete.
+One process at a time computes a stage of one identity; others wait for what it makes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from posttrain.core.durable import put_in_place
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.locks import locked
+from posttrain.core.runtime.alive import is_left_behind, owner
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 
+NEVER = "never computed"
+_PARTIAL = ".partial-"
+
 ArtifactKind = Literal[
-    "model", "reward_model", "evaluation", "registration", "report", "rollouts", "dataset"
+    "model",
+    "reward_model",
+    "evaluation",
+    "registration",
+    "report",
+    "rollouts",
+    "dataset",
+    "approval",
 ]
 StageStatus = Literal["ran", "cached", "resumed"]
 
@@ -121,6 +135,16 @@ def check_free_disk(folder: Path, needed_bytes: float, reserve_gb: float, what: 
         )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder that results go to, or raise `ResourceError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot make the folder {folder}: {error.strerror}; choose another --home or --store"
+        ) from error
+
+
 class ArtifactStore:
     """Finished stages under `root`, each in a folder named after its stage and identity."""
 
@@ -131,16 +155,34 @@ class ArtifactStore:
         """Where a finished stage of this identity lives."""
         return self.root / f"{stage}-{identity[:16]}"
 
+    @contextmanager
+    def computing(
+        self,
+        stage: str,
+        identity: str,
+        *,
+        waits: Callable[[str], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Be the only process that computes this stage; `waits` and `check` as of `locked`."""
+        lock = self.root / f".lock-{stage}-{identity[:16]}"
+        with locked(lock, waits=waits, check=check):
+            yield
+
     def begin(self, stage: str) -> Path:
-        """A private folder for a stage to write into."""
-        folder = self.root / f".partial-{stage}-{uuid.uuid4().hex[:8]}"
+        """A private folder for a stage to write into, with its owner in its name."""
+        folder = self.root / f"{_PARTIAL}{stage}-{uuid.uuid4().hex[:8]}@{owner()}"
         folder.mkdir(parents=True)
         return folder
 
     def remove_partial(self) -> None:
-        """Remove private folders that a killed run left behind."""
-        for folder in self.root.glob(".partial-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Remove private folders that killed runs of this machine left behind.
+
+        Those of runs that go on, here or on another machine that shares the store, are not touched.
+        """
+        for folder in self.root.glob(f"{_PARTIAL}*"):
+            if is_left_behind(folder.name.partition("@")[2]):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, partial: Path) -> None:
         """Remove a private folder of a stage that did not finish."""
@@ -176,23 +218,19 @@ class ArtifactStore:
             "artifacts": moved,
             "files": dict(files),
         }
-        temporary = partial / f"{MANIFEST}.tmp"
-        with temporary.open("w") as stream:
-            json.dump(manifest, stream, indent=2)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(partial / MANIFEST)
-        if final.exists():  # `--no-cache` recomputed a stage, or its old folder is damaged
-            shutil.rmtree(final)
-        partial.rename(final)
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        # In place of one that `--no-cache` computed again, or whose files are damaged.
+        put_in_place(partial, final)
         return final
 
     def lookup(self, stage: str, identity: str) -> tuple[StageResult | None, str]:
         """The finished stage of this identity, or None and why it cannot be used."""
         folder = self.folder(stage, identity)
         if not (folder / MANIFEST).is_file():
-            return None, "never computed"
-        manifest = json.loads((folder / MANIFEST).read_text())
+            return None, NEVER
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return None, f"damaged: {folder / MANIFEST} is not what was written"
         if manifest.get("version") != MANIFEST_VERSION or manifest.get("identity") != identity:
             return None, "its manifest is of another version"
         if tree_digests(folder) != manifest["files"]:
@@ -221,5 +259,15 @@ class ArtifactStore:
         folders = sorted(
             self.root.glob(f"{stage}-*/{MANIFEST}"), key=lambda p: p.stat().st_mtime, reverse=True
         )
-        manifests = (json.loads(path.read_text()) for path in folders)
-        return [m["parts"] for m in manifests if m.get("stage") == stage]
+        manifests = (read_manifest(path.parent) for path in folders)
+        return [m["parts"] for m in manifests if m is not None and m.get("stage") == stage]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:  # Any: JSON
+    """The manifest of a finished stage, or None when it is not one."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    needed = {"identity", "parts", "stage", "files", "artifacts"}
+    return found if isinstance(found, dict) and needed <= set(found) else None

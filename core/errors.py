@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.core.approval import ApprovalRequest
 
 
 class PosttrainError(Exception):
     """Base of every error shown to a user as one sentence, without a traceback."""
 
     exit_code = 1
+    status = "error"
 
 
 class RunError(PosttrainError):
@@ -34,6 +39,24 @@ class ResourceError(PosttrainError):
     """Something the run needs is not there: disk, memory, port, weights, package."""
 
     exit_code = 4
+
+
+class ApprovalNeeded(PosttrainError):
+    """A person has to answer before the run goes on; what was computed stays.
+
+    `request` is what is asked, where the error was raised by a gate.
+    """
+
+    exit_code = 5
+    status = "waiting"
+    request: ApprovalRequest | None = None
+
+
+class ApprovalRefused(PosttrainError):
+    """A person, or the time that a gate waits, said no; what was computed stays."""
+
+    exit_code = 6
+    status = "rejected"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -61,13 +61,43 @@ def check_rl(
     yield from check.kl()
     yield from check.correction()
     yield from check.trust_region()
+    yield from check.precision()
+    yield from check.ranks()
     yield from check.sampling()
+
+
+def check_precision(
+    section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
+) -> Iterable[str]:
+    """Compact weights or moments, and autocast, where something else holds the weights."""
+    stage = ".".join(map(str, place))
+    autocast = loaded.config.model.dtype == "autocast"
+    if autocast and section.rounding == "stochastic":
+        yield (
+            f"{loaded.where((*place, 'rounding'))}: {stage}.rounding: stochastic is of bfloat16 "
+            "weights, and model.dtype: autocast keeps float32 ones; set model.dtype: bfloat16"
+        )
+    if autocast and loaded.config.limits.learner_ranks > 1:
+        yield (
+            f"{loaded.where(('model', 'dtype'))}: model.dtype: ranks keep float32 weights and "
+            f"compute in bfloat16 with dtype: bfloat16 already ({stage}); set that in place of "
+            "autocast"
+        )
+    if loaded.config.limits.learner_ranks > 1:
+        for name, default in (("moments", "float32"), ("rounding", "masters")):
+            if getattr(section, name) != default:
+                yield (
+                    f"{loaded.where((*place, name))}: {stage}.{name}: ranks "
+                    f"keep float32 weights and moments, in pieces; set {name}: {default}, or "
+                    "limits.learner_ranks: 1"
+                )
 
 
 def check_optimizer(
     section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
-    """Warm-up in rollouts where there are none."""
+    """Warm-up in rollouts where there are none, and what `check_precision` finds."""
+    yield from check_precision(section, place, loaded)
     if section.warmup_rollouts:
         where = loaded.where((*place, "warmup_rollouts"))
         yield (
@@ -243,6 +273,12 @@ class _Check:
                 "there is no reference policy to refresh, because the KL coefficient is 0; set "
                 "kl.controller.coef above 0, or refresh_every: 0",
             )
+        if kl.refresh_every and self.stage.lora is not None:
+            yield self.line(
+                "kl.refresh_every",
+                "with lora the reference is the model without its adapter, which cannot be "
+                "refreshed; set refresh_every: 0, or train all weights (lora: null)",
+            )
         estimator = self.build("kl", kl.estimator)
         if kl.place == "reward" and estimator.from_logits:
             yield self.line(
@@ -314,6 +350,33 @@ class _Check:
             yield (
                 f"{where}: model.dtype: policy loss '{name}' solves for its step, which bfloat16 "
                 "is too coarse for; use float32"
+            )
+
+    def precision(self) -> Iterable[str]:
+        """What `check_precision` finds, of policy and critic."""
+        place = ("stages", self.name)
+        yield from check_precision(self.stage.optimizer, (*place, "optimizer"), self.loaded)
+        if self.stage.critic is not None:
+            critic = (*place, "critic", "optimizer")
+            yield from check_precision(self.stage.critic.optimizer, critic, self.loaded)
+
+    def ranks(self) -> Iterable[str]:
+        """What several ranks cannot do."""
+        if self.loaded.config.limits.learner_ranks == 1:
+            return
+        mend = "set limits.learner_ranks: 1"
+        for loss in self.losses:
+            if loss.owns_update:
+                yield self.line(
+                    "policy_loss",
+                    f"'{loss.name}' solves for its step with whole weights, which no rank has; "
+                    f"{mend}",
+                )
+        if self.stage.kl.refresh_every:
+            yield self.line(
+                "kl.refresh_every",
+                "a reference that moves is not kept in the checkpoints of several ranks; set "
+                f"refresh_every: 0, or {mend}",
             )
 
 

@@ -20,7 +20,12 @@ MAKES: dict[str, ArtifactKind] = {
     "rl": "model",
     "register": "registration",
     "transform": "dataset",
+    "approve": "model",
+    "promote": "registration",
+    "new_data": "dataset",
 }
+# Kinds that hand on the model they read, by the same digest, instead of making one.
+PASSES_ON = frozenset({"approve"})
 
 # role -> the kind of artifact it takes; the role has the artifact's own name where that is enough.
 REQUIRED: dict[str, dict[str, ArtifactKind]] = {
@@ -31,10 +36,16 @@ REQUIRED: dict[str, dict[str, ArtifactKind]] = {
     "rl": {"model": "model"},
     "register": {"model": "model", "evaluation": "evaluation"},
     "transform": {"model": "model"},
+    "approve": {"model": "model", "evaluation": "evaluation"},
+    "promote": {"model": "model", "evaluation": "evaluation"},
+    "new_data": {},
 }
 OPTIONAL: dict[str, dict[str, ArtifactKind]] = {
     "evaluate": {"baseline": "evaluation"},
+    "sft": {"dataset": "dataset"},
     "rl": {"dataset": "dataset"},
+    "approve": {"baseline": "evaluation"},
+    "promote": {"baseline": "evaluation"},
 }
 
 

@@ -14,7 +14,18 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10
-STAGE_KINDS = ("evaluate", "sft", "reward_model", "preference", "rl", "register", "transform")
+STAGE_KINDS = (
+    "evaluate",
+    "sft",
+    "reward_model",
+    "preference",
+    "rl",
+    "register",
+    "transform",
+    "approve",
+    "promote",
+    "new_data",
+)
 
 # What pydantic puts into a place where one component or a list of them may stand.
 UNION_TAGS = ("one", "many")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from posttrain.core.config import combinations, dag, preference_checks
+from posttrain.core.config import combinations, dag, gate_checks, preference_checks
 from posttrain.core.config.base import Component
 from posttrain.core.config.components import (
     from_stage,
@@ -24,6 +24,7 @@ from posttrain.core.config.components import (
     tool_components,
     with_default_correction,
 )
+from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import Loc, dotted
 from posttrain.core.config.problems import explain, raise_problems
@@ -108,14 +109,18 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             filled = stage
         stages[name] = filled
         values["stages"][name] = filled.model_dump(mode="json")
-        if not isinstance(stage, RegisterStage):
+        if not isinstance(stage, RegisterStage | ApproveStage):
             used = [*used_task, *used]
         if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage | TransformStage):
             used = [*used, *used_engine]
         plugins[name] = tuple(dict.fromkeys(used))
+    for name, stage in stages.items():
+        if isinstance(stage, PromoteStage):  # it measures with what its evaluation was measured
+            plugins[name] = plugins.get(stage.inputs.get("evaluation", ""), ())
     problems = [
         *resolver.problems,
         *dag.check(stages, loaded.where, resolver.reward_roles),
+        *gate_checks.check(stages, loaded.where),
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)

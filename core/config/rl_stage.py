@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from posttrain.core.config.base import Component, Section, StageBase, one_or_many
-from posttrain.core.config.sections import EnvironmentComponent, GenerationSection, OptimizerSection
+from posttrain.core.config.sections import (
+    EnvironmentComponent,
+    GenerationSection,
+    LoraSection,
+    OptimizerSection,
+)
 
 
 class LossTermComponent(Component):
@@ -73,6 +78,9 @@ class CriticSection(Section):
     )
     aggregator: Component = Component(name="token-mean")
     optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
     pretrain_steps: int = Field(
         default=0,
         ge=0,
@@ -240,6 +248,9 @@ class RlStage(StageBase):
     rollout_correction: CorrectionSection = CorrectionSection()
     kl_guard: KlGuardSection | None = None
     optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
     mismatch_alarm: float = Field(

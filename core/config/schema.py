@@ -5,15 +5,19 @@ Importing this module, or one that it imports, needs neither torch nor mlflow no
 
 from __future__ import annotations
 
+import datetime
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, StageName
+from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
     EvaluationSection,
     GenerationSection,
+    KeepSection,
     LimitsSection,
     ModelSection,
 )
@@ -91,9 +95,16 @@ Stage = Annotated[
     | PreferenceStage
     | RlStage
     | RegisterStage
-    | TransformStage,
+    | TransformStage
+    | ApproveStage
+    | PromoteStage
+    | NewDataStage,
     Field(discriminator="kind"),
 ]
+
+
+PLACES = ("name", "seed", "task", "date")
+RUN_NAME_HELP = "what can be filled in is {name}, {seed}, {task} and {date}"
 
 
 class RunConfig(Section):
@@ -101,6 +112,11 @@ class RunConfig(Section):
 
     name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     description: str = ""
+    run_name: str = Field(
+        default="{name}-seed{seed}",
+        description="what Prefect and MLflow call a run: {name}, {seed}, {task} and {date} are "
+        "filled in",
+    )
     seed: int = Field(default=0, ge=0)
     engine: str | Component = Field(
         default="auto", description="auto, or a rollout engine: transformers, vllm, vllm_server"
@@ -109,4 +125,24 @@ class RunConfig(Section):
     task: Component
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
+    keep: KeepSection = KeepSection()
     stages: dict[StageName, Stage] = Field(min_length=1)
+
+    @field_validator("run_name")
+    @classmethod
+    def _known_places(cls, template: str) -> str:
+        try:
+            places = [place for place in Formatter().parse(template) if place[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"is no template ({error}); {RUN_NAME_HELP}") from error
+        odd = [name for _, name, form, cast in places if name not in PLACES or form or cast]
+        if odd or not template.strip():
+            what = f"has {{{odd[0]}}}" if odd else "is empty"
+            raise ValueError(f"{what}; {RUN_NAME_HELP}")
+        return template
+
+    def title(self, day: datetime.date) -> str:
+        """What a run of this config that begins on `day` is called."""
+        return self.run_name.format(
+            name=self.name, seed=self.seed, task=self.task.name, date=day.isoformat()
+        )

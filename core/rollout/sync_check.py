@@ -20,7 +20,9 @@ from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.rollout.weight_sync import weights_sent
 from posttrain.core.training.forward import forward_only
 
 When = Literal["every", "first", "never"]
@@ -130,7 +132,7 @@ class SyncCheck:
 
     def _compare_weights(self, event: str) -> None:
         """Weight by weight, where the engine can tell."""
-        weights = dict(self.model.state_dict())
+        weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
             return
@@ -171,7 +173,7 @@ class SyncCheck:
         far, average = float((now.gap > bounds.largest).double().mean()), bounds.mean_gap(now)
         if far <= bounds.spared and average <= mean:
             return
-        precision = str(self.model.dtype).removeprefix("torch.")
+        precision = str(compute_dtype(self.model)).removeprefix("torch.")
         spared = f", but for {bounds.spared:.0%} of the tokens" if bounds.spared else ""
         raise RunError(
             f"engine '{self.engine.name}' does not answer with the trainer's weights after "
@@ -183,7 +185,7 @@ class SyncCheck:
 
     @property
     def _bounds(self) -> Bounds:
-        return BOUNDS.get(self.model.dtype, BOUNDS[torch.bfloat16])
+        return BOUNDS.get(compute_dtype(self.model), BOUNDS[torch.bfloat16])
 
     def _trainer_logprobs(self) -> Tensor:
         """The trainer's log-probs [N] at temperature 1."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.artifacts import combine_digests, file_digest
+from posttrain.core.durable import sync
 from posttrain.core.errors import ResourceError
 
 SHARD_BYTES = 2 * 2**30
@@ -47,9 +47,9 @@ def write_weights(
         for number, shard in enumerate(_shards(weights, dtype)):
             path = partial / f"model-{number:05d}.safetensors"
             save_file(shard, path)
-            _sync(path)
+            sync(path)
         digest = digest_of(partial)
-        _sync(partial)
+        sync(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     except OSError as error:
@@ -72,11 +72,3 @@ def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype) -> list[dict[str,
         shards[-1][name] = copy
         size += copy.nbytes
     return shards
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,4 +8,5 @@ import os
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # we show links ourselves
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # also quiets alembic's migrations

@@ -29,9 +29,10 @@ class JournalRow:
         return json.dumps(row, separators=(",", ":")) + "\n"
 
 
-def journal_path(folder: Path, stage: str) -> Path:
-    """Where a stage's journal is kept."""
-    return folder / f"metrics-{stage}.jsonl"
+def journal_path(folder: Path, stage: str, identity: str = "") -> Path:
+    """Where the journal of a stage of that identity is kept."""
+    mark = f"-{identity[:16]}" if identity else ""
+    return folder / f"metrics-{stage}{mark}.jsonl"
 
 
 def read_journal(path: Path) -> list[JournalRow]:

@@ -22,6 +22,9 @@ COLOURS = {  # Okabe and Ito's colour-blind-safe palette
     "evaluate": "#009E73",
     "register": "#B8860B",
     "transform": "#999933",
+    "approve": "#882255",
+    "promote": "#B8860B",
+    "new_data": "#999933",
 }
 Point = tuple[float, float]
 
@@ -57,6 +60,12 @@ def headline(metrics: Mapping[str, float]) -> str:
     if "pref/held_out_pair_accuracy" in metrics:
         bounds = ("pref/held_out_low", "pref/held_out_high")
         return f"pairs {percent(metrics, 'pref/held_out_pair_accuracy', *bounds)}"
+    if "approve/approved" in metrics:
+        return "approved" if metrics["approve/approved"] else "rejected"
+    if "promote/promoted" in metrics:
+        return "champion" if metrics["promote/promoted"] else "not promoted"
+    if "new_data/rows" in metrics:
+        return f"{metrics['new_data/rows']:.0f} new rows"
     if "transform/kept" in metrics:
         return f"kept {metrics['transform/kept']:.0f} of {metrics['transform/num_problems']:.0f}"
     for key, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("loss/sft", "loss")):

@@ -7,22 +7,9 @@ refused by the tracker: a misspelt key would otherwise become a chart that nobod
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from posttrain.core.errors import RunError, nearest
-
-Better = Literal["higher", "lower"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """Unit, meaning and the better direction (None = neither is better as such) of one key."""
-
-    unit: str
-    description: str
-    better: Better = None
-
+from posttrain.core.tracking.metric import Metric as Metric
 
 METRICS: dict[str, Metric] = {
     # reward and accuracy of one rollout batch
@@ -239,6 +226,15 @@ METRICS: dict[str, Metric] = {
     "transform/agreement": Metric(
         "fraction", "mean share of the model's solutions that gave the answer it claimed", "higher"
     ),
+    # gates, promotion and rows that came since
+    "approve/approved": Metric("flag", "1 when the model was approved, 0 when it was rejected"),
+    "promote/promoted": Metric("flag", "1 when the model is the champion now"),
+    "promote/difference": Metric("fraction", "model minus champion, same problems", "higher"),
+    "promote/low": Metric("fraction", "lower 95 % bound of the paired difference", "higher"),
+    "promote/high": Metric("fraction", "upper 95 % bound of the paired difference", "higher"),
+    "promote/gained": Metric("count", "problems only the model solves", "higher"),
+    "promote/lost": Metric("count", "problems only the champion solves", "lower"),
+    "new_data/rows": Metric("count", "rows no earlier run was trained on"),
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token", "lower"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right", "higher"),
@@ -252,6 +248,7 @@ METRICS: dict[str, Metric] = {
     "time/sync_check_s": Metric("s", "checking that the engine has them", "lower"),
     "time/evaluate_s": Metric("s", "evaluating on held-out problems", "lower"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint", "lower"),
+    "time/record_s": Metric("s", "recording the step for a replay", "lower"),
     "time/tracking_s": Metric("s", "handing measurements to the tracker", "lower"),
     "time/step_s": Metric("s", "the whole step", "lower"),
     "time/overhead_ms": Metric("ms", "of the step outside all phases", "lower"),
@@ -259,6 +256,7 @@ METRICS: dict[str, Metric] = {
     "throughput/update_tokens_per_s": Metric("tokens/s", "response tokens trained on", "higher"),
     "tokens/response": Metric("tokens", "response tokens of the step"),
     "tokens/total": Metric("tokens", "prompt and response tokens of the step"),
+    "memory/rank_peak_gb": Metric("GB", "peak memory of the learner's first rank", "lower"),
     "memory/peak_gb": Metric("GB", "peak memory of the process or the device", "lower"),
 }
 

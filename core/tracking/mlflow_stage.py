@@ -103,6 +103,10 @@ class MlflowRun:
 
         self._session.writer.submit(f"step {row.step}", write)
 
+    def flush(self) -> None:
+        """Wait until MLflow has everything handed over so far; raises what went wrong unseen."""
+        self._session.writer.flush()
+
     def end(self, status: FinalStatus) -> None:
         """Flush and end the run. One whose record is incomplete is never shown as FINISHED."""
         writer, client = self._session.writer, self._session.client

@@ -1,11 +1,12 @@
 """Where MLflow keeps its data: opening a store, making the local database, ending dead runs.
 
-With `mlflow_tracker` the only module that imports mlflow.
+With its neighbours `mlflow_*` and `registry` the only module that imports mlflow.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 from collections import Counter
@@ -21,7 +22,9 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.alive import process_start
 from posttrain.core.tracking.journal import JournalRow, read_journal
+from posttrain.core.tracking.writer import reason
 
 SQLITE = "sqlite:///"
 TAG_STAGE = "posttrain.stage"
@@ -41,8 +44,8 @@ def explained(what: str, uri: str) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError) as error:
         raise ResourceError(
-            f"MLflow at {uri} could not {what}: {error}; check that it can be reached, has room "
-            "and is of this version of MLflow (`mlflow db upgrade URI` moves an older database)"
+            f"MLflow at {uri} could not {what}: {reason(error)}; check that it can be reached, has "
+            "room and is of this version of MLflow (`mlflow db upgrade URI` moves an older one)"
         ) from error
 
 
@@ -53,6 +56,8 @@ def connect(uri: str) -> MlflowClient:
     registry are looked up there and nowhere else, and a default of MLflow's own would quietly
     create a second database in the working directory.
     """
+    # MLflow logs the traceback of an error of the database before it raises it; we tell the user.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with explained("be opened", uri):
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
@@ -103,18 +108,6 @@ def _create(database: Path, artifacts: Path) -> None:
         store = SqlAlchemyStore(f"{SQLITE}{partial}", artifacts.as_uri())  # type: ignore[no-untyped-call]
         store.engine.dispose()
     os.replace(partial, database)
-
-
-def process_start(pid: int) -> str:
-    """When the process began, in clock ticks since boot; empty if it is gone or cannot be told.
-
-    A zombie counts as gone. Linux only: elsewhere the result is empty for every process.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
 
 
 def process_tags(journal: Path | None) -> dict[str, str]:

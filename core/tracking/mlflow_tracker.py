@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -29,6 +29,8 @@ from posttrain.core.tracking.mlflow_stage import (
 from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
+from posttrain.core.tracking.model_links import KnownModel, known_here
+from posttrain.core.tracking.registry import add_version
 from posttrain.core.tracking.writer import Writer
 
 MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
@@ -93,16 +95,18 @@ class PipelineTracker(MlflowRun):
         kind: str,
         params: Mapping[str, object],
         *,
+        identity: str = "",
         resumed_step: int | None = None,
     ) -> StageTracker:
         """Open a child run for a stage.
 
+        Journals are kept by name and `identity`, so that runs beside each other have their own.
         `resumed_step` is the step of the checkpoint that an interrupted stage continues from: the
         journal's rows up to it are written to the new run, so its history is complete. With None
         the stage starts anew and an old journal of it is dropped.
         """
         session, folder = self._session, self._session.journal
-        path = None if folder is None else journal_path(folder, name)
+        path = None if folder is None else journal_path(folder, name, identity)
         tags = self._child_tags(name, kind) | store.process_tags(path)
         if resumed_step is not None:
             tags["posttrain.resumed_step"] = str(resumed_step)
@@ -138,6 +142,17 @@ class PipelineTracker(MlflowRun):
             return run_id
 
         return session.writer.call(f"cached stage {name}", create)
+
+    def known_models(self, run_id: str, name: str, models: Sequence[KnownModel]) -> list[str]:
+        """The id that each model of the reused stage `name` has in this tracking server.
+
+        It is the model's own, or, where another server made it, that of an entry for the same
+        files, which is an output of `run_id` if it is new.
+        """
+        session = self._session
+        return session.writer.call(
+            f"models of {name}", lambda: [known_here(session, run_id, name, m) for m in models]
+        )
 
     def log_metrics(self, metrics: Metrics) -> None:
         """Record summary metrics; a key may begin with a stage's name: `rl/reward/mean`."""
@@ -217,25 +232,8 @@ def register_model(uri: str, model_id: str, name: str, alias: str, tags: Mapping
     `ResourceError` for a model that does not exist.
     """
     client = store.connect(uri)
-    source = f"models:/{model_id}"
-    with store.explained(f"register {source} as '{name}'", uri):
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        known = [v for v in client.search_model_versions(f"name = '{name}'") if v.source == source]
-        run_id = client.get_logged_model(model_id).source_run_id
-        made = (
-            known[0]
-            if known
-            else client.create_model_version(
-                name, source, run_id=run_id, model_id=model_id, tags=dict(tags)
-            )
-        )
-        version = str(made.version)
-        for key, value in tags.items() if known else ():
-            client.set_model_version_tag(name, version, key, value)
+    with store.explained(f"register models:/{model_id} as '{name}'", uri):
+        version = add_version(client, model_id, name, tags)
         client.set_registered_model_alias(name, alias, version)
     return version
 

@@ -19,6 +19,16 @@ MAX_WAITING = 1000
 """Jobs that may wait; beyond that `submit` waits too, so memory stays bounded."""
 
 
+def reason(error: BaseException) -> str:
+    """What is wrong, in the database's own words where one is behind it: users read no SQL."""
+    found: BaseException | None = error
+    while found is not None:
+        if getattr(found, "orig", None) is not None:  # SQLAlchemy's name for the driver's error
+            return str(getattr(found, "orig"))  # noqa: B009 - declared nowhere
+        found = found.__cause__ or found.__context__
+    return str(error)
+
+
 class Writer:
     """Runs jobs one after another in the background. `where` is named in errors.
 
@@ -96,8 +106,8 @@ class Writer:
 
     def _explained(self, what: str, error: BaseException) -> RunError:
         wrapped = RunError(
-            f"could not record {what} in MLflow at {self.where}: {error}; check that it can be "
-            "reached and that its disk has room, then run the same command again"
+            f"could not record {what} in MLflow at {self.where}: {reason(error)}; check that it "
+            "can be reached and that its disk has room, then run the same command again"
         )
         wrapped.__cause__ = error
         return wrapped

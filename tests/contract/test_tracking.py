@@ -21,6 +21,7 @@ from posttrain.core.tracking.mlflow_tracker import (
     register_model,
     run_url,
 )
+from posttrain.core.tracking.model_links import KnownModel
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -103,6 +104,26 @@ def test_stages_are_children_and_a_cached_one_points_to_its_original(uri: str) -
     copy = read(uri, again)
     assert copy.data.tags["posttrain.cached_from"] == stage.run_id
     assert copy.data.metrics == {"sft/loss": 0.5}
+
+
+def test_a_model_of_another_tracking_server_is_entered_here_once(uri: str) -> None:
+    tracker = start(uri)
+    stage = tracker.stage("sft", "sft", {})
+    own = stage.log_model_output(name="sft", uri="/a/sft", digest="d1", step=0)
+    again = tracker.cached_stage("rl", "rl", "of another server", {})
+    foreign = KnownModel("m-0123456789abcdef0123456789abcdef", "/a/rl", "d2")
+    known = KnownModel(own, "/a/sft", "d1")
+    ids = tracker.known_models(again, "rl", [known, foreign])
+    assert ids[0] == own
+    assert tracker.known_models(again, "rl", [foreign]) == ids[1:], "found again, not made again"
+    stage.log_model_input(ids[1])  # which a later stage can read
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracking_uri=uri)
+    made = client.get_logged_model(ids[1])
+    assert made.source_run_id == again
+    assert made.tags["posttrain.digest"] == "d2" and made.tags["posttrain.uri"] == "/a/rl"
+    assert [o.model_id for o in read(uri, again).outputs.model_outputs] == ids[1:]
+    assert len(client.search_logged_models([tracker.experiment_id])) == 2
 
 
 def test_stepped_metrics_keep_their_step_and_leave_out_what_was_not_measured(uri: str) -> None:

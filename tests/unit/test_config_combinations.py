@@ -283,3 +283,25 @@ def test_a_length_normaliser_defaults_to_the_response_limit(
     first = stage_of(run).loss_terms[0].aggregator
     assert first is not None and first.fields()["norm_length"] == 77
     assert {use.name for use in run.plugins["rl"]} >= {"positive_lm", "token-mean", "ppo_clip"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "optimizer", "said"),
+    [
+        ({"learner_ranks": 2}, {}, r"model\.dtype: ranks keep float32 weights .* dtype: bfloat16"),
+        ({}, {"rounding": "stochastic"}, r"rl\.optimizer\.rounding: .* model\.dtype: bfloat16"),
+    ],
+)
+def test_autocast_where_something_else_holds_the_weights(
+    tmp_path: Path,
+    manager: PluginManager,
+    limits: dict[str, Any],
+    optimizer: dict[str, Any],
+    said: str,
+) -> None:
+    stage = {"kind": "rl", "inputs": {"model": "base"}, "optimizer": optimizer}
+    config = {"task": "arithmetic", "model": {"dtype": "autocast"}, "limits": limits}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config | {"stages": {"rl": stage}}))
+    with pytest.raises(ConfigError, match=said):
+        resolve(load_config([path]), manager)

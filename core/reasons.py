@@ -1,0 +1,211 @@
+"""Why a stage is computed although an earlier result of it exists, as people would say it.
+
+Parts of identities are flat and their values JSON; here they become a tree again, and what differs
+is named by its place in the YAML: `stages.sft.optimizer.learning_rate 1e-5 -> 2e-5`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.identity import SHARED
+
+SHOWN = 3
+_WIDTH = 40
+_PLUGIN, _INPUT, _FILE, _CODE, _DATA = "plugin ", "input ", "file ", "posttrain", "task_data"
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs; `before` and `now` are empty where only the fact is worth telling."""
+
+    what: str
+    before: str = ""
+    now: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.before} -> {self.now}" if self.before else self.what
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a stage is not reused: a fact (`never computed`), or what has changed since."""
+
+    fact: str = ""
+    changes: tuple[Change, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return self.fact
+        told = ", ".join(str(change) for change in self.changes[:SHOWN])
+        more = len(self.changes) - SHOWN
+        return f"changed: {told}" + (f" and {more} more" if more > 0 else "")
+
+
+def explain(
+    stage: str,
+    parts: Mapping[str, str],
+    previous: Sequence[Mapping[str, str]],
+    sources: Mapping[str, str],
+    waits_for: Sequence[str] = (),
+) -> Reason:
+    """What differs from the earlier results of the stage that is most like it.
+
+    `parts` are named parts of the identity, `previous` those of earlier results, newest first;
+    `sources` maps each role to the stage that makes the input, `base` for the base model. The
+    digests of inputs in `waits_for` are not known yet, since what makes them is computed first.
+    """
+    if not previous:
+        return Reason("never computed")
+    unknown = {f"{_INPUT}{role}" for role in waits_for}
+    now = {name: value for name, value in parts.items() if name not in unknown}
+
+    def changes(before: Mapping[str, str]) -> list[Change]:
+        old = {name: value for name, value in before.items() if name not in unknown}
+        return _changes(stage, old, now, sources)
+
+    found = min((changes(before) for before in previous), key=len)
+    running = [
+        Change(f"input {role} changed because {sources[role]} runs")
+        for role in sources
+        if role in waits_for
+    ]
+    # Settings before what follows from them, and the program's own code last.
+    code = [change for change in found if change.what.startswith(_CODE)]
+    return Reason(changes=(*(c for c in found if c not in code), *running, *code))
+
+
+def _changes(
+    stage: str, old: Mapping[str, str], now: Mapping[str, str], sources: Mapping[str, str]
+) -> list[Change]:
+    before, after = _tree(old), _tree(now)
+    own = [*_differ(before, after, f"stages.{stage}", lambda root: root not in SHARED)]
+    shared = [*_differ(before, after, "", lambda root: root in SHARED)]
+    facts = [name for name in dict.fromkeys((*now, *old)) if old.get(name) != now.get(name)]
+    files = [
+        Change(f"the content of stages.{stage}.{name.removeprefix(_FILE)} changed")
+        for name in facts
+        if name.startswith(_FILE)
+    ]
+    if _DATA in facts:
+        files.append(Change("the task's data changed"))
+    plugins = [_plugin(name, old, now) for name in facts if name.startswith(_PLUGIN)]
+    inputs = [
+        _input(name.removeprefix(_INPUT), sources) for name in facts if name.startswith(_INPUT)
+    ]
+    code = [_code(old.get(_CODE, ""), now.get(_CODE, ""))] if _CODE in facts else []
+    # A plugin that came or went with a setting is told by the setting.
+    replaced = [change for change in plugins if change.before or not (own or shared)]
+    return [*own, *shared, *files, *replaced, *inputs, *code]
+
+
+def _tree(parts: Mapping[str, str]) -> dict[str, Any]:  # Any: JSON
+    """The settings among `parts` as they were before they were flattened."""
+    found: dict[str, Any] = {}
+    for name, text in parts.items():
+        if name in (_CODE, _DATA) or name.startswith((_PLUGIN, _INPUT, _FILE)):
+            continue
+        *path, last = name.split(".")
+        here = found
+        for key in path:
+            inner = here.setdefault(key, {})
+            here = inner if isinstance(inner, dict) else here
+        here[last] = json.loads(text)
+    return found
+
+
+def _differ(
+    before: Mapping[str, Any], now: Mapping[str, Any], place: str, wanted: Any
+) -> Iterator[Change]:
+    for root in dict.fromkeys((*now, *before)):
+        if wanted(root):
+            path = f"{place}.{root}" if place else root
+            yield from _leaves(path, before.get(root, _NOTHING), now.get(root, _NOTHING))
+
+
+def _leaves(path: str, before: object, now: object) -> Iterator[Change]:
+    """The smallest places below `path` that hold something else."""
+    if before == now:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        if before.get("name") != now.get("name"):  # fields of another plugin are no change
+            yield Change(path, _plain(before), _plain(now))
+            return
+        for key in dict.fromkeys((*now, *before)):
+            yield from _leaves(f"{path}.{key}", before.get(key, _NOTHING), now.get(key, _NOTHING))
+    elif isinstance(before, list) and isinstance(now, list) and _alike(before, now):
+        for index, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _leaves(f"{path}.{index}", one, other)
+    else:
+        yield Change(path, _plain(before), _plain(now))
+
+
+def _alike(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same plugins, or both none, so that places can be compared."""
+    names = [
+        [item.get("name") if isinstance(item, dict) else None for item in items]
+        for items in (before, now)
+    ]
+    return names[0] == names[1] and any(name is not None for name in names[0])
+
+
+def _plain(value: object) -> str:
+    """A value as people write it in YAML, in one short line."""
+    if value is _NOTHING:
+        return "not there"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, dict):
+        name, rest = value.get("name"), {k: v for k, v in value.items() if k != "name"}
+        if name is not None:
+            return str(name)
+        return _cut("{" + ", ".join(f"{key}: {_plain(item)}" for key, item in rest.items()) + "}")
+    if isinstance(value, list):
+        return _cut("[" + ", ".join(_plain(item) for item in value) + "]")
+    return _cut(str(value)) if str(value).strip() else "''"
+
+
+def _number(value: float) -> str:
+    """`1e-5` for 1e-05, `0.2`, `3` for 3.0."""
+    text = f"{value:.12g}"
+    mantissa, sign, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if sign else mantissa
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _plugin(name: str, old: Mapping[str, str], now: Mapping[str, str]) -> Change:
+    kind, _, plugin = name.removeprefix(_PLUGIN).partition(" ")
+    what = f"{kind} plugin {plugin}"
+    before, after = old.get(name), now.get(name)
+    if before is None or after is None:
+        return Change(f"{what} is {'not used any more' if after is None else 'used now'}")
+    (package, version), (other, newer) = before.split(" ", 1), after.split(" ", 1)
+    if package == other:
+        return Change(what, version, newer)
+    return Change(what, f"of {before}", f"of {after}")
+
+
+def _input(role: str, sources: Mapping[str, str]) -> Change:
+    source = sources.get(role)
+    if source is None:
+        return Change(f"input {role} is not read any more")
+    if source == "base":
+        return Change(f"input {role} changed: another base model")
+    return Change(f"input {role} changed: {source} made another one")
+
+
+def _code(before: str, now: str) -> Change:
+    old, new = before.partition("+")[0], now.partition("+")[0]
+    return Change("posttrain's own code changed") if old == new else Change("posttrain", old, new)

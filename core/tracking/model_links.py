@@ -1,0 +1,56 @@
+"""Models of reused results: the tracking server may be another than the one they were logged in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlflow
+from mlflow.entities import LoggedModelOutput
+from mlflow.exceptions import MlflowException
+
+from posttrain.core.tracking.mlflow_stage import Session
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model in a store: its id in the MLflow that it was logged in, where it is, its sha256."""
+
+    model_id: str
+    uri: str
+    digest: str
+
+
+def known_here(session: Session, run_id: str, name: str, model: KnownModel) -> str:
+    """The id of `model` in this tracking server; it is made, as one of `run_id`, if there is none.
+
+    A model of the same digest and place that an earlier run made here is taken before a new one.
+    """
+    if model.model_id and _exists(session, model.model_id):
+        return model.model_id
+    quoted = model.digest.replace("'", "")
+    same = session.client.search_logged_models(
+        [session.experiment_id], filter_string=f"tags.`posttrain.digest` = '{quoted}'"
+    )
+    for found in same:
+        if found.tags.get("posttrain.uri") == model.uri:
+            return str(found.model_id)
+    mlflow.set_tracking_uri(session.uri)
+    made = mlflow.create_external_model(
+        name=name,
+        source_run_id=run_id,
+        tags={"posttrain.uri": model.uri, "posttrain.digest": model.digest},
+        model_type="language-model",
+        experiment_id=session.experiment_id,
+    )
+    session.client.log_outputs(run_id, [LoggedModelOutput(made.model_id, 0)])
+    return str(made.model_id)
+
+
+def _exists(session: Session, model_id: str) -> bool:
+    try:
+        session.client.get_logged_model(model_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+    return True

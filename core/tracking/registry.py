@@ -1,0 +1,187 @@
+"""Registered models: versions by digest, the champion's alias, and its way back.
+
+An alias is moved last. What a move means is in the tags of the version before the alias moves: the
+version that was the champion, and the evidence. A process that dies in between is put right by
+doing the same again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from posttrain.core.artifacts import combine_digests, tree_digests
+from posttrain.core.errors import ResourceError
+from posttrain.core.tracking import mlflow_store as store
+
+TAG_DIGEST = "digest"
+TAG_URI = "uri"
+TAG_PREVIOUS = "posttrain.previous_champion"
+TAG_PROMOTION = "posttrain.promotion"
+TAG_ROLLED_BACK = "posttrain.rolled_back"
+TAG_RESTORED = "posttrain.restored"
+LOGGED = "models:/"
+NONE = "none"
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredVersion:
+    """A version of a registered model. `path` is where its weights lie, `digest` what they are."""
+
+    name: str
+    version: str
+    digest: str
+    path: Path
+    model_id: str
+    run_id: str
+    tags: Mapping[str, str] = field(repr=False)
+
+    @property
+    def previous(self) -> str:
+        """The version that was the champion before this one; empty if there was none."""
+        found = self.tags.get(TAG_PREVIOUS, "")
+        return "" if found == NONE else found
+
+    @property
+    def rolled_back(self) -> dict[str, str] | None:
+        """Who took this version back, when, why; None if nobody did."""
+        text = self.tags.get(TAG_ROLLED_BACK, "")
+        return dict(json.loads(text)) if text else None
+
+
+def check_weights(found: RegisteredVersion) -> None:
+    """Raise `ResourceError` unless the version's weights are on this disk, as they were made."""
+    told = f"'{found.name}' version {found.version}"
+    if not found.digest:
+        raise ResourceError(
+            f"{told} was not registered by posttrain: it has no tag '{TAG_DIGEST}' that says what "
+            "its weights are; register the model with a stage of kind 'register' or 'promote'"
+        )
+    if not found.path.is_dir():
+        raise ResourceError(
+            f"the weights of {told} are not on this machine: {found.path} is no folder; use the "
+            "--home that made them, or copy them there"
+        )
+    if combine_digests(tree_digests(found.path)) != found.digest:
+        raise ResourceError(
+            f"the weights of {told} in {found.path} are not those that were registered (other "
+            "digest): restore them, or move the alias with `posttrain rollback`"
+        )
+
+
+def find_alias(uri: str, name: str, alias: str) -> RegisteredVersion | None:
+    """The version that `alias` names; None where there is no such model or alias."""
+    client = store.connect(uri)
+    with store.explained(f"look up '{name}@{alias}'", uri):
+        try:
+            return _told(client.get_model_version_by_alias(name, alias))
+        except MlflowException as error:
+            if error.error_code not in ABSENT:
+                raise
+            return None
+
+
+def find_version(uri: str, name: str, version: str) -> RegisteredVersion | None:
+    """A version by its number; None where there is none."""
+    client = store.connect(uri)
+    with store.explained(f"look up '{name}' version {version}", uri):
+        try:
+            return _told(client.get_model_version(name, version))
+        except MlflowException as error:
+            if error.error_code not in ABSENT:
+                raise
+            return None
+
+
+def find_digest(uri: str, name: str, digest: str) -> RegisteredVersion | None:
+    """The newest version with these weights, if there is one."""
+    client = store.connect(uri)
+    with store.explained(f"search versions of '{name}'", uri):
+        found = [v for v in _versions(client, name) if v.tags.get(TAG_DIGEST) == digest]
+    return _told(max(found, key=lambda v: int(v.version))) if found else None
+
+
+def add_version(client: MlflowClient, model_id: str, name: str, tags: Mapping[str, str]) -> str:
+    """Make the model a version of `name`, once: by its id or its digest it keeps the one it has."""
+    source = f"models:/{model_id}"
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    digest = tags.get(TAG_DIGEST)
+    known = [
+        v
+        for v in _versions(client, name)
+        if v.source == source or (digest and v.tags.get(TAG_DIGEST) == digest)
+    ]
+    if not known:
+        run_id = client.get_logged_model(model_id).source_run_id
+        made = client.create_model_version(
+            name, source, run_id=run_id, model_id=model_id, tags=dict(tags)
+        )
+        return str(made.version)
+    version = str(known[0].version)
+    for key, value in tags.items():
+        client.set_model_version_tag(name, version, key, value)
+    return version
+
+
+def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str]) -> str:
+    """The model as a version of `name`, its alias not moved yet; returns the version."""
+    client = store.connect(uri)
+    with store.explained(f"register models:/{model_id} as '{name}'", uri):
+        return add_version(client, model_id, name, tags)
+
+
+def move_alias(uri: str, name: str, alias: str, version: str) -> None:
+    """Let `alias` name `version`."""
+    client = store.connect(uri)
+    with store.explained(f"move '{name}@{alias}' to version {version}", uri):
+        client.set_registered_model_alias(name, alias, version)
+
+
+def tag_version(uri: str, name: str, version: str, tags: Mapping[str, str]) -> None:
+    """Set tags of a version; an empty value removes the tag."""
+    client = store.connect(uri)
+    with store.explained(f"tag '{name}' version {version}", uri):
+        known = client.get_model_version(name, version).tags
+        for key, value in tags.items():
+            if value:
+                client.set_model_version_tag(name, version, key, value)
+            elif key in known:
+                client.delete_model_version_tag(name, version, key)
+
+
+def names(uri: str) -> list[str]:
+    """All registered models."""
+    client = store.connect(uri)
+    with store.explained("list registered models", uri):
+        return [model.name for model in client.search_registered_models()]
+
+
+def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    quoted = name.replace("'", "\\'")
+    return list(client.search_model_versions(f"name = '{quoted}'"))
+
+
+def _told(found: ModelVersion) -> RegisteredVersion:
+    # A version read by its alias has no model id, but its source is `models:/m-...`.
+    source = str(found.source or "")
+    by_source = source.removeprefix(LOGGED) if source.startswith(f"{LOGGED}m-") else ""
+    return RegisteredVersion(
+        name=str(found.name),
+        version=str(found.version),
+        digest=found.tags.get(TAG_DIGEST, ""),
+        path=Path(found.tags.get(TAG_URI, "")),
+        model_id=str(found.model_id or by_source),
+        run_id=str(found.run_id or ""),
+        tags=dict(found.tags),
+    )

@@ -1,0 +1,48 @@
+"""What a stage hands to the tracker while it runs, and a tracker that keeps none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class StageSink(Protocol):
+    """The part of `StageTracker` that stages use. `run_id` is MLflow's."""
+
+    run_id: str
+
+    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """What was measured at an optimizer step."""
+
+    def log_summary(self, metrics: Mapping[str, float | None]) -> None:
+        """Final values."""
+
+    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Rows to be shown as a table."""
+
+    def log_dataset(
+        self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
+    ) -> None:
+        """A dataset that the stage reads."""
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """A file to be kept with the stage."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Tags of the stage."""
+
+
+class NotTracked:
+    """Keeps nothing: what is computed again is on record already."""
+
+    run_id = ""
+
+    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None: ...
+    def log_summary(self, metrics: Mapping[str, float | None]) -> None: ...
+    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None: ...
+    def log_dataset(
+        self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
+    ) -> None: ...
+    def log_file(self, path: Path, folder: str = "") -> None: ...
+    def set_tags(self, tags: Mapping[str, str]) -> None: ...
