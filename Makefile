@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 POSTTRAIN_HOME ?= .posttrain
 CONFIG ?= quickstart
 ARGS ?=
+SEEDS ?= 0 1 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
 INPUTS := pyproject.toml infra/constraints.txt Makefile
@@ -19,7 +20,7 @@ EXTRAS := [dev]
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run ui test test-slow test-learning check format dev install install-vllm bench clean
+.PHONY: help run ui up down status test test-slow test-learning check format dev install install-vllm bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +50,19 @@ run: install ## the main job: a base model becomes measurably better (CONFIG=qui
 ui: install ## MLflow and Prefect pages on localhost, until Ctrl-C
 	$(BIN)/posttrain ui --home $(POSTTRAIN_HOME) $(ARGS)
 
+$(VENV)/.installed-server: $(VENV)/.installed-run
+	$(PIP) install -q $(CONSTRAINTS) -e '.[server]'
+	touch $@
+
+up: $(VENV)/.installed-server ## PostgreSQL, Prefect, MLflow and a worker on 127.0.0.1 (needs PostgreSQL's programs)
+	$(BIN)/posttrain services up --home $(POSTTRAIN_HOME) $(ARGS)
+
+down: ## stop them; data stay
+	@test ! -x $(BIN)/posttrain || $(BIN)/posttrain services down --home $(POSTTRAIN_HOME) $(ARGS)
+
+status: $(VENV)/.installed-run ## which of them run, where they listen and log
+	$(BIN)/posttrain services status --home $(POSTTRAIN_HOME) $(ARGS)
+
 dev: $(VENV)/.installed-dev ## everything for developing: tools and vLLM on the CPU
 
 install-vllm: $(VENV)/.installed-run ## add vLLM on the CPU to what a run needs
@@ -71,8 +85,8 @@ test: dev ## all tests but the slow ones
 test-slow: dev ## the tests that take minutes each
 	$(BIN)/pytest -m slow
 
-test-learning: dev ## every preset learns on three seeds (part of the slow tests; CI runs it)
-	$(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
+test-learning: dev ## every preset learns on three seeds (SEEDS="0": on one, as CI does)
+	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
 bench: install ## what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py

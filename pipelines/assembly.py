@@ -6,26 +6,31 @@ import importlib.metadata
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from posttrain.core.approval import approvals
 from posttrain.core.artifacts import Artifact, ArtifactStore, check_free_disk
-from posttrain.core.config.dag import makes
+from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.device import choose_dtype, keep_freed_memory, set_threads
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
+from posttrain.core.training.retention import kept_checkpoints
 from posttrain.pipelines.engines import EnginePool
+from posttrain.pipelines.gates import Gates
 from posttrain.pipelines.pipeline import Pipeline
+from posttrain.pipelines.quiet import quiet_libraries
 
 
 def assemble(
@@ -36,8 +41,14 @@ def assemble(
     *,
     no_cache: bool,
     fresh: bool,
+    store_root: Path | None = None,
+    gates: Gates | None = None,
 ) -> Pipeline:
-    """Everything a run needs, opened. Raises `PosttrainError` before MLflow's run is opened."""
+    """Everything a run needs, opened. Raises `PosttrainError` before MLflow's run is opened.
+
+    `store_root` is the folder of finished stages, if it is not the home's own. Without `gates` a
+    gate that nobody answered ends the run.
+    """
     config = resolved.config
     set_threads(config.limits.num_threads)
     keep_freed_memory()
@@ -50,18 +61,12 @@ def assemble(
     needed = expected_bytes(base.path, resolved)
     check_free_disk(home, needed, config.limits.min_free_gb, "this run's models and checkpoints")
     engines = EnginePool(config, manager, runtime)
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home)
-    store = ArtifactStore(home / "artifacts")
+    store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
-    tracker = PipelineTracker.start(
-        uri=uri,
-        experiment=config.name,
-        run_name=f"{config.name}-seed{config.seed}",
-        config_yaml=resolved.to_yaml(),
-        params=config.model_dump(mode="json", exclude={"stages"}),
-        tags=run_tags(base, engines, runtime),
-        journal=home / "runs",
-    )
+    title = config.title(datetime.now(UTC).date())
+    tracker = start_tracking(resolved, home, title, run_tags(base, engines, runtime))
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    record = RunRecorder(home, tracker.run_id, config.name, began, resolved.to_yaml())
     if tracker.killed_runs:
         reporter.say(f"{len(tracker.killed_runs)} runs of a dead process were marked as killed")
     return Pipeline(
@@ -75,22 +80,48 @@ def assemble(
         tracker=tracker,
         reporter=reporter,
         base=base_artifact(base),
+        title=title,
+        record=record,
         no_cache=no_cache,
         fresh=fresh,
+        gates=gates or Gates(approvals(home)),
+    )
+
+
+def start_tracking(
+    resolved: ResolvedRun, home: Path, title: str, tags: dict[str, str]
+) -> PipelineTracker:
+    """MLflow's parent run, on the server that the environment names or in the home."""
+    return PipelineTracker.start(
+        uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
+        experiment=resolved.config.name,
+        run_name=title,
+        config_yaml=resolved.to_yaml(),
+        params=resolved.config.model_dump(mode="json", exclude={"stages"}),
+        tags=tags,
+        journal=home / "runs",
     )
 
 
 def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     """Disk a run may need: a copy per stage that makes a model, and checkpoints.
 
-    A checkpoint holds float32 masters and two moments; the old one is removed after the new one.
+    A checkpoint holds float32 masters and two moments; the oldest one that does not stay is removed
+    after the new one.
     """
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     half = choose_dtype(resolved.config.model) == torch.bfloat16
     per_checkpoint = weights * (6 if half else 3)
-    makers = [s for s in resolved.config.stages.values() if makes(s) in ("model", "reward_model")]
-    saves = any(getattr(stage, "checkpoint_every", 0) for stage in makers)
-    return float(weights * len(makers) + (2 * per_checkpoint if saves else 0))
+    makers = [
+        stage
+        for stage in resolved.config.stages.values()
+        if makes(stage) in ("model", "reward_model") and stage.kind not in PASSES_ON
+    ]
+    keep = resolved.config.keep
+    saves = any(getattr(stage, "checkpoint_every", 0) or keep.every for stage in makers)
+    passing = (1 + keep.checkpoints) * per_checkpoint if saves else 0
+    staying = sum(kept_checkpoints(getattr(stage, "steps", 0), keep) for stage in makers)
+    return float(weights * len(makers) + passing + staying * per_checkpoint)
 
 
 def base_artifact(base: BaseModel) -> Artifact:
@@ -112,10 +143,3 @@ def run_tags(base: BaseModel, engines: EnginePool, runtime: ModelRuntime) -> dic
         "posttrain.transformers": transformers.__version__,
         "posttrain.command": " ".join(sys.argv[1:]),
     }
-
-
-def quiet_libraries() -> None:
-    """Our own progress display is the only one: libraries' bars and notices would break it up."""
-    disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

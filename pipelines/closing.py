@@ -12,11 +12,16 @@ from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html, lineage_markdown
 from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline
+from posttrain.pipelines.reporters import FileReporter
 
 
-def close_run(pipeline: Pipeline, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-    """Write the summary of what finished, then end the run with `status`."""
+def close_run(
+    pipeline: Pipeline, status: Literal["FINISHED", "FAILED", "KILLED"], log: FileReporter
+) -> None:
+    """Write the summary of what finished and the run's log, then end the run with `status`."""
+    log.close()
     try:
+        pipeline.tracker.log_file(log.path)
         if pipeline.results:
             with tempfile.TemporaryDirectory() as folder:
                 _write_summary(pipeline, Path(folder))
@@ -75,8 +80,10 @@ def accuracies(results: Mapping[str, StageResult]) -> list[tuple[str, float, flo
 
 def headline_metrics(result: StageResult) -> dict[str, float]:
     """What of a stage belongs on the pipeline's own run."""
-    prefixes = ("eval/", "rm/held_out", "pref/held_out") if result.kind != "register" else ()
-    return {k: v for k, v in result.metrics.items() if k.startswith(prefixes)} if prefixes else {}
+    if result.kind == "register":
+        return {}
+    prefixes = ("eval/", "rm/held_out", "pref/held_out", "promote/", "approve/")
+    return {k: v for k, v in result.metrics.items() if k.startswith(prefixes)}
 
 
 def lineage_nodes(pipeline: Pipeline) -> list[LineageNode]:

@@ -15,6 +15,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig, TransformStage
 from posttrain.core.config.supervised_stages import EvaluateStage, PreferenceDataStage
 from posttrain.core.contracts import EngineSetup, RolloutEngine
+from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.loading import ModelRuntime
@@ -47,10 +48,6 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-PAIR_PROMPTS_PER_CALL = 16
-"""Problems that a stage samples answers to at once, to make pairs of them."""
-
-
 def largest_request(config: RunConfig) -> int:
     """Most sequences that any stage samples at once: what the engine makes room for."""
     sizes = [config.evaluation.batch_size]
@@ -64,6 +61,22 @@ def largest_request(config: RunConfig) -> int:
         elif isinstance(stage, RlStage):
             sizes.append(stage.prompts_per_step * stage.num_generations)
     return max(sizes)
+
+
+def adapter_rank(config: RunConfig) -> int | None:
+    """Rank of the largest adapter that an rl stage gives its engine; None when none does."""
+    stages = [stage for stage in config.stages.values() if isinstance(stage, RlStage)]
+    return max((stage.lora.rank for stage in stages if stage.lora is not None), default=None)
+
+
+def engine_fields(config: RunConfig, manager: PluginManager, name: str) -> dict[str, object]:
+    """The engine's settings; room for the adapters of the run's stages, unless set otherwise."""
+    fields = {} if isinstance(config.engine, str) else dict(config.engine.fields())
+    rank, known = adapter_rank(config), manager.find("rollout_engine", name)
+    if rank is not None and "max_lora_rank" in known.cls.Config.model_fields:
+        # A resolved config has every field; null is the default.
+        fields["max_lora_rank"] = fields.get("max_lora_rank") or rank
+    return fields
 
 
 class EnginePool:
@@ -99,7 +112,7 @@ class EnginePool:
             self._engine = None
 
     def _start(self, model_dir: Path) -> RolloutEngine[Any]:
-        fields = {} if isinstance(self.config.engine, str) else self.config.engine.fields()
+        fields = engine_fields(self.config, self.manager, self.name)
         engine: RolloutEngine[Any] = self.manager.build(RolloutEngine, self.name, fields)
         reason = type(engine).unavailable_reason()
         if reason is not None:

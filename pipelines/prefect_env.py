@@ -7,6 +7,7 @@ localhost for the length of the run, on a SQLite file in the home.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -27,3 +28,18 @@ def configure_prefect(home: Path) -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def configure_client(home: Path) -> None:
+    """Set the environment of a command that only talks to a server; logs keep their levels."""
+    folder = home / "prefect"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["PREFECT_HOME"] = str(folder)
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_CLI_PROMPT", "false")
+
+
+def inside_a_flow_run() -> bool:
+    """Whether a Prefect flow calls us, as a deployed one does: Prefect is then set up already."""
+    context = sys.modules.get("prefect.context")
+    return context is not None and context.FlowRunContext.get() is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -74,6 +74,12 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
         trace: TracebackType | None,
     ) -> None:
         return None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing else is printed meanwhile."""
+        with self._lock:
+            yield
 
     def _line(self, text: str) -> None:
         with self._lock:
@@ -148,6 +154,15 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The live list is taken away meanwhile."""
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()
 
     def _task(self, stage: str, total: int | None = None) -> TaskID:
         if stage not in self._tasks:

@@ -5,6 +5,7 @@ Over 300 lines by a little: each phase is one short method, and who reads a step
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,18 +30,22 @@ from posttrain.core.reference_kl import kl_of_batch
 from posttrain.core.resampling import resample
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.sync_check import SyncCheck
+from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import advantage_metrics, subtract_kl
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.training.checkpoint import LoopState, remove_older, save_checkpoint
+from posttrain.core.training.checkpoint import LoopState, save_checkpoint
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.retention import is_due, step_folder, trim
+from posttrain.core.training.step_record import StepTensors
+from posttrain.core.training.step_tensors import rollout_tensors, weight_tensors
 from posttrain.core.training.value_phase import ValuePhase
 from posttrain.core.types import Problem
 from posttrain.pipelines.alarms import mismatch_alarm
 from posttrain.pipelines.rollouts import Rollout, Rollouts, rollouts_due
-from posttrain.pipelines.stages.context import StageContext, evaluation_table
+from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
 
 
 @dataclass
@@ -66,6 +71,7 @@ class RlLoop:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
+    _trained_on: RolloutBatch | None = None
 
     @property
     def max_staleness(self) -> int:
@@ -87,9 +93,9 @@ class RlLoop:
         return every > 0 and (step % every == 0 or step == self.stage.steps)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Every `checkpoint_every` steps but the last, whose result is the stage's own artifact."""
-        every = self.stage.checkpoint_every
-        return every > 0 and step % every == 0 and step < self.stage.steps
+        """Whether the state after `step` is kept."""
+        keep = self.context.run.keep
+        return is_due(step, self.stage.steps, self.stage.checkpoint_every, keep)
 
     def rollouts_due(self, step: int) -> range:
         """Steps whose rollouts start when `step` does: its own, or those of steps ahead."""
@@ -99,11 +105,12 @@ class RlLoop:
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self.context.check()
-        self.metrics = {}
+        self.metrics, self._trained_on = {}, None
         self._step_began = time.perf_counter()
 
     def end_step(self, step: int) -> None:
         """Record everything that was measured in this step."""
+        self._record(step)
         phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
         if self.stage.max_staleness:  # sampled beside an earlier update: this step only waited
             phases -= self.metrics["time/rollout_s"]
@@ -116,6 +123,16 @@ class RlLoop:
         }
         self.context.log_step(step, self.metrics)
         self.history.append({"step": float(step), **self.metrics})
+
+    def _record(self, step: int) -> None:
+        """Hand the step to whoever records it, or compares it with what was recorded."""
+        sink = self.context.steps
+        if sink is None or not sink.wants(step):
+            return
+        with self._timed("record_s"):
+            critic = None if self.critic is None else self.critic.stored
+            weights = weight_tensors(self.learner.stored, critic)
+            sink.put(step, StepTensors(rollout_tensors(self._trained_on), weights), self.metrics)
 
     def rollout(self, step: int) -> Rollout:
         """Sample the groups of `step`; changes nothing of the step that trains meanwhile."""
@@ -195,6 +212,7 @@ class RlLoop:
         """Take the optimizer steps, and record the samples they were made of."""
         self.context.check()
         batch, step = rollout.rows, rollout.step
+        self._trained_on = batch
         self.context.tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
         with self._timed("update_s"):
             if self.critic is not None:
@@ -230,7 +248,7 @@ class RlLoop:
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy of version `step`."""
         with self._timed("sync_s"):
-            self.engine.sync_weights(self.learner.model.state_dict().items(), policy_version=step)
+            send_policy(self.engine, self.learner.model, policy_version=step)
         self.check_sync(f"the sync of step {step}")
 
     def check_sync(self, event: str) -> None:
@@ -254,6 +272,9 @@ class RlLoop:
                 self.episodes,
             )
         found = {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
+        best = max((row["eval/greedy_accuracy"] for row in self.evaluations), default=math.inf)
+        if found["eval/greedy_accuracy"] > best:
+            self.context.announce(EVAL_IMPROVED, {"step": step, "before": best, **found})
         self.evaluations.append({"step": float(step), **found})
         self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
         if step == 0:
@@ -264,7 +285,7 @@ class RlLoop:
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint, then drop older ones."""
-        folder = self.context.checkpoints / f"step-{step:06d}"
+        folder = step_folder(self.context.checkpoints, step)
         terms = self.learner.objective.terms
         state = LoopState(
             step,
@@ -278,10 +299,11 @@ class RlLoop:
             rollouts=self.rollouts.state(),
             rewards=self.scorer.shaping.state(),
         )
-        critic = None if self.critic is None else self.critic.optimizer
+        critic = None if self.critic is None else self.critic.stored
         refreshed = self.learner.reference if self.stage.kl.refresh_every else None
-        save_checkpoint(folder, self.learner.optimizer, state, critic=critic, reference=refreshed)
-        remove_older(folder.parent, keep=folder)
+        save_checkpoint(folder, self.learner.stored, state, critic=critic, reference=refreshed)
+        trim(folder.parent, self.context.run.keep)
+        self.context.saved_checkpoint(step, folder)
 
     def resume(self, folder: Path, state: LoopState) -> None:
         """Stand where the checkpoint in `folder` stood."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain.core.artifacts import RunResult, check_free_disk
+from posttrain.core.approval import Answer, approvals
+from posttrain.core.artifacts import RunResult, check_free_disk, make_folder
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.report import Reporter
+from posttrain.pipelines.gates import Ask, Gates, check_answers
 from posttrain.pipelines.live import Live
-from posttrain.pipelines.prefect_env import configure_prefect
+from posttrain.pipelines.prefect_env import configure_prefect, inside_a_flow_run
+from posttrain.pipelines.prefect_server import OwnServer
+from posttrain.pipelines.reporters import FileReporter, Reporters
+from posttrain.pipelines.rounds import Begun, begin
+from posttrain.pipelines.settling import nothing_new, raise_if_closed, settle, take_up
 from posttrain.pipelines.stops import follows_a_stop
 
 if TYPE_CHECKING:
@@ -26,11 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line adds to a config."""
+    """What the command line adds to a config.
+
+    `answers` are given to gates beforehand, by stage or for all; `ask` asks a person at a gate that
+    has none. Without it such a gate ends the run.
+    """
 
     home: Path
+    store: Path
     fresh: bool = False
     no_cache: bool = False
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    ask: Ask | None = None
 
 
 def execute(
@@ -38,16 +51,42 @@ def execute(
 ) -> RunResult:
     """Run the pipeline. Raises `PosttrainError` for what a user can mend.
 
+    `ApprovalNeeded` and `ApprovalRefused` end a run whose gate is not passed, with everything
+    before it kept. Without new data for a stage that needs some nothing is run: the status is then
+    `no_new_data`.
+
     Whatever happens, MLflow runs are ended with the right status (KILLED after Ctrl-C or SIGTERM),
     and nothing half-written keeps its final name.
     """
-    config = resolved.config
     began = time.perf_counter()
-    check_free_disk(options.home, 0.0, config.limits.min_free_gb, "a run")
-    options.home.mkdir(parents=True, exist_ok=True)
-    configure_prefect(options.home)
+    for folder in (options.home, options.store):
+        check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
+        make_folder(folder)
+    check_answers(resolved, options.answers)
+    begun = begin(resolved, manager, options.home, fresh=options.fresh)
+    try:
+        if begun.nothing_new:
+            reporter.say(begun.nothing_new)
+            return nothing_new(begun, options.home, time.perf_counter() - began)
+        return _execute(begun, manager, options, reporter, began)
+    finally:
+        begun.close()
+
+
+def _execute(
+    begun: Begun,
+    manager: PluginManager,
+    options: RunOptions,
+    reporter: Reporter,
+    began: float,
+) -> RunResult:
+    resolved = begun.resolved
+    # Inside a deployed run Prefect is at work already, with the settings of its worker.
+    if not inside_a_flow_run():
+        configure_prefect(options.home)
     # Prefect reads its settings at import, so everything that imports it comes after.
-    from posttrain.core.runtime.device import sparing_what_is_loaded
+    server = OwnServer(options.home)
+    from posttrain.core.runtime.collector import sparing_what_is_loaded
     from posttrain.pipelines.assembly import assemble
     from posttrain.pipelines.closing import close_run
 
@@ -57,46 +96,45 @@ def execute(
         manager,
         reporter,
         no_cache=options.no_cache,
+        gates=Gates(approvals(options.home), options.answers, options.ask),
         fresh=options.fresh,
+        store_root=options.store,
     )
+    pipeline.deployed = inside_a_flow_run()
+    log = FileReporter(options.home / "runs" / pipeline.tracker.run_id / "log.txt")
+    pipeline.reporter = Reporters([reporter, log])
+    take_up(pipeline, begun)
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
-        with sparing_what_is_loaded():
+        server.wait()
+        with sparing_what_is_loaded(), pipeline.watchdog:
             _run_flow(pipeline)
-        status = "FINISHED"
+        status = settle(pipeline, begun)
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
         pipeline.engines.close()
-        close_run(pipeline, status)
-    return RunResult(
-        run_id=pipeline.tracker.run_id,
-        status="completed",
-        stages={name: pipeline.results[name] for name in resolved.order},
-        mlflow_uri=pipeline.tracker.uri,
-        mlflow_run_id=pipeline.tracker.run_id,
-        mlflow_experiment_id=pipeline.tracker.experiment_id,
-        prefect_flow_run_id=pipeline.prefect_flow_run_id,
-        home=options.home,
-        seconds=time.perf_counter() - began,
-        warnings=tuple(pipeline.warnings),
-    )
+        close_run(pipeline, status, log)
+    raise_if_closed(pipeline)
+    return pipeline.result(time.perf_counter() - began)
 
 
 def _run_flow(pipeline: Pipeline) -> None:
     """Run the Prefect flow in this thread; SIGINT and SIGTERM both end in `KeyboardInterrupt`."""
-    from prefect.exceptions import TerminationSignal
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.exceptions import CancelledRun, TerminationSignal
+    from prefect.settings import temporary_settings
 
     from posttrain.pipelines.flow import flow_for
 
     config = pipeline.config
     flow = flow_for(config.limits.max_parallel_stages)
-    # Heartbeats find dead workers of a deployment; here they only cost a second of thread joining.
-    with stop_on_signals(pipeline), temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with stop_on_signals(pipeline), temporary_settings(_flow_settings()):
         try:
-            flow(f"{config.name}-seed{config.seed}", config.model_dump(mode="json"), Live(pipeline))
+            flow(pipeline.title, config.model_dump(mode="json"), Live(pipeline))
+        except CancelledRun:
+            if not pipeline.closed:
+                raise
         except TerminationSignal as error:
             pipeline.stop_requested.set()
             raise KeyboardInterrupt from error
@@ -105,6 +143,14 @@ def _run_flow(pipeline: Pipeline) -> None:
             if pipeline.stop_requested.is_set() or follows_a_stop(error):
                 raise KeyboardInterrupt from error
             raise
+
+
+def _flow_settings() -> dict[Any, None]:
+    """Heartbeats tell a server that a run died; to Prefect's own they cost a second of joining."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
+
+    embedded = get_current_settings().api.url is None
+    return {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None} if embedded else {}
 
 
 @contextmanager

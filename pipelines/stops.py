@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class Stop(KeyboardInterrupt):
+    """Raised at the next safe point after somebody asked the run to stop."""
+
+
 def follows_a_stop(error: BaseException) -> bool:
     """Whether `error` is an interrupt, or was raised while one was handled.
 

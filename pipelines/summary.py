@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from posttrain.core.artifacts import RunResult, StageResult
-from posttrain.pipelines.progress import duration
+from posttrain.pipelines.progress import describe, duration
 
 UI_MLFLOW = "http://127.0.0.1:5000"
 UI_PREFECT = "http://127.0.0.1:4200"
 
 
 def links(result: RunResult) -> dict[str, str]:
-    """Deep links to the run. A run in the home's own databases is shown by `posttrain ui`."""
+    """Deep links to the run, on the servers it reported to.
+
+    A run in the home's own databases is shown by `posttrain ui`.
+    """
     remote = result.mlflow_uri.startswith(("http://", "https://"))
     base = result.mlflow_uri.rstrip("/") if remote else UI_MLFLOW
     found = {}
@@ -23,7 +27,9 @@ def links(result: RunResult) -> dict[str, str]:
         place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
         found["mlflow"] = f"{base}/#/{place}"
     if result.prefect_flow_run_id:
-        found["prefect"] = f"{UI_PREFECT}/runs/flow-run/{result.prefect_flow_run_id}"
+        api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+        pages = api.removesuffix("/api") or UI_PREFECT
+        found["prefect"] = f"{pages}/runs/flow-run/{result.prefect_flow_run_id}"
     return found
 
 
@@ -94,6 +100,8 @@ def gain(metrics: Mapping[str, float]) -> str:
 
 def print_summary(result: RunResult, console: Console) -> None:
     """Print the tables, the artifacts and the links of `result`."""
+    if not result.stages:  # there was nothing to do, as was said
+        return
     evaluations = {n: s.metrics for n, s in result.stages.items() if s.kind == "evaluate"}
     if evaluations:
         table = Table(title="Held-out accuracy, 95 % intervals", title_justify="left")
@@ -120,11 +128,27 @@ def print_summary(result: RunResult, console: Console) -> None:
         _line(console, f"warning: {text}")
     for name, link in links(result).items():
         _line(console, f"{name:<14} {link}")
-    _line(
-        console,
-        f"run {result.run_id}: {result.status} in {duration(result.seconds)}; "
-        f"open the links with: posttrain ui --home {result.home}",
-    )
+    addresses = links(result).values()
+    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses)
+    how = f"; open the links with: posttrain ui --home {result.home}" if ours else ""
+    _line(console, f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+
+
+def summary_markdown(result: RunResult) -> str:
+    """Stages with their main metrics as a table, then artifacts and warnings."""
+    rows = [
+        f"| {stage.name} | {stage.kind} | {stage.status} | {duration(stage.seconds)} "
+        f"| {describe(stage.metrics)} |"
+        for stage in result.stages.values()
+    ]
+    made = [
+        f"- {item.kind} of {stage.name}: `{item.uri}`"
+        for stage in result.stages.values()
+        for item in stage.artifacts
+    ]
+    warnings = [f"- warning: {text}" for text in result.warnings]
+    head = ["| stage | kind | status | time | |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows, "", *made, *warnings])
 
 
 def _line(console: Console, text: str) -> None:

@@ -25,14 +25,15 @@ class Inputs:
 def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     """Model source, engine and task can be used.
 
-    Raises `ResourceError` for a model directory without weights or an engine that cannot run here,
-    and `DataError` for missing, empty or malformed data.
+    Raises `ResourceError` for a model directory without weights, an engine that cannot run here or
+    a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
     from posttrain.core.contracts import RolloutEngine, Task
     from posttrain.core.models.source import check_source
 
     config = resolved.config
     check_source(config.model)
+    check_optimizers(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
         assert issubclass(engine, RolloutEngine)
@@ -41,3 +42,15 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
     return Inputs({split: task.problems(split, 1, config.seed)[0] for split in SPLITS})
+
+
+def check_optimizers(resolved: ResolvedRun) -> None:
+    """Moments of 8 bits need a package that a plain install does not have."""
+    from posttrain.core.training.eight_bit import why_missing
+
+    for name, stage in resolved.config.stages.items():
+        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+            section = getattr(holder, "optimizer", None)
+            reason = why_missing() if section is not None and section.moments == "8bit" else None
+            if reason is not None:
+                raise ResourceError(f"stages.{place}: {reason}")

@@ -25,12 +25,25 @@ if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
 
 EXIT_INTERRUPTED = 130
-EPILOG_CODES = "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource."
+EPILOG_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
+    "approval, 6 rejected."
+)
 
 HomeOption = Annotated[
     Path,
     typer.Option(
         "--home", envvar="POSTTRAIN_HOME", help="Folder for artifacts, metrics and the databases."
+    ),
+]
+STORE_VARIABLE = "POSTTRAIN_STORE"
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        envvar=STORE_VARIABLE,
+        help="Folder of finished stages, which several homes may share.  [default: HOME/artifacts]",
+        show_default=False,
     ),
 ]
 JsonOption = Annotated[
@@ -56,6 +69,18 @@ SetOption = Annotated[
 LOG_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
 DEFAULT_HOME = Path(".posttrain")
+
+
+def shared_store() -> Path | None:
+    """What the environment names, for runs that no command line starts."""
+    named = os.environ.get(STORE_VARIABLE)
+    return Path(named) if named else None
+
+
+def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
+    """Home and store as absolute paths; the store is the home's own unless another is named."""
+    home = home.expanduser().resolve()
+    return home, (home / "artifacts" if store is None else store.expanduser().resolve())
 
 
 class Boundary(contextlib.AbstractContextManager[None]):
@@ -87,7 +112,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
         if self.debug and not isinstance(error, SystemExit | KeyboardInterrupt):
             traceback.print_exception(error)
         if isinstance(error, PosttrainError):
-            self._stop(str(error), error.exit_code)
+            self._stop(str(error), error.exit_code, error.status)
         elif isinstance(error, KeyboardInterrupt):
             self._stop(self.interrupted, EXIT_INTERRUPTED)
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -110,10 +135,10 @@ class Boundary(contextlib.AbstractContextManager[None]):
             return f"{sentence}; the traceback could not be written ({problem}): use --debug"
         return f"{sentence}; the full traceback is in {log}"
 
-    def _stop(self, message: str, code: int) -> None:
-        print(f"error: {message}", file=sys.stderr)
+    def _stop(self, message: str, code: int, status: str = "error") -> None:
+        print(f"{status}: {message}", file=sys.stderr)
         if self.as_json:
-            print_json({"status": "error", "exit_code": code, "error": message})
+            print_json({"status": status, "exit_code": code, "error": message})
         raise typer.Exit(code)
 
 

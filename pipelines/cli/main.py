@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli import doctor, plan, plugins, run, ui, validate
+from posttrain.core.runtime.collector import command
+from posttrain.pipelines.cli import (
+    deployments,
+    doctor,
+    plan,
+    plugins,
+    replay,
+    rollback,
+    run,
+    services,
+    ui,
+    validate,
+)
 from posttrain.pipelines.cli.common import EPILOG_CODES
 
 app = typer.Typer(
@@ -43,14 +55,20 @@ def posttrain(
 app.command("run", epilog=run.EPILOG)(run.run)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(plugins.app, name="plugins")
+app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
+app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
+app.add_typer(services.app, name="services")
 app.command("ui", epilog=ui.EPILOG)(ui.ui)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
-    app()
+    with command():
+        app()
 
 
 if __name__ == "__main__":

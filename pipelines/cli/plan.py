@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from posttrain.core.reasons import Change, Reason
 from posttrain.pipelines.cli.common import (
     DEFAULT_HOME,
     EPILOG_CODES,
@@ -13,6 +19,8 @@ from posttrain.pipelines.cli.common import (
     HomeOption,
     JsonOption,
     SetOption,
+    StoreOption,
+    folders,
     print_json,
     resolve_configs,
     stdout_to_stderr,
@@ -23,88 +31,101 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.core.config.schema import RunConfig
+    from posttrain.core.plugin_manager import PluginManager
+    from posttrain.pipelines.costs import Costs
 
 EPILOG = (
     "Examples:\n\n"
     "  posttrain plan quickstart\n\n"
-    "  posttrain plan my.yaml --set stages.rl.num_generations=16\n\n" + EPILOG_CODES
+    "  posttrain plan my.yaml --set stages.rl.num_generations=16 --why\n\n" + EPILOG_CODES
 )
+CalibrationOption = Annotated[
+    bool,
+    typer.Option(
+        "--calibration/--no-calibration",
+        help="Measure this machine for some two seconds, and estimate time, memory and disk.",
+    ),
+]
 
 
 def plan(
     configs: ConfigsArgument,
     overrides: SetOption = None,
     home: HomeOption = DEFAULT_HOME,
+    store: StoreOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
+    calibration: CalibrationOption = True,
+    why: Annotated[
+        bool, typer.Option("--why", help="Print everything that differs from earlier results.")
+    ] = False,
 ) -> None:
-    """Show the DAG, what is cached and why not, the batch arithmetic and rough costs."""
-    home = home.expanduser().resolve()
+    """Show the DAG, what is cached and why not, the batch arithmetic, and what it will cost."""
+    home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
             resolved, manager = resolve_configs(configs, overrides)
             from posttrain.pipelines.planning import plan_stages
+            from posttrain.pipelines.rounds import look
 
-            plans = plan_stages(resolved, home, manager)
+            begun = look(resolved, manager, home)
+            resolved = begun.resolved
+            plans = plan_stages(resolved, home, manager, shared, begun.rows_digest)
             status = {stage.name: (stage.cached, stage.reason) for stage in plans}
-        rows = stage_rows(resolved.config, resolved.order, status)
-        known = model_note(resolved.config)
-        print_plan(rows, known, text_console(as_json))
+            rows = stage_rows(resolved.config, resolved.order, status)
+            todo = [name for name in resolved.order if not status[name][0]]
+            costs = _costs(resolved.config, manager, home, todo) if calibration else None
+        console = text_console(as_json)
+        if begun.nothing_new or begun.told:
+            console.print(begun.nothing_new or begun.told, markup=False)
+        print_stages(rows, console)
+        if why:
+            print_reasons(rows, console)
+        told: dict[str, object] = {"name": resolved.config.name}
+        if costs is not None:
+            print_costs(costs, console)
+            told |= {"model": costs.model, "notes": list(costs.notes)}
+            told |= {"calibration": dict(costs.measured), "total": dict(costs.total)}
+            rows = [row | dict(costs.stages.get(str(row["stage"]), {})) for row in rows]
         if as_json:
-            print_json({"name": resolved.config.name, "model": known, "stages": rows})
+            print_json(told | {"stages": rows})
 
 
-def model_note(config: RunConfig) -> str:
-    """One sentence on the size of the base model and how it is known."""
-    from posttrain.pipelines.cli.estimates import count_parameters
+def _costs(config: RunConfig, manager: PluginManager, home: Path, todo: Sequence[str]) -> Costs:
+    from posttrain.pipelines.costs import estimate_run
 
-    found = count_parameters(config.model)
-    if found is None:
-        return f"{config.model.source}: its size is not known here, so there are no estimates"
-    return f"{config.model.source}: {found[0] / 1e6:,.1f} M parameters ({found[1]})"
+    return estimate_run(config, manager, home, todo)
 
 
 def stage_rows(
-    config: RunConfig, order: tuple[str, ...], status: dict[str, tuple[bool, str]]
+    config: RunConfig, order: tuple[str, ...], status: dict[str, tuple[bool, Reason]]
 ) -> list[dict[str, object]]:
-    """What is told of each stage, in the order they run; estimates only when the size is known."""
-    import torch
-
+    """What is told of each stage, in the order they run."""
     from posttrain.core.config.dag import makes
-    from posttrain.pipelines.cli.estimates import arithmetic, count_parameters, estimate
+    from posttrain.pipelines.cli.arithmetic import arithmetic
 
-    found = count_parameters(config.model)
-    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     rows: list[dict[str, object]] = []
     for name in order:
         stage = config.stages[name]
-        cached, reason = status.get(name, (False, "unknown"))
+        cached, reason = status.get(name, (False, Reason("unknown")))
         row: dict[str, object] = {
             "stage": name,
             "kind": stage.kind,
             "reads": dict(stage.inputs),
             "makes": makes(stage),
             "cached": cached,
-            "reason": reason,
+            "reason": str(reason),
+            "changes": [asdict(change) for change in reason.changes],
             "arithmetic": arithmetic(stage, config),
         }
-        if found is not None:
-            figures = estimate(stage, config, found[0], on_gpu=on_gpu)
-            row |= {
-                "memory_gb": round(figures.memory_gb, 2),
-                "disk_gb": round(figures.disk_gb, 2),
-                "seconds": round(figures.seconds, 1),
-            }
         rows.append(row)
     return rows
 
 
-def print_plan(rows: list[dict[str, object]], known: str, console: Console) -> None:
-    """Print the DAG table, the arithmetic and the estimates."""
+def print_stages(rows: list[dict[str, object]], console: Console) -> None:
+    """Print the DAG table and the arithmetic."""
     from rich.markup import escape
     from rich.table import Table
-
-    from posttrain.pipelines.progress import duration
 
     table = Table(title="Stages, in order", title_justify="left")
     for heading in ("stage", "kind", "reads", "makes", "cached"):
@@ -119,24 +140,58 @@ def print_plan(rows: list[dict[str, object]], known: str, console: Console) -> N
     console.print(table, soft_wrap=False)
     for row in rows:
         console.print(f"{row['stage']}: {row['arithmetic']}", markup=False)
-    console.print(f"\nmodel {known}", markup=False)
-    todo = [row for row in rows if not row["cached"] and "seconds" in row]
-    if not todo:
+
+
+def print_reasons(rows: list[dict[str, object]], console: Console) -> None:
+    """Print all that differs, a line each, of the stages that run again."""
+    for row in rows:
+        changes = row["changes"]
+        assert isinstance(changes, list)
+        if changes:
+            console.print(f"\n{row['stage']} runs because of:", markup=False)
+        for change in changes:
+            console.print(f"  {Change(**change)}", markup=False)
+
+
+def print_costs(costs: Costs, console: Console) -> None:
+    """Print the estimates, what they rest on, and what was measured for them."""
+    from rich.table import Table
+
+    from posttrain.pipelines.progress import duration
+
+    console.print(f"\nmodel {costs.model}", markup=False)
+    if not costs.stages:
         return
-    memory = max(_number(row["memory_gb"]) for row in todo)
-    disk = sum(_number(row["disk_gb"]) for row in todo)
-    seconds = sum(_number(row["seconds"]) for row in todo)
-    for row in todo:
-        spent = duration(_number(row["seconds"]))
-        figures = f"{row['memory_gb']} GB memory, {row['disk_gb']} GB disk, {spent}"
-        console.print(f"{row['stage']}: about {figures}", markup=False)
-    console.print(
-        f"in all, as a rough estimate: {memory:.1f} GB of memory at the peak beside activations, "
-        f"{disk:.1f} GB of disk, {duration(seconds)}",
-        markup=False,
-    )
+    table = Table(title="Estimates", title_justify="left")
+    for heading in ("stage", "a step", "in all", "memory at the peak", "disk"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for name, row in costs.stages.items():
+        table.add_row(name, *_cells(row))
+    total = costs.total
+    table.add_row("all", "", duration(total["seconds"]), *_sizes(total), style="bold")
+    console.print(table, soft_wrap=False)
+    measured = ", ".join(f"{name} {value:,.3g}" for name, value in costs.measured.items())
+    console.print(f"measured here: {measured}", markup=False)
+    for note in costs.notes:
+        console.print(note, markup=False)
 
 
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
+def _cells(row: Mapping[str, object]) -> tuple[str, ...]:
+    from posttrain.pipelines.progress import duration
+
+    if "seconds" not in row:
+        return "not known", "not known", *_sizes(row)
+    step = f"{number(row['step_s']):.3g} s" if row["steps"] else ""
+    return step, duration(number(row["seconds"])), *_sizes(row)
+
+
+def _sizes(row: Mapping[str, object]) -> tuple[str, str]:
+    disk, most = number(row["disk_gb"]), number(row["disk_peak_gb"])
+    beside = f" (at most {most:.2f})" if most > disk else ""
+    return f"{number(row['memory_gb']):.2f} GB", f"{disk:.2f} GB{beside}"
+
+
+def number(value: object) -> float:
+    """A figure of a row."""
+    assert isinstance(value, int | float), f"{value!r} is no number"
     return float(value)

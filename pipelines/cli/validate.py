@@ -35,9 +35,11 @@ def validate(
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
             resolved, manager = resolve_configs(configs, overrides)
+            from posttrain.pipelines.base_model import find_base, with_model
             from posttrain.pipelines.cli.checks import check_inputs
 
-            inputs = check_inputs(resolved, manager)
+            found = find_base(resolved.config.model, home.expanduser())
+            inputs = check_inputs(with_model(resolved, found.section), manager)
         config = resolved.config
         console = text_console(as_json)
         for split, problem in inputs.problems.items():

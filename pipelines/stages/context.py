@@ -6,37 +6,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from posttrain.core.artifacts import Artifact, ArtifactKind
-from posttrain.core.config.base import Component, StageBase
-from posttrain.core.config.schema import RunConfig
+from posttrain.core.approval import Answer
+from posttrain.core.artifacts import ArtifactKind
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import Plugin, Task
-from posttrain.core.data.problems import (
-    check_disjoint,
-    held_out_problems,
-    problems_digest,
-    read_problems,
-    repeat_problems,
-    training_problems,
-)
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.problems import problems_digest
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import Evaluation
-from posttrain.core.models.loading import ModelRuntime
-from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.report import Reporter
-from posttrain.core.tracking.mlflow_stage import StageTracker
+from posttrain.core.tracking.sink import StageSink
+from posttrain.core.training.step_record import StepSink
 from posttrain.core.types import Problem
 from posttrain.pipelines.engines import EnginePool
+from posttrain.pipelines.stages.inputs import StageInputs
 
-PluginT = TypeVar("PluginT", bound=Plugin[Any])
-
-
-PROBLEMS_FILE = "problems.jsonl"
-"""The problems in an artifact of kind `dataset`."""
+CHECKPOINT_SAVED = "posttrain.checkpoint.saved"
+EVAL_IMPROVED = "posttrain.eval.improved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +35,31 @@ class StageOutput:
     resumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StageContext:
-    """Everything a stage may use. `out` is its private folder, `check` raises when told to stop."""
+def _to_nobody(event: str, payload: Mapping[str, Any]) -> None:
+    """Where no run is told of what happens, as in a replay."""
 
-    run: RunConfig
-    name: str
-    stage: StageBase
-    inputs: Mapping[str, Artifact]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext(StageInputs):
+    """Everything a stage may use. `out` is its private folder.
+
+    `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
+    `steps` is given each optimizer step, if somebody wants to have it. `answer` is what a gate was
+    answered, `rows` the new rows of a stage that is about them.
+    """
+
     out: Path
     checkpoints: Path
-    manager: PluginManager
-    task: Task[Any]
-    runtime: ModelRuntime
+    resume_from: Path | None
+    steps: StepSink | None
     engines: EnginePool
-    tracker: StageTracker
+    tracker: StageSink
     mlflow_uri: str
     reporter: Reporter
     warn: Callable[[str], None]
-    check: Callable[[], None]
-
-    @property
-    def model_dir(self) -> Path:
-        """Directory of the model this stage reads."""
-        return self.inputs["model"].path
-
-    def build(self, contract: type[PluginT], component: Component) -> PluginT:
-        """The plugin that a component of the config names."""
-        return self.manager.build(contract, component.name, component.fields())
-
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer of the model this stage reads."""
-        return ChatTokenizer.load(self.model_dir, self.run.model.system_prompt)
+    announce: Callable[[str, Mapping[str, Any]], None] = _to_nobody  # Any: JSON, an event's own
+    answer: Answer | None = None
+    rows: Sequence[Problem] = ()
 
     def started(self, total_steps: int) -> None:
         """Tell the person watching that the stage begins."""
@@ -93,25 +73,20 @@ class StageContext:
             stage=self.name, step=step, metrics=dict(metrics)
         )
 
+    def saved_checkpoint(self, step: int, folder: Path) -> None:
+        """Tell automations that the stage can go on from here."""
+        self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
+
     def training_problems(self, count: int) -> list[Problem]:
-        """Training problems for this stage, disjoint from the held-out ones, recorded in MLflow."""
-        made = self.inputs.get("dataset")
-        if made is None:
-            problems = training_problems(self.task, count, self.run.seed, self.name)
-        else:
-            pool = read_problems(made.path / PROBLEMS_FILE)
-            problems = repeat_problems(pool, count, self.run.seed, self.name)
-        check_disjoint(problems, self.held_out_problems(self.run.evaluation, record=False))
+        """As of `StageInputs`, recorded in MLflow."""
+        problems = StageInputs.training_problems(self, count)
         self.record_dataset("train", problems)
         return problems
 
-    def held_out_problems(
-        self, section: EvaluationSection, *, record: bool = True
-    ) -> list[Problem]:
-        """The run's held-out problems."""
-        problems = held_out_problems(self.task, section.num_problems, self.run.seed)
-        if record:
-            self.record_dataset("held_out", problems)
+    def held_out_problems(self, section: EvaluationSection) -> list[Problem]:
+        """The run's held-out problems, recorded in MLflow."""
+        problems = self.held_out(section)
+        self.record_dataset("held_out", problems)
         return problems
 
     def record_dataset(self, split: str, problems: Sequence[Problem]) -> None:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from posttrain.core.config.supervised_stages import EvaluateStage
-from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.evaluation import Evaluation, evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference
 from posttrain.pipelines.stages.context import (
     StageContext,
@@ -21,21 +22,7 @@ def run_evaluate(context: StageContext) -> StageOutput:
     """Evaluate the input model; with a `baseline` input, also the gain over it."""
     stage = context.stage
     assert isinstance(stage, EvaluateStage)
-    section = stage.evaluation or context.run.evaluation
-    problems = context.held_out_problems(section)
-    tokenizer = context.tokenizer()
-    episodes = build_episodes(context, stage.environment, tokenizer)
-    context.check_lengths(episodes or tokenizer, problems, section.max_response_length)
-    context.started(len(problems))
-
-    def progress(done: int) -> None:
-        context.check()
-        context.reporter.step_done(context.name, done, {})
-
-    with context.engines.lease(context.model_dir) as engine:
-        evaluation = evaluate_policy(
-            engine, tokenizer, context.task, problems, section, context.run.seed, progress, episodes
-        )
+    evaluation = measure(context, stage, context.model_dir)
     metrics = dict(evaluation.metrics)
     if "baseline" in context.inputs:
         metrics |= gain_over(context.inputs["baseline"].path, metrics)
@@ -44,6 +31,25 @@ def run_evaluate(context: StageContext) -> StageOutput:
     context.tracker.log_table("held_out", 0, evaluation_table(evaluation))
     context.tracker.log_summary(metrics)
     return StageOutput({"evaluation": folder}, metrics)
+
+
+def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Evaluation:
+    """Evaluate the model in `model_dir` as `stage` says, within the stage that asks for it."""
+    section = stage.evaluation or context.run.evaluation
+    problems = context.held_out_problems(section)
+    tokenizer = ChatTokenizer.load(model_dir, context.run.model.system_prompt)
+    episodes = build_episodes(context, stage.environment, tokenizer)
+    context.check_lengths(episodes or tokenizer, problems, section.max_response_length)
+    context.started(len(problems))
+
+    def progress(done: int) -> None:
+        context.check()
+        context.reporter.step_done(context.name, done, {})
+
+    with context.engines.lease(model_dir) as engine:
+        return evaluate_policy(
+            engine, tokenizer, context.task, problems, section, context.run.seed, progress, episodes
+        )
 
 
 def gain_over(baseline: Path, metrics: dict[str, float]) -> dict[str, float]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from posttrain.core.config.supervised_stages import PreferenceStage
-from posttrain.core.contracts import PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, mismatched_answers
-from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.intervals import wilson
-from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.runtime.device import peak_memory_gb, trim_heap
 from posttrain.core.tracking.plots import preference_curves
-from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.preference import BothFallingAlarm, PreferenceLearner, Rows
-from posttrain.core.training.preference_objective import PreferenceObjective, PreferenceTerm
-from posttrain.core.training.preference_scores import Scoring
+from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
+from posttrain.core.training.step_tensors import preference_tensors
+from posttrain.pipelines.ranks.methods import preference_objective
+from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.preference_data import (
     gather_labelled,
     gather_pairs,
     mini_batches,
 )
+from posttrain.pipelines.stages.steps import Steps
+from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_preference(context: StageContext) -> StageOutput:
@@ -30,54 +30,23 @@ def run_preference(context: StageContext) -> StageOutput:
     stage = context.stage
     assert isinstance(stage, PreferenceStage)
     tokenizer = context.tokenizer()
-    objective = build_objective(context, stage)
+    objective = preference_objective(context, stage)
     gather = gather_pairs if objective.data == "pairs" else gather_labelled
     train, held_out = gather(context, stage, tokenizer)
     schedule = mini_batches(context, stage, len(train))
     if objective.needs_kl_completions:
         _check_labelled(context, stage, train, schedule)
-    run = _PreferenceRun(context, stage, _learner(context, stage, objective, tokenizer), held_out)
-    metrics = run.train(train, schedule)
-    save_model(run.learner.model, tokenizer.tokenizer, context.out / "model")
+    with open_trainer(context, len(schedule)) as trainer:
+        steps = Steps.begin(context, trainer, len(schedule), stage.checkpoint_every)
+        run = _PreferenceRun(context, stage, trainer, held_out, steps)
+        metrics = run.train(train, schedule)
+        save_trained(context, trainer.trained_model(), tokenizer, "model")
     title = f"{context.run.name}: {context.name}"
-    plots = preference_curves(run.history, run.rankings, title, context.out / "plots")
+    plots = preference_curves(steps.history, run.rankings, title, context.out / "plots")
     for path in plots:
         context.tracker.log_file(path, "plots")
-    return StageOutput({"model": context.out / "model", "report": context.out / "plots"}, metrics)
-
-
-def build_objective(context: StageContext, stage: PreferenceStage) -> PreferenceObjective:
-    """The stage's losses and how their scores are made."""
-    scoring = Scoring(
-        f_divergence=stage.f_divergence,
-        alpha=stage.f_alpha,
-        ld_alpha=stage.ld_alpha,
-        wpo=stage.wpo,
-    )
-    terms = tuple(
-        PreferenceTerm(context.build(PreferenceLoss, term), term.coef) for term in stage.loss_terms
-    )
-    return PreferenceObjective(terms, scoring, stage.reference_free)
-
-
-def _learner(
-    context: StageContext,
-    stage: PreferenceStage,
-    objective: PreferenceObjective,
-    tokenizer: ChatTokenizer,
-) -> PreferenceLearner:
-    """The policy, and its frozen copy when a loss is relative to one."""
-    reference = None
-    if objective.needs_reference:
-        reference = load_policy(context.model_dir, context.runtime)
-        reference.requires_grad_(False)
-    return PreferenceLearner(
-        model=load_policy(context.model_dir, context.runtime),
-        objective=objective,
-        pad_token_id=tokenizer.pad_token_id,
-        micro_batch_size=stage.micro_batch_size,
-        reference=reference,
-        check=context.check,
+    return StageOutput(
+        {"model": context.out / "model", "report": context.out / "plots"}, metrics, steps.resumed
     )
 
 
@@ -87,21 +56,26 @@ class _PreferenceRun:
 
     context: StageContext
     stage: PreferenceStage
-    learner: PreferenceLearner
+    trainer: Trainer
     held_out: Rows
-    history: list[dict[str, float]] = field(default_factory=list)
-    rankings: list[dict[str, float]] = field(default_factory=list)
+    steps: Steps
+
+    @property
+    def rankings(self) -> list[dict[str, float]]:
+        """The steps after which held-out rows were ranked."""
+        return [row for row in self.steps.history if "pref/held_out_margin" in row]
 
     def train(self, rows: Rows, schedule: Sequence[Sequence[int]]) -> dict[str, float]:
         """All optimizer steps; returns the last one's metrics and the held-out ranking."""
         context, stage = self.context, self.stage
-        optimizer = MasterOptimizer(self.learner.model, stage.optimizer, len(schedule))
         alarm = BothFallingAlarm(stage.both_falling_alarm, stage.both_falling_window)
-        context.started(len(schedule))
+        for taken in self.steps.history:
+            alarm.after(int(taken["step"]), taken)  # told by the run that took the step
         metrics: dict[str, float] = {}
-        for step, chosen in enumerate(schedule, start=1):
+        for step in self.steps.remaining:
             context.check()
-            metrics = self.learner.step([rows[i] for i in chosen], optimizer)
+            chosen = [rows[i] for i in schedule[step - 1]]
+            metrics = self.trainer.call("step", chosen)
             trim_heap()
             metrics["memory/peak_gb"] = peak_memory_gb()
             warning = alarm.after(step, metrics)
@@ -109,10 +83,9 @@ class _PreferenceRun:
                 context.warn(f"{context.name}: {warning}")
             every = stage.evaluate_every
             if step == len(schedule) or (every and step % every == 0):
-                metrics |= self.rank(step)
-            context.log_step(step, metrics)
-            self.history.append({"step": float(step), **metrics})
-        optimizer.close()
+                metrics |= self.rank()
+            self.steps.done(step, metrics, partial(preference_tensors, chosen))
+        self.trainer.finish()
         sizes = {
             "pref/num_rows": float(len(rows)),
             "pref/num_held_out_rows": float(len(self.held_out)),
@@ -121,19 +94,17 @@ class _PreferenceRun:
         context.tracker.log_summary(ranked | sizes)
         return metrics | sizes
 
-    def rank(self, step: int) -> dict[str, float]:
-        """Held-out accuracy of the policy after `step` steps, with its 95 % interval."""
-        ranking = self.learner.rank(self.held_out)
+    def rank(self) -> dict[str, float]:
+        """Held-out accuracy of the policy as it is now, with its 95 % interval."""
+        ranking: Ranking = self.trainer.call("rank", self.held_out)
         low, high = wilson(ranking.hits, ranking.total)
         unit = "pair" if ranking.by_pairs else "row"
-        found = {
+        return {
             f"pref/held_out_{unit}_accuracy": ranking.hits / ranking.total,
             "pref/held_out_low": low,
             "pref/held_out_high": high,
             "pref/held_out_margin": ranking.gap,
         }
-        self.rankings.append({"step": float(step), **found})
-        return found
 
 
 def _check_labelled(

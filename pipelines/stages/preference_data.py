@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from posttrain.core.artifacts import file_digest
 from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.supervised_stages import PreferenceDataStage
-from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.preference import (
     LabelledAnswer,
     Pair,
     as_labelled,
     batches,
-    make_pairs,
     split_by_prompt,
     tokenise_labelled,
     tokenise_pairs,
@@ -28,10 +26,9 @@ from posttrain.core.data.preference_rows import (
 )
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.runtime.seeding import derive_seed, generator
-from posttrain.core.types import Problem, SamplingParams
-from posttrain.pipelines.engines import PAIR_PROMPTS_PER_CALL
+from posttrain.core.runtime.seeding import generator
 from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stages.own_answers import sample_pairs
 
 RowT = TypeVar("RowT", Pair, LabelledAnswer)
 Split = tuple[list[RowT], list[RowT]]
@@ -127,49 +124,3 @@ def _split(
         "train and to measure: raise num_prompts or num_generations, or choose a task that the "
         "model solves sometimes"
     )
-
-
-def sample_pairs(
-    context: StageContext, stage: PreferenceDataStage, tokenizer: ChatTokenizer
-) -> list[Pair]:
-    """(right, wrong) pairs of the model's own answers to training problems."""
-    problems = context.training_problems(stage.num_prompts)
-    context.check_lengths(tokenizer, problems, stage.generation.max_response_length)
-    with context.engines.lease(context.model_dir) as engine:
-        return _pairs_of(context, stage, engine, tokenizer, problems)
-
-
-def _pairs_of(
-    context: StageContext,
-    stage: PreferenceDataStage,
-    engine: RolloutEngine[Any],
-    tokenizer: ChatTokenizer,
-    problems: Sequence[Problem],
-) -> list[Pair]:
-    pairs: list[Pair] = []
-    table: list[dict[str, object]] = []
-    for start in range(0, len(problems), PAIR_PROMPTS_PER_CALL):
-        context.check()
-        part = problems[start : start + PAIR_PROMPTS_PER_CALL]
-        prompts = [tokenizer.encode_prompt(p) for p in part]
-        params = SamplingParams(
-            num_generations=stage.num_generations,
-            max_tokens=stage.generation.max_response_length,
-            temperature=stage.generation.temperature,
-            top_p=stage.generation.top_p,
-            top_k=stage.generation.top_k,
-            seed=derive_seed(context.run.seed, context.name, start),
-        )
-        for problem, prompt, group in zip(
-            part, prompts, engine.generate(prompts, params), strict=True
-        ):
-            answers = []
-            for completion in group:
-                text = tokenizer.decode_response(completion.token_ids)
-                correct = context.task.verify(problem, text).correct >= 1.0
-                answers.append((completion.token_ids, correct))
-                table.append({"prompt": problem.prompt, "response": text, "correct": correct})
-            pairs += make_pairs(problem.key, prompt, answers, stage.pairs_per_prompt)
-        context.reporter.say(f"{context.name}: {len(pairs)} pairs of {start + len(part)} problems")
-    context.tracker.log_table("answers", 0, table[:200])
-    return pairs

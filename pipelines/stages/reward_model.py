@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from posttrain.core.config.supervised_stages import RewardModelStage
-from posttrain.core.contracts import PairLoss
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.intervals import wilson
-from posttrain.core.models.loading import load_reward_model, save_model
-from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.reward_model import pair_hits, reward_step
+from posttrain.core.training.step_tensors import preference_tensors
+from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.preference_data import gather_pairs, mini_batches
+from posttrain.pipelines.stages.steps import Steps
+from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_reward_model(context: StageContext) -> StageOutput:
@@ -22,8 +23,8 @@ def run_reward_model(context: StageContext) -> StageOutput:
     assert isinstance(stage, RewardModelStage)
     tokenizer = context.tokenizer()
     train, held_out = gather_pairs(context, stage, tokenizer)
-    metrics = train_on_pairs(context, stage, tokenizer, train, held_out)
-    return StageOutput({"reward_model": context.out / "reward_model"}, metrics)
+    metrics, resumed = train_on_pairs(context, stage, tokenizer, train, held_out)
+    return StageOutput({"reward_model": context.out / "reward_model"}, metrics, resumed)
 
 
 def train_on_pairs(
@@ -32,28 +33,20 @@ def train_on_pairs(
     tokenizer: ChatTokenizer,
     train: Sequence[Pair],
     held_out: Sequence[Pair],
-) -> dict[str, float]:
-    """Train, save, and return the held-out pair accuracy with its interval."""
-    model = load_reward_model(context.model_dir, context.runtime, new_head=True)
-    model.config.pad_token_id = tokenizer.pad_token_id
+) -> tuple[dict[str, float], bool]:
+    """Train and save; the held-out pair accuracy with its interval, and whether it was resumed."""
     schedule = mini_batches(context, stage, len(train))
-    optimizer = MasterOptimizer(model, stage.optimizer, len(schedule))
-    loss = context.build(PairLoss, stage.preference_loss)
-    context.started(len(schedule))
     metrics: dict[str, float] = {}
-    for step, chosen in enumerate(schedule, start=1):
-        context.check()
-        metrics = reward_step(
-            model,
-            optimizer,
-            [train[i] for i in chosen],
-            loss,
-            micro_batch_size=stage.micro_batch_size,
-            check=context.check,
-        )
-        context.log_step(step, metrics)
-    optimizer.close()
-    hits = pair_hits(model, held_out, stage.micro_batch_size, context.check)
+    with open_trainer(context, len(schedule)) as trainer:
+        steps = Steps.begin(context, trainer, len(schedule), stage.checkpoint_every)
+        for step in steps.remaining:
+            context.check()
+            rows = [train[i] for i in schedule[step - 1]]
+            metrics = trainer.call("step", rows)
+            steps.done(step, metrics, partial(preference_tensors, rows))
+        trainer.finish()
+        hits = trainer.call("hits", held_out)
+        model = trainer.trained_model()
     low, high = wilson(hits, len(held_out))
     final = {
         "rm/held_out_pair_accuracy": hits / len(held_out),
@@ -63,5 +56,5 @@ def train_on_pairs(
         "rm/num_held_out_pairs": float(len(held_out)),
     }
     context.tracker.log_summary(final)
-    save_model(model, tokenizer.tokenizer, context.out / "reward_model")
-    return metrics | final
+    save_trained(context, model, tokenizer, "reward_model")
+    return metrics | final, steps.resumed

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
@@ -15,57 +14,38 @@ from posttrain.core.contracts import (
     RolloutEngine,
     Sampler,
 )
-from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.tracking.plots import learning_curves
-from posttrain.core.training.checkpoint import load_checkpoint, newest_checkpoint
-from posttrain.core.training.learner import Learner
-from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.training.checkpoint import load_checkpoint
 from posttrain.core.types import Problem
 from posttrain.pipelines.live import Live
-from posttrain.pipelines.rl import rl_flow
+from posttrain.pipelines.ranks.rl import on_ranks
+from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
 from posttrain.pipelines.rl_loop import RlLoop
 from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.episodes import build_episodes
 from posttrain.pipelines.stages.rl_parts import (
     build_critic,
-    build_guard,
-    build_objective,
-    build_ptx,
-    build_trust_region,
-    in_optimizer_steps,
+    build_learner,
 )
 from posttrain.pipelines.stages.rl_rewards import build_scorer
+from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_rl(context: StageContext) -> StageOutput:
     """Train the input model with reinforcement learning; saves the result and the curves."""
-    stage = context.stage
-    assert isinstance(stage, RlStage)
-    with context.engines.lease(context.model_dir) as engine, ExitStack() as opened:
-        loop = build_loop(context, stage, engine)
-        loop.check_sync("the start of the stage")
-        if loop.scorer.pool is not None:
-            opened.enter_context(loop.scorer.pool)
-        found = newest_checkpoint(context.checkpoints)
-        if found is not None:
-            critic = None if loop.critic is None else loop.critic.optimizer
-            learner = loop.learner
-            state = load_checkpoint(
-                found, learner.optimizer, critic=critic, reference=learner.reference
-            )
-            loop.resume(found, state)
-        context.started(stage.steps)
+    from posttrain.pipelines.rl import rl_flow  # a replay needs no Prefect
+
+    with opened_loop(context) as loop:
+        context.started(loop.stage.steps)
         rl_flow(context.name, Live(loop))
-    loop.learner.optimizer.close()
-    if loop.critic is not None:
-        loop.critic.optimizer.close()
-    save_model(loop.learner.model, loop.tokenizer.tokenizer, context.out / "model")
+        loop.learner.stored.close()
+        if loop.critic is not None:
+            loop.critic.stored.close()
+    save_trained(context, loop.learner.model, loop.tokenizer, "model")
     plots = learning_curves(
         loop.history, loop.evaluations, f"{context.run.name}: {context.name}", context.out / "plots"
     )
@@ -74,12 +54,39 @@ def run_rl(context: StageContext) -> StageOutput:
     return StageOutput(
         {"model": context.out / "model", "report": context.out / "plots"},
         loop.metrics,
-        resumed=found is not None,
+        resumed=context.resume_from is not None,
     )
 
 
-def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]) -> RlLoop:
-    """Load the models and build every plugin of the stage.
+@contextmanager
+def opened_loop(context: StageContext) -> Iterator[RlLoop]:
+    """The loop of the stage, standing at its first step or where its checkpoint stood."""
+    stage = context.stage
+    assert isinstance(stage, RlStage)
+    with context.engines.lease(context.model_dir) as engine, ExitStack() as opened:
+        ranks = opened.enter_context(RankTrainer(context)) if wants_ranks(context) else None
+        loop = build_loop(context, stage, engine, ranks)
+        loop.check_sync("the start of the stage")
+        if loop.scorer.pool is not None:
+            opened.enter_context(loop.scorer.pool)
+        found = context.resume_from
+        if found is not None:
+            critic = None if loop.critic is None else loop.critic.stored
+            learner = loop.learner
+            state = load_checkpoint(
+                found, learner.stored, critic=critic, reference=learner.reference
+            )
+            loop.resume(found, state)
+        yield loop
+
+
+def build_loop(
+    context: StageContext,
+    stage: RlStage,
+    engine: RolloutEngine[Any],
+    ranks: RankTrainer | None = None,
+) -> RlLoop:
+    """Load the models and build every plugin of the stage; with `ranks`, models are theirs.
 
     Over 60 lines by a little: it is the list of what a stage is made of, and decides nothing.
     """
@@ -90,37 +97,17 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
     held_out = context.held_out_problems(run.evaluation)
     longest = max(stage.generation.max_response_length, run.evaluation.max_response_length)
     context.check_lengths(episodes or tokenizer, [*problems, *held_out], longest)
-    model = load_policy(context.model_dir, context.runtime)
-    settings = UpdateSettings(
-        epochs=stage.epochs,
-        num_mini_batches=stage.num_mini_batches,
-        micro_batch_size=stage.micro_batch_size,
-        max_tokens=stage.max_tokens_per_microbatch,
-        skip_idle_rows=stage.skip_idle_rows,
-        temperature=stage.generation.temperature,
-        seed=derive_seed(run.seed, context.name, "learner"),
-        cut=Cut(stage.generation.top_k, stage.generation.top_p),
-    )
+    kl = context.build(KlEstimator, stage.kl.estimator)
+    controller = context.build(KlController, stage.kl.controller)
 
     def worked(problem: Problem) -> tuple[int, ...]:
         prompt = tokenizer.encode_prompt(problem)
         return (*prompt, *tokenizer.encode_response(problem.worked))
 
-    kl = context.build(KlEstimator, stage.kl.estimator)
-    controller = context.build(KlController, stage.kl.controller)
-    objective = build_objective(context, stage, kl if stage.kl.place == "loss" else None)
-    section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
-    optimizer = MasterOptimizer(model, section, stage.steps * settings.updates_per_batch)
-    reference = _reference(context, needed=controller.coefficient() > 0)
-    learner = Learner(
-        model,
-        optimizer,
-        objective,
-        settings,
-        reference,
-        guard=build_guard(stage),
-        ptx=build_ptx(context, stage, tokenizer),
-        trust_region=build_trust_region(context, stage, model, settings),
+    learner, critic = (
+        (build_learner(context, stage, tokenizer), build_critic(context, stage))
+        if ranks is None
+        else on_ranks(context, stage, ranks)
     )
     return RlLoop(
         context=context,
@@ -145,20 +132,11 @@ def build_loop(context: StageContext, stage: RlStage, engine: RolloutEngine[Any]
         controller=controller,
         episodes=episodes,
         held_out=held_out,
-        critic=build_critic(context, stage),
+        critic=critic,
         sync_check=SyncCheck(
             engine,
-            model,
+            learner.model,
             make_probe(tokenizer, run.model.max_model_len, [worked(p) for p in problems[:2]]),
             stage.check_sync,
         ),
     )
-
-
-def _reference(context: StageContext, *, needed: bool) -> PreTrainedModel | None:
-    """The frozen input model; not loaded when no KL term will read it."""
-    if not needed:
-        return None
-    reference = load_policy(context.model_dir, context.runtime)
-    reference.requires_grad_(False)
-    return reference

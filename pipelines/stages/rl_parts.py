@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.rl_stage import LossTermComponent, RlStage
+from posttrain.core.config.rl_stage import CriticSection, LossTermComponent, RlStage
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
+from posttrain.core.contracts import (
+    Aggregator,
+    KlController,
+    KlEstimator,
+    PolicyLoss,
+    RolloutCorrection,
+)
 from posttrain.core.data.examples import read_examples
 from posttrain.core.data.problems import check_worked
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models.loading import load_value_model
+from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.loading import load_policy, load_value_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings
 from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -26,7 +34,46 @@ from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.sft import worked_batch
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.training.value_phase import ValuePhase
-from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stages.trained import reference_of, start_training
+
+
+def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Learner:
+    """The policy with its reference, objective and optimizer."""
+    model = load_policy(context.model_dir, context.trained_runtime)
+    # Not made when no KL term will read it; before the adapter, which is not in it.
+    wanted = context.build(KlController, stage.kl.controller).coefficient() > 0
+    reference = reference_of(context, model, stage.lora) if wanted else None
+    start_training(context, model, stage.lora)
+    settings = update_settings(context, stage)
+    section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
+    return Learner(
+        model,
+        MasterOptimizer(
+            model, section, stage.steps * settings.updates_per_batch, seed=settings.seed
+        ),
+        build_objective(context, stage),
+        settings,
+        reference,
+        guard=build_guard(stage),
+        ptx=build_ptx(context, stage, tokenizer),
+        trust_region=build_trust_region(context, stage, model, settings),
+        ranks=context.ranks,
+    )
+
+
+def update_settings(context: StageInputs, stage: RlStage) -> UpdateSettings:
+    """How the stage cuts up a rollout batch."""
+    return UpdateSettings(
+        epochs=stage.epochs,
+        num_mini_batches=stage.num_mini_batches,
+        micro_batch_size=stage.micro_batch_size,
+        max_tokens=stage.max_tokens_per_microbatch,
+        skip_idle_rows=stage.skip_idle_rows,
+        temperature=stage.generation.temperature,
+        seed=derive_seed(context.run.seed, context.name, "learner"),
+        cut=Cut(stage.generation.top_k, stage.generation.top_p),
+    )
 
 
 def in_optimizer_steps(section: OptimizerSection, per_rollout: int) -> OptimizerSection:
@@ -37,10 +84,9 @@ def in_optimizer_steps(section: OptimizerSection, per_rollout: int) -> Optimizer
     return section.model_copy(update={"warmup_steps": steps, "warmup_rollouts": 0})
 
 
-def build_objective(
-    context: StageContext, stage: RlStage, kl: KlEstimator[Any] | None
-) -> Objective:
+def build_objective(context: StageInputs, stage: RlStage) -> Objective:
     """Every term of the loss on the rollout; the pre-training term is the learner's own."""
+    kl = context.build(KlEstimator, stage.kl.estimator) if stage.kl.place == "loss" else None
     aggregator = context.build(Aggregator, stage.aggregator)
     entropy = stage.entropy_aggregator
     section = stage.rollout_correction
@@ -59,7 +105,7 @@ def build_objective(
     )
 
 
-def build_term(context: StageContext, stage: RlStage, term: LossTermComponent) -> LossTerm:
+def build_term(context: StageInputs, stage: RlStage, term: LossTermComponent) -> LossTerm:
     """One policy loss with its factor and the aggregator it is averaged by."""
     return LossTerm(
         loss=context.build(PolicyLoss, term),
@@ -68,7 +114,7 @@ def build_term(context: StageContext, stage: RlStage, term: LossTermComponent) -
     )
 
 
-def build_ptx(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer) -> PtxTerm | None:
+def build_ptx(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> PtxTerm | None:
     """The pre-training term, when the policy loss lists one."""
     terms = [build_term(context, stage, term) for term in stage.loss_terms]
     term = next((term for term in terms if term.loss.source == "ptx"), None)
@@ -94,7 +140,7 @@ def build_ptx(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer) -
     )
 
 
-def build_critic(context: StageContext, stage: RlStage) -> ValuePhase | None:
+def build_critic(context: StageInputs, stage: RlStage) -> ValuePhase | None:
     """The value model with its optimizer, when the stage has one."""
     section = stage.critic
     if section is None:
@@ -108,12 +154,24 @@ def build_critic(context: StageContext, stage: RlStage) -> ValuePhase | None:
     else:
         source, head = context.model_dir, section.head
     seed = derive_seed(context.run.seed, context.name, "critic")
-    model = load_value_model(source, context.runtime, head, seed=seed)
+    model = load_value_model(source, context.trained_runtime, head, seed=seed)
+    start_training(context, model, section.lora, "critic")
     per_batch = section.epochs * section.num_mini_batches
     optimizer = MasterOptimizer(
-        model, in_optimizer_steps(section.optimizer, per_batch), stage.steps * per_batch
+        model,
+        in_optimizer_steps(section.optimizer, per_batch),
+        stage.steps * per_batch,
+        seed=seed,
     )
-    settings = CriticSettings(
+    critic = Critic(model, optimizer, critic_settings(context, stage), context.ranks)
+    return value_phase(critic, section)
+
+
+def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
+    """How the stage's critic is trained."""
+    section = stage.critic
+    assert section is not None
+    return CriticSettings(
         epochs=section.epochs,
         num_mini_batches=section.num_mini_batches,
         micro_batch_size=stage.micro_batch_size,
@@ -121,12 +179,14 @@ def build_critic(context: StageContext, stage: RlStage) -> ValuePhase | None:
         clip=section.clip,
         huber_delta=section.huber_delta,
         aggregator=context.build(Aggregator, section.aggregator),
-        seed=seed,
+        seed=derive_seed(context.run.seed, context.name, "critic"),
     )
+
+
+def value_phase(critic: Critic, section: CriticSection) -> ValuePhase:
+    """The critic with its head start."""
     return ValuePhase(
-        Critic(model, optimizer, settings),
-        pretrain_steps=section.pretrain_steps,
-        pretrain_slope=section.pretrain_slope,
+        critic, pretrain_steps=section.pretrain_steps, pretrain_slope=section.pretrain_slope
     )
 
 
@@ -137,7 +197,7 @@ def build_guard(stage: RlStage) -> KlGuard | None:
 
 
 def build_trust_region(
-    context: StageContext, stage: RlStage, model: PreTrainedModel, settings: UpdateSettings
+    context: StageInputs, stage: RlStage, model: PreTrainedModel, settings: UpdateSettings
 ) -> NaturalGradient | None:
     """The optimizer of a loss that takes its own steps."""
     loss = context.build(PolicyLoss, stage.loss_terms[0])

@@ -21,7 +21,8 @@ from posttrain.core.data.transformation import (
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
-from posttrain.pipelines.stages.context import PROBLEMS_FILE, StageContext, StageOutput
+from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stages.inputs import PROBLEMS_FILE
 
 
 def run_transform(context: StageContext) -> StageOutput:
@@ -32,7 +33,7 @@ def run_transform(context: StageContext) -> StageOutput:
     count = stage.num_problems if available is None else min(stage.num_problems, available)
     problems = training_problems(context.task, count, context.run.seed, context.name)
     context.record_dataset("train", problems)
-    held_out = context.held_out_problems(context.run.evaluation, record=False)
+    held_out = context.held_out(context.run.evaluation)
     context.started(len(problems))
     outcomes: list[Outcome] = []
     with context.engines.lease(context.model_dir) as engine:

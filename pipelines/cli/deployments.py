@@ -1,0 +1,165 @@
+"""`posttrain serve` and `posttrain deploy`: a config as a Prefect deployment, on a schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.core.errors import ConfigError
+from posttrain.pipelines.cli.common import (
+    DEFAULT_HOME,
+    EPILOG_CODES,
+    Boundary,
+    ConfigsArgument,
+    DebugOption,
+    HomeOption,
+    JsonOption,
+    SetOption,
+    print_json,
+    resolve_configs,
+    text_console,
+)
+
+if TYPE_CHECKING:
+    from posttrain.pipelines.run_requests import RunRequest
+
+SERVE_EPILOG = (
+    "Examples:\n\n"
+    "  posttrain serve my.yaml --cron '0 2 * * *'\n\n"
+    "  posttrain serve my.yaml --flow continual --cron '*/30 * * * *' --home /data/runs\n\n"
+    "Ctrl-C ends it and pauses the schedule.\n\n" + EPILOG_CODES
+)
+DEPLOY_EPILOG = (
+    "Examples:\n\n"
+    "  posttrain deploy my.yaml --cron '0 2 * * *' --timezone Europe/Berlin\n\n"
+    "  posttrain deploy quickstart --pool gpus --job-variable image=registry/posttrain:1\n\n"
+    "Run it now: prefect deployment run train/NAME\n\n" + EPILOG_CODES
+)
+CronOption = Annotated[
+    str | None,
+    typer.Option("--cron", help="When it runs, in five fields. Without: when asked to."),
+]
+TimezoneOption = Annotated[
+    str | None, typer.Option("--timezone", help="Of the schedule, such as Europe/Berlin. [UTC]")
+]
+FlowOption = Annotated[str, typer.Option("--flow", help="train, evaluate or continual.")]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Of the deployment. [the config's name]")
+]
+
+
+def serve(
+    configs: ConfigsArgument,
+    overrides: SetOption = None,
+    cron: CronOption = None,
+    timezone: TimezoneOption = None,
+    flow: FlowOption = "train",
+    name: NameOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    debug: DebugOption = False,
+) -> None:
+    """Serve a config from this process until Ctrl-C: its schedule, and runs asked for in Prefect.
+
+    PREFECT_API_URL and MLFLOW_TRACKING_URI name the servers.
+    """
+    home = home.expanduser().resolve()
+    with Boundary(debug=debug):
+        request, default_name = _request(configs, overrides, home)
+        from posttrain.pipelines.shared_servers import require_shared_mlflow, require_shared_prefect
+
+        require_shared_prefect()
+        require_shared_mlflow()
+    with Boundary(debug=debug, log_home=home, interrupted="no longer served"):
+        from posttrain.pipelines.prefect_env import configure_client
+
+        configure_client(home)
+        from posttrain.pipelines import deployments
+
+        wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone)
+        deployments.check(wanted)
+        when = f"on '{cron}' ({timezone or 'UTC'})" if cron else "when asked to"
+        print(f"serving {flow}/{wanted.name}, {when}; Ctrl-C ends it", flush=True)
+        deployments.serve(wanted)
+
+
+def deploy(
+    configs: ConfigsArgument,
+    overrides: SetOption = None,
+    pool: Annotated[str, typer.Option("--pool", help="The work pool.")] = "posttrain",
+    cron: CronOption = None,
+    timezone: TimezoneOption = None,
+    flow: FlowOption = "train",
+    name: NameOption = None,
+    job_variables: Annotated[
+        list[str] | None,
+        typer.Option("--job-variable", metavar="A=B", help="A variable of the pool's jobs."),
+    ] = None,
+    home: Annotated[
+        Path | None, typer.Option("--home", help="Where runs keep their state. [the worker's home]")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Deploy a config to a work pool: its workers run it on schedule, or when asked to.
+
+    PREFECT_API_URL names the server. The same command again changes the deployment.
+    """
+    with Boundary(as_json=as_json, debug=debug):
+        request, default_name = _request(configs, overrides, home)
+        variables = _variables(job_variables or [])
+        from posttrain.pipelines.shared_servers import require_shared_prefect
+
+        require_shared_prefect()
+    state = Path(os.environ.get("POSTTRAIN_HOME") or DEFAULT_HOME).expanduser().resolve()
+    with Boundary(as_json=as_json, debug=debug, log_home=state):
+        from posttrain.pipelines.prefect_env import configure_client
+
+        configure_client(state)
+        from posttrain.pipelines import deployments
+
+        wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone, variables)
+        deployments.check(wanted)
+        page = deployments.deploy(wanted, pool)
+        full_name = f"{flow}/{wanted.name}"
+        text_console(as_json).print(f"deployed {full_name} to pool '{pool}': {page}", markup=False)
+        if as_json:
+            print_json({"status": "ok", "deployment": full_name, "pool": pool, "page": page})
+
+
+def _request(
+    configs: Sequence[Path], overrides: Sequence[str] | None, home: Path | None
+) -> tuple[RunRequest, str]:
+    """The request that runs will get, and the config's name; refuses what could not run."""
+    resolved, _ = resolve_configs(configs, overrides)
+    from posttrain.core.config.loading import find_config
+    from posttrain.pipelines.run_requests import RunRequest
+
+    # A file is found from elsewhere by its whole path, a shipped config by its name.
+    places = [str(find_config(path).resolve() if path.exists() else path) for path in configs]
+    request = RunRequest(
+        configs=places,
+        overrides=list(overrides or []),
+        home=None if home is None else str(home.expanduser().resolve()),
+    )
+    return request, resolved.config.name
+
+
+def _variables(given: Sequence[str]) -> dict[str, Any]:
+    """`a=b` pairs; values are YAML, so that numbers and lists are what they look like."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not (sign and name):
+            raise ConfigError(f"--job-variable '{text}' must look like image=registry/posttrain:1")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ConfigError(f"--job-variable {name}: '{value}' is no YAML ({problem})") from error
+    return found

@@ -1,0 +1,124 @@
+"""What Prefect's pages show of a run beside its graph: log, progress, samples, card, events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+from prefect import get_client
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.events import emit_event
+from prefect.logging.handlers import APILogHandler
+
+from posttrain.core.artifacts import RunResult, StageResult
+from posttrain.core.runtime.report import SilentReporter
+from posttrain.pipelines.logged import LogReporter
+from posttrain.pipelines.progress import describe
+from posttrain.pipelines.summary import links, summary_markdown
+
+PROGRESS_EVERY_S = 5.0
+"""An update is a call to the server, some 10 ms."""
+SHOWN_SAMPLES = 20
+
+
+class FlowLog(LogReporter):
+    """The lines of the terminal, as the log of the flow run."""
+
+    def __init__(self, flow_run_id: str) -> None:
+        logger = logging.getLogger("posttrain.flow_run")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # the terminal has them already
+        if not logger.handlers:
+            logger.addHandler(APILogHandler())
+        super().__init__(logging.LoggerAdapter(logger, {"flow_run_id": flow_run_id}))
+
+
+class FlowProgress(SilentReporter):
+    """A progress artifact for each stage, moved every few seconds."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, UUID] = {}
+        self._totals: dict[str, int] = {}
+        self._moved: dict[str, float] = {}
+
+    def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
+        """An empty bar."""
+        self._totals[stage], self._moved[stage] = total_steps, time.monotonic()
+        made = create_progress_artifact(
+            0.0, key=f"progress-{slug(stage)}", description=f"{kind}, {total_steps} steps"
+        )
+        assert isinstance(made, UUID), "outside of an event loop it is no coroutine"
+        self._bars[stage] = made
+
+    def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar, unless it was moved just now."""
+        now, total = time.monotonic(), self._totals.get(stage, 0)
+        if stage in self._bars and total and now - self._moved[stage] >= PROGRESS_EVERY_S:
+            self._moved[stage] = now
+            self._show(stage, 100.0 * step / total, f"step {step} of {total}", metrics)
+
+    def stage_finished(
+        self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Fill the bar of a stage that was computed."""
+        if stage in self._bars and status in ("ran", "resumed"):
+            self._show(stage, 100.0, status, metrics)
+
+    def _show(self, stage: str, percent: float, text: str, metrics: Mapping[str, float]) -> None:
+        update_progress_artifact(
+            self._bars[stage], min(percent, 100.0), description=f"{text}  {describe(metrics)}"
+        )
+
+
+def leave_results(result: RunResult) -> None:
+    """The run's card, and its page in MLflow."""
+    link = links(result).get("mlflow")
+    if link is not None:
+        create_link_artifact(link, link_text="the run in MLflow", key="mlflow-run")
+    create_markdown_artifact(summary_markdown(result), key="run-card")
+
+
+def leave_samples(result: StageResult) -> None:
+    """A table of answers of a stage that measured a model."""
+    for item in result.artifacts:
+        if item.kind == "evaluation":
+            rows = (item.path / "rows.jsonl").read_text().splitlines()[:SHOWN_SAMPLES]
+            table = [_sample(json.loads(row)) for row in rows]
+            create_table_artifact(table, key=f"samples-{slug(result.name)}")
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    problem = row["problem"]
+    return {
+        "prompt": problem["prompt"],
+        "answer": problem["answer"],
+        "response": row["greedy_text"],
+        "correct": row["greedy_correct"],
+    }
+
+
+def announce(event: str, run_id: str, stage: str, payload: Mapping[str, Any]) -> None:
+    """Emit a custom event of the pipeline run (`run_id` is MLflow's), for automations."""
+    resource = {"prefect.resource.id": f"posttrain.run.{run_id}", "posttrain.stage": stage}
+    emit_event(event, resource=resource, payload=dict(payload))
+
+
+def tag_flow_run(flow_run_id: str, tags: list[str]) -> None:
+    """Tag the flow run alone: tags of a context would make each of its tasks ask for a slot."""
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(flow_run_id), tags=tags)
+
+
+def slug(name: str) -> str:
+    """A stage's name as keys of artifacts may be."""
+    return name.replace("_", "-")

@@ -1,0 +1,13 @@
+"""Libraries that would talk between our own lines."""
+
+from __future__ import annotations
+
+import transformers
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+
+def quiet_libraries() -> None:
+    """Our own progress display is the only one: libraries' bars and notices would break it up."""
+    disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

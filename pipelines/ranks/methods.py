@@ -1,0 +1,195 @@
+"""The trainer of each kind of stage: its model, its optimizers, and what may be called on it.
+
+All of it runs on every rank alike. Names of methods are those that `pipelines.ranks` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.base import StageBase
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.supervised_stages import PreferenceStage, RewardModelStage, SftStage
+from posttrain.core.contracts import PairLoss, PreferenceLoss
+from posttrain.core.data.preference import Pair
+from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.loading import load_policy, load_reward_model
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.training.forward import ResponseForward
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.preference import PreferenceLearner, Rows
+from posttrain.core.training.preference_objective import PreferenceObjective, PreferenceTerm
+from posttrain.core.training.preference_scores import Scoring
+from posttrain.core.training.reward_model import pair_hits, reward_step
+from posttrain.core.training.sft import sft_step
+from posttrain.core.training.updates import UpdateResult
+from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stages.rl_parts import build_critic, build_learner
+from posttrain.pipelines.stages.trained import reference_of, start_training
+
+Methods = Mapping[str, Callable[..., Any]]  # Any: each method has its own arguments
+ONLY = "model"
+"""The optimizer of a stage that trains one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A stage's trainer. `model` is what the stage makes."""
+
+    model: PreTrainedModel
+    optimizers: Mapping[str, MasterOptimizer]
+    methods: Methods
+
+
+def rl(inputs: StageInputs) -> Trained:
+    """The learner and, if there is one, the critic of an `rl` stage."""
+    stage = inputs.stage
+    assert isinstance(stage, RlStage)
+    learner = build_learner(inputs, stage, inputs.tokenizer())
+    phase = build_critic(inputs, stage)
+    optimizers = {"policy": learner.optimizer}
+
+    def update(
+        batch: RolloutBatch, step: int, kl_coef: float
+    ) -> tuple[UpdateResult, list[dict[str, float]]]:
+        result = learner.update(batch, step, kl_coef)
+        return result, [term.loss.state() for term in learner.objective.terms]
+
+    def policy(batch: RolloutBatch, cut: Cut) -> ResponseForward:
+        return learner.forward_only(learner.model, batch, cut=cut)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "update": update,
+        "policy": policy,
+        "reference": learner.reference_logprobs,
+        "sum_pi_squared": learner.sum_pi_squared,
+        "refresh_reference": learner.refresh_reference,
+    }
+    if phase is not None:
+        optimizers["critic"] = phase.critic.optimizer
+
+        def values(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+            return phase.critic.values(batch)
+
+        def update_critic(batch: RolloutBatch, step: int) -> dict[str, float]:
+            return phase.critic.update(batch, step)
+
+        methods |= {"values": values, "update_critic": update_critic}
+    return Trained(learner.model, optimizers, methods)
+
+
+def policy_model(inputs: StageInputs) -> PreTrainedModel:
+    """The policy that an `sft` or `preference` stage starts from."""
+    assert isinstance(inputs.stage, SftStage | PreferenceStage)
+    model = load_policy(inputs.model_dir, inputs.trained_runtime)
+    start_training(inputs, model, inputs.stage.lora)
+    return model
+
+
+def reward_head(inputs: StageInputs) -> PreTrainedModel:
+    """The reward model with its new head that a `reward_model` stage starts from."""
+    assert isinstance(inputs.stage, RewardModelStage)
+    model = load_reward_model(inputs.model_dir, inputs.trained_runtime, new_head=True)
+    model.config.pad_token_id = inputs.tokenizer().pad_token_id
+    start_training(inputs, model, inputs.stage.lora)
+    return model
+
+
+def sft(inputs: StageInputs) -> Trained:
+    """Supervised steps on batches of worked answers."""
+    stage = inputs.stage
+    assert isinstance(stage, SftStage)
+    model = policy_model(inputs)
+    optimizer = MasterOptimizer(model, stage.optimizer, stage.steps, seed=_seed(inputs))
+
+    def step(batch: RolloutBatch) -> dict[str, float]:
+        size, check = stage.micro_batch_size, inputs.check
+        return sft_step(
+            model, optimizer, batch, micro_batch_size=size, check=check, ranks=inputs.ranks
+        )
+
+    return Trained(model, {ONLY: optimizer}, {"step": step})
+
+
+def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
+    """Steps on pairs, and how many pairs are ordered rightly."""
+    stage = inputs.stage
+    assert isinstance(stage, RewardModelStage)
+    model = reward_head(inputs)
+    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+    loss = inputs.build(PairLoss, stage.preference_loss)
+    size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
+
+    def step(pairs: Sequence[Pair]) -> dict[str, float]:
+        return reward_step(
+            model, optimizer, pairs, loss, micro_batch_size=size, check=check, ranks=ranks
+        )
+
+    def hits(pairs: Sequence[Pair]) -> int:
+        return pair_hits(model, pairs, size, check, ranks)
+
+    return Trained(model, {ONLY: optimizer}, {"step": step, "hits": hits})
+
+
+def preference(inputs: StageInputs, num_steps: int) -> Trained:
+    """Steps on pairs or labelled answers, and how the policy ranks unseen ones."""
+    stage = inputs.stage
+    assert isinstance(stage, PreferenceStage)
+    objective = preference_objective(inputs, stage)
+    model = load_policy(inputs.model_dir, inputs.trained_runtime)
+    reference = reference_of(inputs, model, stage.lora) if objective.needs_reference else None
+    start_training(inputs, model, stage.lora)
+    learner = PreferenceLearner(
+        model=model,
+        objective=objective,
+        pad_token_id=inputs.tokenizer().pad_token_id,
+        micro_batch_size=stage.micro_batch_size,
+        reference=reference,
+        check=inputs.check,
+        ranks=inputs.ranks,
+    )
+    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+
+    def step(rows: Rows) -> dict[str, float]:
+        return learner.step(rows, optimizer)
+
+    return Trained(model, {ONLY: optimizer}, {"step": step, "rank": learner.rank})
+
+
+def _seed(inputs: StageInputs) -> int:
+    """Of the optimizer's rounding at random."""
+    return derive_seed(inputs.run.seed, inputs.name)
+
+
+def preference_objective(inputs: StageInputs, stage: PreferenceStage) -> PreferenceObjective:
+    """The stage's losses and how their scores are made."""
+    scoring = Scoring(
+        f_divergence=stage.f_divergence,
+        alpha=stage.f_alpha,
+        ld_alpha=stage.ld_alpha,
+        wpo=stage.wpo,
+    )
+    terms = tuple(
+        PreferenceTerm(inputs.build(PreferenceLoss, term), term.coef) for term in stage.loss_terms
+    )
+    return PreferenceObjective(terms, scoring, stage.reference_free)
+
+
+BUILDERS: dict[type[StageBase], Callable[..., Trained]] = {
+    RlStage: rl,
+    SftStage: sft,
+    RewardModelStage: reward_model,
+    PreferenceStage: preference,
+}
+UNTRAINED: dict[type[StageBase], Callable[[StageInputs], PreTrainedModel]] = {
+    SftStage: policy_model,
+    RewardModelStage: reward_head,
+    PreferenceStage: policy_model,
+}
+"""The model as it is before the first step, without optimizer or reference."""

@@ -1,0 +1,197 @@
+"""What trains in a stage, called by name: in this process, or on several ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.artifacts import Artifact
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.distributed.launch import RankProcesses
+from posttrain.core.runtime.device import is_cuda
+from posttrain.core.training.optim import StoredOptimizer, precision_of
+from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
+from posttrain.pipelines.stages.inputs import StageInputs
+
+WORKER = "posttrain.pipelines.ranks.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What a rank is told: which stage it trains, and what else its trainer is built from."""
+
+    run: RunConfig
+    stage: str
+    inputs: Mapping[str, Artifact]
+    args: tuple[Any, ...]  # Any: each kind of stage has its own
+
+
+def wants_ranks(stage: StageInputs) -> bool:
+    """Whether the run's learners have more than one rank."""
+    return stage.run.limits.learner_ranks > 1
+
+
+class Trainer(Protocol):
+    """What a stage without a loop of its own trains with."""
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What checkpoints keep."""
+
+    def call(self, method: str, *args: object) -> Any:  # Any: as in `Methods`
+        """What `method` of `pipelines.ranks.methods` returns."""
+
+    def finish(self) -> None:
+        """Free gradients, masters and moments: there are no steps to come."""
+
+    def trained_model(self) -> PreTrainedModel:
+        """The model as it is now, in this process."""
+
+
+class LocalTrainer:
+    """The trainer of a stage in this process."""
+
+    def __init__(self, stage: StageInputs, *args: object) -> None:
+        self._trained = BUILDERS[type(stage.stage)](stage, *args)
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """As in `Trainer`."""
+        return self._trained.optimizers[ONLY]
+
+    def call(self, method: str, *args: object) -> Any:  # Any: as in `Methods`
+        """As in `Trainer`."""
+        return self._trained.methods[method](*args)
+
+    def finish(self) -> None:
+        """As in `Trainer`."""
+        for optimizer in self._trained.optimizers.values():
+            optimizer.close()
+
+    def trained_model(self) -> PreTrainedModel:
+        """As in `Trainer`."""
+        return self._trained.model
+
+
+@contextmanager
+def open_trainer(stage: StageInputs, *args: object) -> Iterator[Trainer]:
+    """The trainer of `stage`, where the run wants it; `args` as its builder takes them."""
+    if not wants_ranks(stage):
+        yield LocalTrainer(stage, *args)
+        return
+    with RankTrainer(stage, *args) as trainer:
+        yield trainer
+
+
+class RankTrainer:
+    """The trainer of a stage on `limits.learner_ranks` ranks, which end with it.
+
+    Models live in the ranks; `refresh` brings their trained weights into a model of this process.
+    """
+
+    def __init__(self, stage: StageInputs, *args: object) -> None:
+        self.stage = stage
+        size = stage.run.limits.learner_ranks
+        cores = stage.run.limits.num_threads or len(os.sched_getaffinity(0))
+        threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
+        env = {"OMP_NUM_THREADS": str(threads or cores)}
+        self._ranks = RankProcesses(size, WORKER, env)
+        try:
+            setup = RankSetup(stage.run, stage.name, dict(stage.inputs), args)
+            self._ranks.start(setup, stage.check)
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """As in `Trainer`."""
+        section: OptimizerSection = self.stage.stage.optimizer  # type: ignore[attr-defined]
+        return RankedOptimizer(self, ONLY, section)
+
+    def call(self, method: str, *args: object) -> Any:  # Any: as in `Methods`
+        """What `method` returns on rank 0, after all ranks have run it."""
+        return self._ranks.call(method, *args, check=self.stage.check)
+
+    @torch.no_grad()
+    def refresh(self, model: PreTrainedModel) -> None:
+        """Copy the trained weights, in the precision of `model`, into it."""
+        with tempfile.NamedTemporaryFile(dir=self._ranks.folder, suffix=".safetensors") as file:
+            self.call("export", Path(file.name), model.dtype)
+            weights = load_file(file.name)
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+
+    def finish(self) -> None:
+        """As in `Trainer`."""
+        self.call("finish")
+
+    def trained_model(self) -> PreTrainedModel:
+        """As in `Trainer`; a copy."""
+        model = UNTRAINED[type(self.stage.stage)](self.stage)
+        self.refresh(model)
+        return model
+
+    def close(self) -> None:
+        """End the ranks; may be called twice."""
+        self._ranks.close()
+
+    def __enter__(self) -> RankTrainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RankedOptimizer:
+    """The optimizer of one model on all ranks: what a checkpoint needs of it."""
+
+    def __init__(
+        self,
+        trainer: RankTrainer,
+        of: str,
+        section: OptimizerSection,
+        after_read: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._trainer, self._of, self._after_read = trainer, of, after_read
+        self.precision = precision_of(section)
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps taken."""
+        return int(self._trainer.call("step_count", self._of))
+
+    def write(self, folder: Path) -> None:
+        """Every rank writes its piece."""
+        self._trainer.call("write", self._of, folder)
+
+    def read(self, folder: Path, step_count: int) -> None:
+        """Every rank reads its piece, whatever number of ranks wrote."""
+        self._trainer.call("read", self._of, folder, step_count)
+        self._after_read()
+
+    def weights(self) -> dict[str, Tensor]:
+        """None: each rank has a piece of them."""
+        return {}
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._trainer.close()

@@ -1,0 +1,96 @@
+"""What each rank runs: `torchrun -m posttrain.pipelines.ranks.worker FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from posttrain.core.contracts import Task
+from posttrain.core.distributed.endpoint import serve
+from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.sharded import put_away, whole
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.device import is_cuda, keep_freed_memory, peak_memory_gb, set_threads
+from posttrain.core.training.ranks import ProcessGroup
+from posttrain.pipelines.ranks.methods import BUILDERS, Methods, Trained
+from posttrain.pipelines.ranks.trainer import RankSetup
+from posttrain.pipelines.stages.inputs import StageInputs
+
+
+def build(setup: RankSetup) -> Methods:
+    """The methods of this rank's trainer."""
+    run = setup.run
+    set_threads(int(os.environ["OMP_NUM_THREADS"]))
+    keep_freed_memory()
+    ranks = ProcessGroup()
+    runtime = ModelRuntime.from_config(run.model)
+    if is_cuda(runtime.device):
+        runtime = replace(runtime, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    manager = PluginManager()
+    task: Task[Any] = manager.build(Task, run.task.name, run.task.fields())
+    inputs = StageInputs(
+        run=run,
+        name=setup.stage,
+        stage=run.stages[setup.stage],
+        inputs=setup.inputs,
+        manager=manager,
+        task=task,
+        runtime=runtime,
+        check=lambda: None,
+        ranks=ranks,
+        mesh=init_device_mesh(runtime.device.type, (ranks.size,)),
+    )
+    trained = BUILDERS[type(inputs.stage)](inputs, *setup.args)
+    return {**trained.methods, **_common(trained, ranks.rank)}
+
+
+def _common(trained: Trained, rank: int) -> Methods:
+    """What every trainer can do."""
+
+    def export(path: Path, dtype: torch.dtype) -> None:
+        write_trained(trained.model, path if rank == 0 else None, dtype)
+
+    def write(of: str, folder: Path) -> None:
+        trained.optimizers[of].write(folder)
+
+    def read(of: str, folder: Path, step_count: int) -> None:
+        trained.optimizers[of].read(folder, step_count)
+
+    def finish() -> None:
+        for optimizer in trained.optimizers.values():
+            optimizer.close()
+
+    return {
+        "export": export,
+        "write": write,
+        "read": read,
+        "step_count": lambda of: trained.optimizers[of].step_count,
+        "finish": finish,
+        "peak_memory_gb": peak_memory_gb,
+    }
+
+
+@torch.no_grad()
+def write_trained(model: PreTrainedModel, path: Path | None, dtype: torch.dtype) -> None:
+    """Write the trained weights as one file of `dtype`; ranks without a path help to gather."""
+    put_away(model)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensor = whole(parameter.detach())
+            if path is not None:
+                weights[name] = tensor.to("cpu", dtype).contiguous()
+    if path is not None:
+        save_file(weights, path)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), build)

@@ -1,0 +1,1 @@
+"""A past optimizer step, computed again and compared with its record."""

@@ -1,0 +1,226 @@
+"""Computes a stage's steps again, from a checkpoint or from its input, as the run computed them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.artifacts import Artifact, ArtifactStore
+from posttrain.core.config.dag import stage_kind
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.sections import KeepSection
+from posttrain.core.contracts import Task
+from posttrain.core.errors import RunError
+from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.run_record import RunRecord
+from posttrain.core.runtime.device import keep_freed_memory, set_threads
+from posttrain.core.runtime.environment import differences, environment, with_plugins
+from posttrain.core.runtime.report import Reporter
+from posttrain.core.tracking.sink import NotTracked
+from posttrain.core.training.retention import KEPT, step_of
+from posttrain.core.training.step_record import StepSink
+from posttrain.pipelines.engines import EnginePool
+from posttrain.pipelines.quiet import quiet_libraries
+from posttrain.pipelines.replay import sources
+from posttrain.pipelines.replay.comparison import ComparedStep, Comparison, Difference, Reached
+from posttrain.pipelines.replay.weights import KeptWeights
+from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stages.own_answers import KEPT as OWN_ANSWERS
+from posttrain.pipelines.stages.preference import run_preference
+from posttrain.pipelines.stages.reward_model import run_reward_model
+from posttrain.pipelines.stages.rl import opened_loop
+from posttrain.pipelines.stages.sft import run_sft
+
+_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
+    "sft": run_sft,
+    "reward_model": run_reward_model,
+    "preference": run_preference,
+}
+
+
+@dataclass
+class ReplayResult:
+    """How a replay ended; `from_step` is the step after which it began, 0 the stage's input."""
+
+    run_id: str
+    stage: str
+    step: int
+    from_step: int
+    notes: list[str] = field(default_factory=list)
+    steps: list[ComparedStep] = field(default_factory=list)
+
+    @property
+    def first_difference(self) -> Difference | None:
+        """The first thing that differs, in the order of computing."""
+        return next((d for step in self.steps for d in step.differences), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was compared is what it was."""
+        return self.first_difference is None
+
+
+class ReplayContext(StageContext):
+    """A stage's context that tells nobody: listeners and MLflow have heard of these steps."""
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, no more."""
+        self.reporter.step_done(self.name, step, metrics)
+
+
+@dataclass
+class Replay:
+    """A replay of one step of a run; `notes` are what a reader of the result must know first."""
+
+    run: RunRecord
+    resolved: ResolvedRun
+    manager: PluginManager
+    home: Path
+    store: ArtifactStore
+    reporter: Reporter
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Say it now, and with the result."""
+        self.notes.append(text)
+        self.reporter.warn(text)
+
+    def step(self, step: int, stage: str | None = None) -> ReplayResult:
+        """Compute `step` again and compare it with its record, as all recorded on the way to it.
+
+        Raises `ConfigError` for a stage or step that the run does not have, `ResourceError` when
+        what is needed was not kept. Writes into a temporary folder only.
+        """
+        config = self.resolved.config
+        name = sources.choose_stage(self.resolved, stage)
+        source = sources.find_steps(self.run, self.resolved, name, self.home, self.store)
+        sources.check_step(source, step, config.keep.records)
+        set_threads(config.limits.num_threads)
+        keep_freed_memory()
+        quiet_libraries()
+        runtime = ModelRuntime.from_config(config.model)
+        engines = EnginePool(config, self.manager, runtime)
+        self._say_what_differs(source, step, runtime, engines.name)
+        inputs = sources.find_inputs(
+            self.run, self.resolved, config.stages[name], self.home, self.store
+        )
+        for role in sources.changed_inputs(source, inputs):
+            self.note(f"input {role} is not the one that the run read: its digest differs")
+        start = sources.starting_point(source, step, self.note)
+        begun = 0 if start is None else step_of(start)
+        result = ReplayResult(self.run.run_id, name, step, begun, self.notes)
+        self.reporter.say(_beginning(result, start))
+        kept = KeptWeights.of(self.resolved, source)
+        comparison = Comparison(
+            source.folder, source.recorded, step, kept.after, self._tell, result.steps
+        )
+        try:
+            with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
+                _bring_answers(source, Path(folder))
+                made = self._context(name, inputs, Path(folder), start, comparison, engines)
+                with suppress(Reached):
+                    _compute(made, step)
+        finally:
+            engines.close()
+        if not result.steps or result.steps[-1].step != step:
+            raise RunError(f"the stage ended before step {step}: its data or its config differ")
+        return result
+
+    def _tell(self, compared: ComparedStep) -> None:
+        self.reporter.say(step_line(compared))
+
+    def _say_what_differs(
+        self, source: sources.StepSource, step: int, runtime: ModelRuntime, engine: str
+    ) -> None:
+        """First of all: what else than the step itself could make a difference."""
+        found = environment(runtime.device, runtime.dtype, engine)
+        here = with_plugins(found, self.resolved.plugins[source.stage])
+        changed = differences(source.recorded[step].environment, here)
+        if changed:
+            self.note("not as it was when the step was taken: " + "; ".join(changed))
+        if not sources.is_unchanged(source):
+            self.note(f"the record {source.folder} was changed after the run")
+        if engine != "transformers":
+            self.note(f"the engine '{engine}' does not promise the same samples a second time")
+        if self.resolved.config.limits.learner_ranks > 1:
+            self.note("weights are in several ranks: they are neither recorded nor compared")
+
+    def _context(
+        self,
+        name: str,
+        inputs: Mapping[str, Artifact],
+        folder: Path,
+        start: Path | None,
+        steps: StepSink,
+        engines: EnginePool,
+    ) -> ReplayContext:
+        config = self.resolved.config
+        task: Task[Any] = self.manager.build(Task, config.task.name, config.task.fields())
+        return ReplayContext(
+            run=config.model_copy(update={"keep": KeepSection()}),
+            name=name,
+            stage=config.stages[name].model_copy(update={"checkpoint_every": 0}),
+            inputs=inputs,
+            manager=self.manager,
+            task=task,
+            runtime=engines.runtime,
+            check=lambda: None,
+            out=folder / "out",
+            checkpoints=folder,
+            resume_from=start,
+            steps=steps,
+            engines=engines,
+            tracker=NotTracked(),
+            mlflow_uri="",
+            reporter=self.reporter,
+            warn=self.note,
+        )
+
+
+def step_line(compared: ComparedStep) -> str:
+    """How a step compares, in a line."""
+    much = f"{compared.tensors} tensors and {compared.metrics} metrics"
+    if not compared.differences:
+        return f"step {compared.step}: {much} are equal"
+    first, more = compared.differences[0], len(compared.differences) - 1
+    return f"differs, {first}" + (f"; {more} more of {much} differ" if more else "")
+
+
+def _beginning(result: ReplayResult, start: Path | None) -> str:
+    place = f"run {result.run_id[:12]}, stage {result.stage}, step {result.step}"
+    if start is not None:
+        return f"{place}: starts from the checkpoint after step {result.from_step} ({start})"
+    hint = " (with keep.every a later run keeps nearer ones)" if result.step > 1 else ""
+    return f"{place}: starts from what the stage read{hint}"
+
+
+def _bring_answers(source: sources.StepSource, folder: Path) -> None:
+    """The run's own sampled answers, if they were kept: sampling them again gives the same."""
+    for place in (source.checkpoints, source.checkpoints / KEPT):
+        if (place / OWN_ANSWERS).is_file():
+            shutil.copy(place / OWN_ANSWERS, folder / OWN_ANSWERS)
+
+
+def _compute(context: ReplayContext, until: int) -> None:
+    """The stage's steps up to `until`, which its sink ends."""
+    kind = stage_kind(context.stage)
+    if kind in _RUNNERS:
+        _RUNNERS[kind](context)
+        return
+    with opened_loop(context) as loop:
+        context.started(until)
+        for step in range(loop.first_step, until + 1):
+            loop.begin_step(step)
+            for due in loop.rollouts_due(step):
+                loop.rollout(due)
+            rollout = loop.rollout(step)  # which may have waited since an earlier step
+            if loop.take(rollout):
+                loop.update_policy(loop.compute_advantages(loop.score_rewards(rollout)))
+            loop.sync_weights(step)
+            loop.end_step(step)

@@ -1,0 +1,93 @@
+"""A rollback in MLflow's registry: marks first, the alias last, so that it can be done again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from posttrain.core.approval import this_person, utc_now
+from posttrain.core.errors import ResourceError, RunError, nearest
+from posttrain.core.promotion import Past, earlier_champion
+from posttrain.core.tracking import registry
+from posttrain.core.tracking.registry import RegisteredVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """What a rollback did."""
+
+    name: str
+    alias: str
+    before: str
+    now: str
+    by: str
+    at: str
+    reason: str
+
+    def told(self) -> str:
+        """In one sentence."""
+        why = f" ({self.reason})" if self.reason else ""
+        return (
+            f"{self.name}: '{self.alias}' moved from version {self.before} to version {self.now}"
+            f"{why}; version {self.before} is marked as taken back by {self.by}"
+        )
+
+    def row(self) -> dict[str, str]:
+        """For JSON."""
+        return asdict(self)
+
+
+def roll_back(uri: str, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
+    """Move the alias back to the champion before, or to version `to`.
+
+    The target's weights must be here as they were registered. Raises `ResourceError` for a model,
+    alias, version or weights that do not exist, `RunError` when there is nothing to go back to.
+    """
+    current = registry.find_alias(uri, name, alias)
+    if current is None:
+        raise _no_alias(uri, name, alias)
+    version = to if to is not None else earlier_champion(_past(current), _Versions(uri, name))
+    if version == current.version:
+        raise RunError(f"version {version} is '{name}@{alias}' already: nothing was changed")
+    target = registry.find_version(uri, name, version)
+    if target is None:
+        raise ResourceError(
+            f"'{name}' has no version {version}: see its versions in `posttrain ui` under Models"
+        )
+    registry.check_weights(target)
+    done = RolledBack(name, alias, current.version, version, this_person(), utc_now(), reason)
+    mark = json.dumps(asdict(done))
+    registry.tag_version(uri, name, current.version, {registry.TAG_ROLLED_BACK: mark})
+    registry.tag_version(uri, name, version, {registry.TAG_ROLLED_BACK: ""})
+    registry.tag_version(uri, name, version, {registry.TAG_RESTORED: mark})
+    registry.move_alias(uri, name, alias, version)
+    return done
+
+
+def _past(found: RegisteredVersion) -> Past:
+    return Past(found.version, found.previous, found.rolled_back is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Versions:
+    """The history of a registered model, looked up as it is walked."""
+
+    uri: str
+    name: str
+
+    def __call__(self, version: str) -> Past | None:
+        found = registry.find_version(self.uri, self.name, version)
+        return None if found is None else _past(found)
+
+
+def _no_alias(uri: str, name: str, alias: str) -> ResourceError:
+    known = registry.names(uri)
+    if name not in known:
+        return ResourceError(
+            f"there is no registered model '{name}'{nearest(name, known)} (registered: "
+            f"{known or 'none'})"
+        )
+    return ResourceError(
+        f"'{name}' has no version with the alias '{alias}', so nothing is to be taken back: a "
+        "stage of kind 'promote' sets it"
+    )

@@ -1,0 +1,167 @@
+"""Rounds of continual training: which rows and which champion a run is about, from start to end."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from posttrain.core.config.gate_stages import NewDataStage
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.contracts import Task
+from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, row_digest, write_cursor
+from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.types import Problem
+from posttrain.pipelines.base_model import at, find_base, with_model
+
+CURSOR_FILE = "cursor.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run with its base model settled; `rows` of its round, if it is about new rows.
+
+    `nothing_new` says why there is nothing to do.
+    """
+
+    resolved: ResolvedRun
+    pinned: PinnedModel | None = None
+    rows: tuple[Problem, ...] = ()
+    cursor: Cursor | None = None
+    path: Path | None = None
+    lock: IO[str] | None = field(default=None, repr=False)
+    told: str = ""
+    nothing_new: str = ""
+
+    @property
+    def rows_digest(self) -> str:
+        """Digest of the round's rows; empty without a round."""
+        return self.cursor.round.digest if self.cursor and self.cursor.round else ""
+
+    def finish(self) -> None:
+        """The round's rows are trained on: keep that, whole."""
+        if self.cursor is not None and self.path is not None:
+            write_cursor(self.path, self.cursor.finish())
+
+    def close(self) -> None:
+        """Let another run of this config begin."""
+        if self.lock is not None:
+            self.lock.close()
+
+
+def data_stage(resolved: ResolvedRun) -> NewDataStage | None:
+    """The stage that is about new rows, if the run has one."""
+    stages = resolved.config.stages.values()
+    return next((stage for stage in stages if isinstance(stage, NewDataStage)), None)
+
+
+def cursor_path(resolved: ResolvedRun, home: Path) -> Path:
+    """Where the config of this name keeps what it was trained on."""
+    return home / "continual" / resolved.config.name / CURSOR_FILE
+
+
+def begin(
+    resolved: ResolvedRun, manager: PluginManager, home: Path, *, fresh: bool = False
+) -> Begun:
+    """Settle base model and rows, and write them down before anything is computed.
+
+    An unfinished round goes on with its own rows and base model, as long as its rows still exist;
+    `fresh` gives it up. Raises `ResourceError` while another process is in a round of this config.
+    """
+    if data_stage(resolved) is None:
+        found = find_base(resolved.config.model, home)
+        return Begun(with_model(resolved, found.section), found.pinned)
+    path = cursor_path(resolved, home)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(path)
+    try:
+        begun = look(resolved, manager, home, fresh=fresh)
+        if begun.cursor is not None and not begun.nothing_new:
+            write_cursor(path, begun.cursor)
+    except BaseException:
+        lock.close()
+        raise
+    return replace(begun, path=path, lock=lock)
+
+
+def look(
+    resolved: ResolvedRun, manager: PluginManager, home: Path, *, fresh: bool = False
+) -> Begun:
+    """What `begin` would settle; writes nothing."""
+    stage = data_stage(resolved)
+    if stage is None:
+        found = find_base(resolved.config.model, home)
+        return Begun(with_model(resolved, found.section), found.pinned)
+    cursor = read_cursor(cursor_path(resolved, home))
+    rows = _rows(resolved, manager)
+    unfinished = cursor.round
+    if unfinished is not None and not fresh and set(unfinished.rows) <= rows.keys():
+        section, pinned = resolved.config.model, unfinished.base
+        if pinned is None:
+            found = find_base(section.model_copy(update=_first(resolved)), home)
+            section, pinned = found.section, found.pinned
+        else:
+            section = at(section, pinned)
+        told = f"round {unfinished.number} goes on: {len(unfinished.rows)} rows"
+        chosen = tuple(rows[digest] for digest in unfinished.rows)
+        return Begun(with_model(resolved, section), pinned, chosen, cursor, told=told)
+    new = [digest for digest in rows if digest not in cursor.seen]
+    if len(new) < stage.min_rows:
+        return Begun(resolved, cursor=cursor, nothing_new=_nothing(rows, new, cursor, stage))
+    found = find_base(resolved.config.model, home)
+    taken = new[: stage.max_rows]
+    cursor = cursor.begin(taken, found.pinned)
+    left = f", {len(new) - len(taken)} left for later" if len(new) > len(taken) else ""
+    told = f"round {cursor.finished + 1}: {len(taken)} new rows{left}"
+    chosen = tuple(rows[digest] for digest in taken)
+    return Begun(with_model(resolved, found.section), found.pinned, chosen, cursor, told=told)
+
+
+def _first(resolved: ResolvedRun) -> dict[str, object]:
+    """A round that began before there was a champion goes on from where it began."""
+    model = resolved.config.model
+    if model.until_registered is None:
+        return {}
+    return {"source": model.until_registered, "until_registered": None}
+
+
+def _nothing(rows: dict[str, Problem], new: Sequence[str], cursor: Cursor, s: NewDataStage) -> str:
+    told = f"{len(rows)} rows, {len(new)} of them new since round {cursor.finished}"
+    if not cursor.finished:
+        told = f"{len(rows)} rows"
+    wanted = f"; a round begins with {s.min_rows} (min_rows)" if s.min_rows > 1 else ""
+    return f"no new data: {told}{wanted}"
+
+
+def _rows(resolved: ResolvedRun, manager: PluginManager) -> dict[str, Problem]:
+    """Every training problem by the digest of its row, in an order that the seed decides."""
+    config = resolved.config
+    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    available = task.available("train")
+    if available is None:
+        raise ConfigError(
+            f"task '{config.task.name}' makes problems without end, so none is ever new: a stage "
+            "of kind 'new_data' needs a task of rows, such as jsonl"
+        )
+    if not available:
+        return {}
+    seed = derive_seed(config.seed, "problems", "new_data")
+    return {row_digest(problem): problem for problem in task.problems("train", available, seed)}
+
+
+def _lock(path: Path) -> IO[str]:
+    """Held as long as this process lives; the kernel lets go of it however the process ends."""
+    stream = path.with_name("lock").open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        raise ResourceError(
+            f"another run of this config is in a round (lock {path.with_name('lock')}): wait until "
+            "it has ended, or give the config another name"
+        ) from error
+    return stream

@@ -1,0 +1,1 @@
+"""PostgreSQL, the Prefect server, the MLflow server and a worker, as processes of this machine."""

@@ -1,0 +1,151 @@
+"""How the Prefect server, the MLflow server and the worker are started, and when they are ready.
+
+None of them is given the database's password: PostgreSQL's client libraries read it from its file.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from http import HTTPStatus
+from typing import Any
+
+from posttrain.core.errors import ResourceError
+from posttrain.pipelines.cli.servers import HOST, answers
+from posttrain.pipelines.services.layout import POOL, Layout, Ports, exports, plain_environment
+from posttrain.pipelines.services.postgres import ROLE
+from posttrain.pipelines.services.processes import Launch, find
+
+QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+# Proxies of the environment must not see requests to this machine.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process and how its readiness is seen."""
+
+    launch: Launch
+    is_ready: Callable[[], bool]
+    address: str
+
+
+def prefect_server(layout: Layout, ports: Ports) -> Service:
+    """API, scheduler and pages, on PostgreSQL."""
+    base = f"http://{HOST}:{ports.prefect}"
+    database = f"postgresql+asyncpg://{ROLE}@{HOST}:{ports.postgres}/prefect"
+    environment = {
+        **plain_environment(),
+        **QUIET,
+        "PREFECT_HOME": str(layout.folder / "prefect"),
+        "PREFECT_API_URL": f"{base}/api",
+        "PREFECT_UI_API_URL": f"{base}/api",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
+        "PREFECT_SERVER_DATABASE_DRIVER": "postgresql+asyncpg",
+        "PGPASSFILE": str(layout.password_file),
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start"]
+    launch = Launch(
+        "prefect",
+        [*command, "--host", HOST, "--port", str(ports.prefect)],
+        environment,
+        layout.log("prefect"),
+        layout.record("prefect"),
+    )
+    return Service(launch, lambda: answers(f"{base}/api/health"), base)
+
+
+def mlflow_server(layout: Layout, ports: Ports) -> Service:
+    """Tracking, registry and artifacts: clients send files to it, and need no folder in common."""
+    base = f"http://{HOST}:{ports.mlflow}"
+    environment = {
+        **plain_environment(),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "1",
+        "PGPASSFILE": str(layout.password_file),
+    }
+    database = f"postgresql+psycopg2://{ROLE}@{HOST}:{ports.postgres}/mlflow"
+    artifacts = layout.folder / "mlflow" / "artifacts"
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database),
+        *("--serve-artifacts", "--artifacts-destination", artifacts.as_uri()),
+        *("--workers", "1", "--host", HOST, "--port", str(ports.mlflow)),
+    ]
+    launch = Launch("mlflow", command, environment, layout.log("mlflow"), layout.record("mlflow"))
+    return Service(launch, lambda: answers(f"{base}/health"), base)
+
+
+def worker(layout: Layout, ports: Ports) -> Service:
+    """Takes runs of the pool, each in a process of its own, which uses this home."""
+    name = f"{socket.gethostname()}-{layout.home.name.lstrip('.')}"
+    environment = {
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        **plain_environment(),
+        **QUIET,
+        **exports(ports),
+        "PREFECT_HOME": str(layout.folder / "worker"),
+        "POSTTRAIN_HOME": str(layout.home),
+    }
+    command = [
+        *(sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL),
+        *("--type", "process", "--name", name, "--install-policy", "never"),
+    ]
+    launch = Launch("worker", command, environment, layout.log("worker"), layout.record("worker"))
+    return Service(launch, lambda: _is_online(launch, ports, name), f"pool '{POOL}'")
+
+
+def make_pool(ports: Ports) -> None:
+    """Make the worker's pool if there is none: one run at a time, as each takes the whole machine.
+
+    The limit is the pool's and not the worker's: a worker with a limit of its own dies when a
+    suspended run is resumed before its process has ended (Prefect 3.7.4). Who has changed it keeps
+    what was set.
+    """
+    made = {"name": POOL, "type": "process", "concurrency_limit": 1}
+    url = f"{exports(ports)['PREFECT_API_URL']}/work_pools/"
+    content = {"Content-Type": "application/json"}
+    try:
+        _OPENER.open(urllib.request.Request(url, json.dumps(made).encode(), content), timeout=30)
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.CONFLICT:
+            raise ResourceError(
+                f"the Prefect server could not make a work pool: {error}"
+            ) from error
+
+
+def _is_online(launch: Launch, ports: Ports, name: str) -> bool:
+    """Whether the server has heard of this worker, and not only of one before it."""
+    process = find(launch.record)
+    found = _ask(ports, f"/work_pools/{POOL}/workers/filter", {})
+    return process is not None and any(
+        item["name"] == name
+        and item["status"] == "ONLINE"
+        and datetime.fromisoformat(item["last_heartbeat_time"]).timestamp() > process.create_time()
+        for item in found
+    )
+
+
+def runs_in_progress(ports: Ports) -> int:
+    """How many runs of the pool the server believes to be running; 0 where it does not answer."""
+    state = {"state": {"type": {"any_": ["RUNNING"]}}}
+    chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
+    return len(_ask(ports, "/flow_runs/filter", chosen))
+
+
+def _ask(ports: Ports, path: str, body: object) -> list[Any]:
+    """What the Prefect server answers to a filter; nothing where it does not answer."""
+    url = f"{exports(ports)['PREFECT_API_URL']}{path}"
+    content = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), content)
+    try:
+        with _OPENER.open(request, timeout=5) as response:
+            return list(json.load(response))
+    except (urllib.error.URLError, OSError, ValueError):
+        return []

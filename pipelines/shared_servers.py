@@ -1,0 +1,89 @@
+"""Whether the servers of a run can serve several processes at once. SQLite cannot.
+
+Importing this needs neither mlflow nor prefect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+from posttrain.core.errors import ResourceError
+
+MEND = "`posttrain services up` starts servers on PostgreSQL and prints what to export"
+TIMEOUT_S = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def require_shared_prefect() -> str:
+    """The address of Prefect's API. Raises `ResourceError` unless it can serve several processes.
+
+    A server on SQLite loses or refuses writes when workers and runs write to it at once.
+    """
+    url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    if not url:
+        raise ResourceError(
+            f"deployments need a Prefect server, and PREFECT_API_URL is empty: {MEND}"
+        )
+    if _is_sqlite(url):
+        raise ResourceError(
+            f"the Prefect server at {url} keeps its data in SQLite, which several processes cannot "
+            f"share: start it on PostgreSQL; {MEND}"
+        )
+    return url
+
+
+def require_shared_mlflow() -> str:
+    """The tracking URI. Raises `ResourceError` unless it can serve several processes."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri or uri.startswith(("sqlite:", "file:", "/", ".")):
+        found = f"MLFLOW_TRACKING_URI is {uri}" if uri else "MLFLOW_TRACKING_URI is empty"
+        raise ResourceError(
+            "deployed runs need an MLflow server, as several processes cannot share SQLite or a "
+            f"folder, but {found}: {MEND}"
+        )
+    return uri
+
+
+def _settings(url: str) -> object:
+    """The server's own settings, secrets hidden."""
+    try:
+        with urllib.request.urlopen(f"{url}/admin/settings", timeout=TIMEOUT_S) as response:
+            return json.load(response)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ResourceError(
+            f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {MEND}"
+        ) from error
+
+
+def _is_sqlite(url: str) -> bool:
+    """By the server's driver where it names one, else by the files of a server of this machine."""
+    try:
+        driver = _settings(url)["server"]["database"]["driver"]  # type: ignore[index]
+    except (KeyError, TypeError):
+        driver = None
+    if driver is not None:
+        return "sqlite" in str(driver)
+    parts = urllib.parse.urlsplit(url)
+    return parts.hostname in LOOPBACK and any(
+        Path(path).suffix in (".db", ".sqlite") for path in _open_files(parts.port or 80)
+    )
+
+
+def _open_files(port: int) -> list[str]:
+    """Files that the processes listening on a local port hold open, as far as they can be seen."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            sockets = process.net_connections("tcp")
+            if any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets):
+                found += [file.path for file in process.open_files()]
+        except psutil.Error:
+            continue  # another user's, or gone
+    return found

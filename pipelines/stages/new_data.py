@@ -1,0 +1,26 @@
+"""Stage `new_data`: the rows of this round as a data set."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from posttrain.core.config.gate_stages import NewDataStage
+from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stages.inputs import PROBLEMS_FILE
+
+
+def run_new_data(context: StageContext) -> StageOutput:
+    """Write the rows that the run began with."""
+    assert isinstance(context.stage, NewDataStage)
+    context.started(1)
+    context.record_dataset("train", context.rows)
+    folder = context.out / "dataset"
+    folder.mkdir()
+    with (folder / PROBLEMS_FILE).open("w", encoding="utf-8") as stream:
+        for problem in context.rows:
+            stream.write(json.dumps(asdict(problem)) + "\n")
+    metrics = {"new_data/rows": float(len(context.rows))}
+    context.tracker.log_summary(metrics)
+    context.reporter.step_done(context.name, 1, {})
+    return StageOutput({"dataset": folder}, metrics)
