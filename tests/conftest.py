@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from posttrain.core.plugin_manager import PluginManager
+
+if TYPE_CHECKING:
+    from tests.helpers.services import Services
 
 REPO = Path(__file__).resolve().parents[1]
 # So that `from tests.helpers import ...` works however pytest was started.
@@ -24,3 +29,12 @@ settings.load_profile("posttrain")
 def manager() -> PluginManager:
     """Every installed plugin, loaded through entry points as in a real run."""
     return PluginManager()
+
+
+@pytest.fixture(scope="session")
+def services() -> Iterator[Services]:
+    """Real PostgreSQL, Prefect, MLflow and a worker, for as long as the tests run."""
+    from tests.helpers.services import running_services
+
+    with running_services() as running:
+        yield running

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,8 +18,10 @@ from tests.helpers.pipeline import (
     run_command,
     start_command,
     tiny_config,
+    wait_for_step,
     write_config,
 )
+from tests.helpers.plugin_site import offer
 from tests.helpers.tiny import make_tiny_model
 
 
@@ -32,29 +32,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made["stages"]["rl"]["steps"] = 8
     made["stages"]["rl"]["reward_whiten"] = "running"  # it keeps a state from step to step
     return write_config(folder / "run.yaml", made)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(config: Path) -> Finished:
-    done = run_command(
-        "run", str(config), "--home", str(prepared(config.parent / "whole")), "--json"
-    )
-    assert done.code == 0, done.text
-    return done
-
-
-def wait_for_step(home: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the RL stage has recorded `step`."""
-    journal = home / "runs" / "metrics-rl.jsonl"
-    end = time.monotonic() + 240  # on a busy machine the start alone takes half a minute
-    while time.monotonic() < end:
-        if journal.exists() and any(
-            json.loads(line)["step"] >= step for line in journal.read_text().splitlines() if line
-        ):
-            return
-        assert process.poll() is None, process.stdout.read() if process.stdout else "ended early"
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} never came")
 
 
 def statuses(home: Path) -> list[str]:
@@ -117,24 +94,13 @@ def test_an_interrupt_that_a_library_replaces_by_its_own_error_is_still_a_stop(
     made = yaml.safe_load(config.read_text())
     made["stages"]["rl"]["rewards"] = ["lost"]
     made["stages"]["rl"]["inputs"] = {"model": "sft"}
-    info = tmp_path / "site" / "lost-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[posttrain.plugins]\nlost = lost\n")
-    (tmp_path / "site" / "lost.py").write_text(LOST_INTERRUPT.replace("NUMBER", number))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    offer(tmp_path, "lost", LOST_INTERRUPT.replace("NUMBER", number), monkeypatch)
     home = prepared(tmp_path / "home")
     done = run_command("run", str(write_config(tmp_path / "run.yaml", made)), "--home", str(home))
     assert done.code == 130, done.text
     assert "the same command continues" in done.text
     assert statuses(home).count("KILLED") == 2, statuses(home)
     assert "FAILED" not in statuses(home)
-
-
-def test_after_kill_9_the_same_command_ends_in_the_same_weights_and_metrics(
-    config: Path, tmp_path: Path, uninterrupted: Finished
-) -> None:
-    assert_continues_bit_for_bit(config, tmp_path / "home", uninterrupted)
 
 
 def test_everything_that_lives_from_step_to_step_survives_kill_9(

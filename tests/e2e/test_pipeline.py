@@ -149,6 +149,35 @@ def test_prefect_knows_the_flow_its_stages_and_its_phases(workspace: Path, first
     assert run["prefect.flow_run_id"] == first.result["prefect_flow_run_id"]
 
 
+def test_prefect_shows_the_log_progress_samples_and_card(workspace: Path, first: Finished) -> None:
+    database = sqlite3.connect(f"file:{workspace}/home/prefect/prefect.db?mode=ro", uri=True)
+    flow_run = first.result["prefect_flow_run_id"].replace("-", "")
+    ((tags,),) = database.execute(
+        "select tags from flow_run where replace(id, '-', '') = ?", (flow_run,)
+    )
+    assert json.loads(tags) == ["posttrain", "tiny", "seed:0", "device:cpu"]
+    lines = [row[0] for row in database.execute("select message from log")]
+    assert [line for line in lines if line.startswith("[rl] step 4/4  reward ")]
+    assert [line for line in lines if line.startswith("[register] ran in ")]
+    found = list(database.execute("select key, type, data from artifact"))
+    kinds = {(key, kind) for key, kind, _ in found}
+    assert {(f"progress-{stage.replace('_', '-')}", "progress") for stage in STAGES} <= kinds
+    assert {("samples-evaluate", "table"), ("mlflow-run", "markdown")} <= kinds
+    data = {key: value for key, _, value in found}
+    assert {data[key] for key in data if key.startswith("progress-")} == {100}
+    assert "response" in data["samples-evaluate"]
+    assert "| rl | rl | ran |" in data["run-card"]
+    assert first.result["mlflow_run_id"] in data["mlflow-run"]
+    saved = "select count(*) from events where event = 'posttrain.checkpoint.saved'"
+    assert next(database.execute(saved)) == (3,)
+
+
+def test_the_log_is_in_mlflow_too(first: Finished) -> None:
+    run = MlflowClient(first.result["mlflow_uri"]).get_run(first.result["mlflow_run_id"])
+    text = load_text(f"{run.info.artifact_uri}/log.txt")
+    assert "INFO    [rl] step 4/4  reward " in text and "[register] ran in " in text
+
+
 def client_tags(first: Finished) -> dict[str, str]:
     client = MlflowClient(first.result["mlflow_uri"])
     tags: dict[str, str] = client.get_run(first.result["mlflow_run_id"]).data.tags
@@ -176,11 +205,17 @@ def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
         "plan", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
     )
     assert plan.code == 0, plan.text
-    assert "kl.controller.coef" in plan.text
+    rows = {row["stage"]: row for row in plan.result["stages"]}
+    (changed,) = rows["rl"]["changes"]
+    assert changed["what"] == "stages.rl.kl.controller.coef" and changed["now"] == "0.5"
+    assert rows["evaluate"]["reason"] == "changed: input model changed because rl runs"
+    assert rows["sft"]["cached"] and not rows["sft"]["changes"]
     done = run_command(
         "run", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
     )
     assert done.code == 0, done.text
+    assert f"rl: runs again, {rows['rl']['reason']}" in done.text
+    assert "evaluate: runs again, changed: input model changed: rl made another one" in done.text
     status = {name: stage["status"] for name, stage in done.result["stages"].items()}
     assert status == {
         "evaluate_base": "cached",

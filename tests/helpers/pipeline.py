@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -123,23 +125,48 @@ class Finished:
     result: dict[str, Any]
 
 
-def run_command(*arguments: str, timeout: float = 300) -> Finished:
-    """Run `posttrain ARGUMENTS` to its end."""
+def run_command(
+    *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
+) -> Finished:
+    """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment."""
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, env=environment()
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment() | dict(variables or {}),
     )
     lines = done.stdout.strip().splitlines()
     result = json.loads(lines[-1]) if "--json" in arguments and lines else {}
     return Finished(done.returncode, done.stdout + done.stderr, result)
 
 
-def start_command(*arguments: str) -> subprocess.Popen[str]:
+def start_command(
+    *arguments: str, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Start `posttrain ARGUMENTS` in its own process group."""
     return subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        env=environment() | dict(variables or {}),
         start_new_session=True,
     )
+
+
+def journal_lines(home: Path, stage: str) -> list[str]:
+    """What runs in `home` have noted of a stage's steps so far, a line each."""
+    journals = sorted((home / "runs").glob(f"metrics-{stage}-*.jsonl"))
+    return [line for journal in journals for line in journal.read_text().splitlines()]
+
+
+def wait_for_step(home: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the RL stage has recorded `step`."""
+    end = time.monotonic() + 240  # on a busy machine the start alone takes half a minute
+    while time.monotonic() < end:
+        if any(json.loads(line)["step"] >= step for line in journal_lines(home, "rl") if line):
+            return
+        assert process.poll() is None, process.stdout.read() if process.stdout else "ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} never came")

@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import ModelSection
-from posttrain.core.config.supervised_stages import SftStage
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.pipelines.cli import estimates, findings, servers
+from posttrain.pipelines.cli import arithmetic, findings, servers
 from posttrain.pipelines.cli.common import Boundary
 from posttrain.pipelines.cli.main import app
+from tests.helpers.tiny import make_tiny_model
 
 PIPELINE = """\
 task: {name: arithmetic}
@@ -122,34 +120,44 @@ def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(
     assert str(log) in capsys.readouterr().err
 
 
-def test_a_model_s_parameters_are_counted_from_its_files(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
-    assert estimates.count_parameters(ModelSection(source=str(tmp_path))) == (22, "counted")
-    named = estimates.count_parameters(ModelSection(source="Someone/Model-1.5B-Chat"))
-    assert named == (1_500_000_000, "from its name")
-    assert estimates.count_parameters(ModelSection(source="Someone/model")) is None
-
-
 def test_the_arithmetic_of_a_stage_is_told_in_words() -> None:
     config = RunConfig.model_validate(
         {"task": "arithmetic", "stages": {"s": {"kind": "sft"}, "r": {"kind": "rl"}}}
     )
     rl = config.stages["r"]
     assert isinstance(rl, RlStage)
-    told = estimates.arithmetic(rl.model_copy(update={"num_mini_batches": 4}), config)
+    told = arithmetic.arithmetic(rl.model_copy(update={"num_mini_batches": 4}), config)
     assert "16 prompts x 8 generations = 128 sequences per step" in told
     assert "4 mini-batch(es) of 32 = 4 optimizer step(s) per rollout" in told
     assert "61,440 tokens" in told
 
 
-def test_more_steps_cost_more_time_and_as_much_memory() -> None:
-    config = RunConfig.model_validate({"task": "x", "stages": {"s": {"kind": "sft"}}})
-    one, two = (
-        estimates.estimate(SftStage(kind="sft", steps=steps), config, 10**6, on_gpu=False)
-        for steps in (10, 20)
+def test_plan_has_figures_for_each_stage_or_none_and_writes_nothing(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    path, home = tmp_path / "a.yaml", tmp_path / "home"
+    path.write_text(PIPELINE + f"model: {{source: {model}}}\nlimits: {{num_threads: 1}}\n")
+    shown, text = invoke("plan", str(path), "--home", str(home), "--json")
+    told = json.loads(shown)
+    assert [row["stage"] for row in told["stages"]] == ["sft", "rl"]
+    for row in told["stages"]:
+        rounding = 1e-4 * row["steps"] + 0.01
+        assert row["steps"] * row["step_s"] <= row["seconds"] + rounding < 3600
+        assert 0 < row["memory_gb"] and 0 < row["disk_gb"] <= row["disk_peak_gb"]
+    assert told["total"]["seconds"] == pytest.approx(
+        sum(row["seconds"] for row in told["stages"]), abs=0.02
     )
-    assert two.seconds == pytest.approx(2 * one.seconds)
-    assert two.memory_gb == one.memory_gb == pytest.approx(16e6 / 1e9)
+    assert told["calibration"]["training_gflops"] > 0 and "(counted)" in told["model"]
+    assert "Estimates" in text and "measured here: " in text and "prompts of " in text
+    shown, text = invoke("plan", str(path), "--home", str(home), "--json", "--no-calibration")
+    assert "seconds" not in json.loads(shown)["stages"][0] and "Estimates" not in text
+    assert not home.exists()
+
+
+def test_plan_says_when_it_does_not_know_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(PIPELINE + "model: {source: someone/model, fallback: none}\n")
+    shown, _ = invoke("plan", str(path), "--home", str(tmp_path / "home"))
+    assert "someone/model: its size is not known here, so there are no estimates" in shown
 
 
 def test_a_port_is_free_once_nothing_listens_on_it() -> None:

@@ -147,7 +147,7 @@ def test_a_data_set_is_reused_and_a_changed_prompt_makes_it_anew(
     task = forms.config.task.model_dump(mode="json")
     changed = write(folder, task, {"integers": {**TRANSFORM, "agreement": 0.25}, "rl": RL})
     plan = plan_stages(changed, folder / "home", MANAGER)[0]
-    assert not plan.cached and "agreement 0.5 -> 0.25" in plan.reason
+    assert not plan.cached and "stages.integers.agreement 0.5 -> 0.25" in str(plan.reason)
     rows = stage_rows(changed.config, changed.order, {})
     assert "at most 256 problems x (1 rewriting + 2 solutions)" in str(rows[0]["arithmetic"])
 

@@ -118,10 +118,10 @@ def test_a_broken_file_is_told_by_its_line(tmp_path: Path, text: str, message: s
         build(tmp_path / "a.jsonl")
 
 
-def test_a_missing_file_a_folder_and_foreign_bytes_are_data_errors(tmp_path: Path) -> None:
+def test_a_missing_file_an_empty_folder_and_foreign_bytes_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*nope.jsonl"):
         build(tmp_path / "nope.jsonl")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="has no .*jsonl file"):
         build(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(DataError, match="is not UTF-8"):
@@ -166,3 +166,25 @@ def test_any_text_gets_a_verdict(tmp_path_factory: pytest.TempPathFactory, text:
 def test_the_path_is_required() -> None:
     with pytest.raises(ConfigError, match="task 'jsonl': path: Field required"):
         MANAGER.build(Task, "jsonl")
+
+
+def test_a_folder_is_all_its_files_and_a_new_file_is_new_data(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    with pytest.raises(DataError, match="has no \\*.jsonl file"):
+        build(folder)
+    (folder / "b.jsonl").write_text('{"prompt": "2+2", "answer": 4}\n')
+    (folder / "a.jsonl").write_text('{"prompt": "1+1", "answer": 2}\n')
+    (folder / "notes.txt").write_text("not data")
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "3+3", "answer": 6}\n')
+    before = build(folder, held_out_path=str(held_out))
+    assert {p.prompt for p in before.problems("train", 2, 0)} == {"1+1", "2+2"}
+    digest = before.fingerprint()
+    (folder / "c.jsonl").write_text('{"prompt": "4+4", "answer": 8}\n')
+    after = build(folder, held_out_path=str(held_out))
+    assert after.available("train") == 3
+    assert after.fingerprint() != digest
+    (folder / "d.jsonl").write_text('{"prompt": "1+1", "answer": 3}\n')
+    with pytest.raises(DataError, match="a.jsonl:1 and .*d.jsonl:1"):
+        build(folder, held_out_path=str(held_out))

@@ -166,7 +166,7 @@ def test_another_file_is_another_stage(pipeline: Pipeline, folder: Path) -> None
     def plan() -> dict[str, tuple[bool, str]]:
         stages = {"dpo": stage("preference", data=str(folder / "pairs.jsonl"), evaluate_every=8)}
         planned = plan_stages(config(folder, stages), folder / "home", MANAGER)
-        return {one.name: (one.cached, one.reason) for one in planned}
+        return {one.name: (one.cached, str(one.reason)) for one in planned}
 
     pipeline.run_stage("dpo", {})
     assert plan()["dpo"][0] is True
@@ -174,7 +174,7 @@ def test_another_file_is_another_stage(pipeline: Pipeline, folder: Path) -> None
     try:
         write_lines(folder / "pairs.jsonl", original[:-1])
         cached, reason = plan()["dpo"]
-        assert not cached and "file data" in reason
+        assert not cached and "the content of stages.dpo.data changed" in reason
     finally:
         write_lines(folder / "pairs.jsonl", original)
 

@@ -1,0 +1,126 @@
+"""A run whose learners have two ranks is the run of one process, and can become it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.helpers.pipeline import (
+    Finished,
+    journal_lines,
+    prepared,
+    run_command,
+    start_command,
+    tiny_config,
+    write_config,
+)
+from tests.helpers.tiny import make_tiny_model
+
+RANKS = "limits.learner_ranks=2"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of stage that trains; the policy with a critic, KL in the loss and stream."""
+    folder = tmp_path_factory.mktemp("ranks")
+    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
+    made["model"]["attention"] = "stream"
+    made["stages"]["rl"] |= {
+        "algorithm": "ppo",
+        "critic": {"optimizer": {"learning_rate": 1.0e-3}},
+        "kl": {"place": "loss", "controller": {"name": "fixed", "coef": 0.01}},
+        "steps": 6,
+    }
+    made["stages"]["preference"] = {
+        "kind": "preference",
+        "inputs": {"model": "sft"},
+        "algorithm": "dpo",
+        "num_prompts": 24,
+        "num_generations": 16,
+        "generation": {"max_response_length": 8},
+        "optimizer": {"learning_rate": 1.0e-3},
+    }
+    for name in ("evaluate_base", "evaluate", "register"):
+        del made["stages"][name]
+    return write_config(folder / "run.yaml", made)
+
+
+@pytest.fixture(scope="module")
+def alone(config: Path) -> Finished:
+    done = run_command("run", str(config), "--home", str(prepared(config.parent / "one")), "--json")
+    assert done.code == 0, done.text
+    return done
+
+
+def assert_same_models(found: Finished, wanted: Finished) -> None:
+    """The weights of every stage, to what sums in another order differ by."""
+    assert found.result["stages"].keys() == wanted.result["stages"].keys()
+    for name, stage in wanted.result["stages"].items():
+        for artifact in stage["artifacts"]:
+            if artifact["kind"] not in ("model", "reward_model"):
+                continue
+            other = next(
+                a
+                for a in found.result["stages"][name]["artifacts"]
+                if a["kind"] == artifact["kind"]
+            )
+            left = load_file(Path(other["uri"]) / "model.safetensors")
+            right = load_file(Path(artifact["uri"]) / "model.safetensors")
+            assert left.keys() == right.keys()
+            for tensor in right:
+                torch.testing.assert_close(
+                    left[tensor], right[tensor], rtol=0, atol=2e-4, msg=f"{name}: {tensor}"
+                )
+
+
+def test_every_stage_makes_the_model_that_one_process_makes(
+    config: Path, alone: Finished, tmp_path: Path
+) -> None:
+    home = prepared(tmp_path / "home")
+    done = run_command("run", str(config), "--set", RANKS, "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    assert_same_models(done, alone)
+
+
+def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Path) -> None:
+    made = yaml.safe_load(config.read_text())
+    rl = made["stages"]["rl"] | {"inputs": {"model": "base"}, "rewards": ["accuracy"], "steps": 8}
+    path = write_config(tmp_path / "run.yaml", made | {"stages": {"rl": rl}})
+    whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
+    home = prepared(tmp_path / "home")
+    process = start_command("run", str(path), "--set", RANKS, "--home", str(home))
+    end = time.monotonic() + 420
+    while len(journal_lines(home, "rl")) < 4:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if "posttrain.pipelines.ranks.worker" in child.cmdline()]
+    assert len(ranks) >= 2, "torchrun and its ranks"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive, "ranks end with their run"
+    done = run_command("run", str(path), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    assert done.result["stages"]["rl"]["status"] == "resumed"
+    assert_same_models(done, whole)
+
+
+def test_what_ranks_cannot_do_is_said_before_the_run(config: Path, tmp_path: Path) -> None:
+    done = run_command(
+        *("run", str(config), "--set", RANKS, "--set", "stages.rl.kl.refresh_every=2"),
+        *("--home", str(tmp_path / "home")),
+    )
+    assert done.code == 2, done.text
+    assert "kl.refresh_every" in done.text and "learner_ranks: 1" in done.text
+    assert json.dumps(done.result) == "{}"

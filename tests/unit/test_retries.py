@@ -1,0 +1,39 @@
+"""Only a lost connection is worth another try, and only of stages that take no optimizer step."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.core.errors import RunError
+from posttrain.pipelines.retries import REPEATABLE, lost_connection, options_for
+from posttrain.pipelines.stages.runners import STAGE_RUNNERS
+
+
+def test_no_stage_that_trains_or_asks_or_promotes_is_tried_again() -> None:
+    assert set(STAGE_RUNNERS) >= REPEATABLE
+    for kind in STAGE_RUNNERS:
+        assert options_for(kind)["retries"] == (2 if kind in REPEATABLE else 0)
+    assert not REPEATABLE & {"sft", "rl", "reward_model", "preference", "approve", "promote"}
+
+
+def wrapped(cause: Exception) -> Exception:
+    """As the tracker tells of what went wrong below it."""
+    try:
+        raise RunError("could not record a step in MLflow") from cause
+    except RunError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ConnectionRefusedError("refused"), True),
+        (TimeoutError("no answer"), True),
+        (wrapped(ConnectionResetError("reset")), True),
+        (wrapped(ValueError("no such model")), False),
+        (RunError("a prompt is too long"), False),
+        (FileNotFoundError("gone"), False),
+    ],
+)
+def test_what_is_behind_the_error_decides(error: Exception, again: bool) -> None:
+    assert lost_connection(error) is again
