@@ -22,7 +22,8 @@ from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder
-from posttrain.core.runtime.device import choose_dtype, keep_freed_memory, set_threads
+from posttrain.core.runtime.device import choose_dtype, set_threads
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker

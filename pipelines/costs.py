@@ -13,7 +13,8 @@ from posttrain.core.costs.estimate import GB, Estimator, StageCost
 from posttrain.core.costs.shape import find_model
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.device import keep_freed_memory, set_threads
+from posttrain.core.runtime.device import set_threads
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.pipelines.engines import choose_engine, largest_request
 
 

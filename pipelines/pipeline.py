@@ -33,8 +33,8 @@ from posttrain.core.identity import identity_of
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder
-from posttrain.core.runtime.device import release_memory
 from posttrain.core.runtime.environment import environment, with_plugins
+from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_stage import FinalStatus, StageTracker
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker

@@ -31,7 +31,8 @@ from posttrain.core.resampling import resample
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.runtime.device import peak_memory_gb, trim_heap
+from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import advantage_metrics, subtract_kl
@@ -72,6 +73,7 @@ class RlLoop:
     metrics: dict[str, float] = field(default_factory=dict)
     _step_began: float = 0.0
     _trained_on: RolloutBatch | None = None
+    _heap: StepHeap = field(default_factory=StepHeap)
 
     @property
     def max_staleness(self) -> int:
@@ -221,7 +223,7 @@ class RlLoop:
                 self._update_policy(batch, step)
             else:
                 self.metrics |= self.learner.mismatch(batch, self.context.check)
-            trim_heap()
+            self._heap.step_done()
         threshold = self.stage.mismatch_alarm
         self.metrics |= mismatch_alarm(self.context, step, self.metrics, self.history, threshold)
         trained = float(batch.mask.sum()) * self.learner.settings.epochs

@@ -1,9 +1,7 @@
-"""Device, precision, threads and allocator: chosen here and nowhere else."""
+"""Device, precision and threads: chosen here and nowhere else."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import resource
 import sys
@@ -13,9 +11,6 @@ import torch
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processor import has_bfloat16_instructions
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEEP_BYTES = 2**31 - 1
 
 
 def choose_device(section: ModelSection) -> torch.device:
@@ -46,39 +41,6 @@ def choose_attention(section: ModelSection) -> str:
 def set_threads(num_threads: int) -> None:
     """Use `num_threads` CPU threads; 0 means all cores this process may use."""
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
-
-
-def keep_freed_memory() -> bool:
-    """Stop glibc from returning large buffers to the kernel on every free; True when it took.
-
-    Each buffer above 32 MB is otherwise mapped, zeroed page by page and unmapped again, which costs
-    several times the softmax that it holds.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
-
-
-def release_memory() -> None:
-    """Free what a finished stage left: reference cycles first, then glibc's kept pages."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trim_heap()
-
-
-def trim_heap() -> None:
-    """Give glibc's free pages back to the kernel.
-
-    Once a step is cheap. Without it, buffers of ever new sizes leave holes that no later one fits,
-    and resident memory grows by a third over 30 steps.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def peak_memory_gb() -> float:

@@ -18,7 +18,8 @@ from posttrain.core.distributed.endpoint import serve
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.device import is_cuda, keep_freed_memory, peak_memory_gb, set_threads
+from posttrain.core.runtime.device import is_cuda, peak_memory_gb, set_threads
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.ranks import ProcessGroup
 from posttrain.pipelines.ranks.methods import BUILDERS, Methods, Trained
 from posttrain.pipelines.ranks.trainer import RankSetup

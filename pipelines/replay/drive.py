@@ -19,8 +19,9 @@ from posttrain.core.errors import RunError
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecord
-from posttrain.core.runtime.device import keep_freed_memory, set_threads
+from posttrain.core.runtime.device import set_threads
 from posttrain.core.runtime.environment import differences, environment, with_plugins
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.sink import NotTracked
 from posttrain.core.training.retention import KEPT, step_of

@@ -9,7 +9,8 @@ from functools import partial
 from posttrain.core.config.supervised_stages import PreferenceStage
 from posttrain.core.data.preference import LabelledAnswer, mismatched_answers
 from posttrain.core.math.intervals import wilson
-from posttrain.core.runtime.device import peak_memory_gb, trim_heap
+from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.tracking.plots import preference_curves
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_tensors import preference_tensors
@@ -69,6 +70,7 @@ class _PreferenceRun:
         """All optimizer steps; returns the last one's metrics and the held-out ranking."""
         context, stage = self.context, self.stage
         alarm = BothFallingAlarm(stage.both_falling_alarm, stage.both_falling_window)
+        heap = StepHeap()
         for taken in self.steps.history:
             alarm.after(int(taken["step"]), taken)  # told by the run that took the step
         metrics: dict[str, float] = {}
@@ -76,7 +78,7 @@ class _PreferenceRun:
             context.check()
             chosen = [rows[i] for i in schedule[step - 1]]
             metrics = self.trainer.call("step", chosen)
-            trim_heap()
+            heap.step_done()
             metrics["memory/peak_gb"] = peak_memory_gb()
             warning = alarm.after(step, metrics)
             if warning is not None:

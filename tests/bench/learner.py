@@ -38,7 +38,7 @@ from posttrain.core.models.loading import ModelRuntime, load_policy
 from posttrain.core.models.source import obtain
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.device import keep_freed_memory, trim_heap
+from posttrain.core.runtime.heap import keep_freed_memory, trim_heap
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -199,15 +199,16 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     first: dict[str, float] = {}
     peaks: dict[str, float] = {}
     rates = []
-    for number in range(options.rounds + 1):
+    for number in range(options.rounds + 2):
         rates.append(gemm_rate(dtype, device, 4096 if device.type == "cuda" else 2048))
         for way in options.ways:
-            peak = PeakMemory(device)
+            peak = PeakMemory(device) if number == 1 else None
             took = seconds_of(lambda way=way: update(way, learner, batch, options), device)
             first.setdefault(way, took)
-            if number:  # the first round warms up
+            if peak is not None:  # with the heap trimmed before it, so not for the clock
+                peaks[way] = peak.result()
+            elif number:  # the first round warms up
                 times[way].append(took)
-                peaks[way] = max(peaks.get(way, 0.0), peak.result())
     flops, rate = useful_flops(batch, learner.model), max(rates)
     best = {way: min(values) for way, values in times.items()}
     tokens = int(batch.mask.sum())

@@ -29,7 +29,7 @@ if str(REPO) not in sys.path:
 
 from posttrain.core.distributed.launch import RankProcesses  # noqa: E402
 from posttrain.core.models.loading import ModelRuntime  # noqa: E402
-from posttrain.core.runtime.device import keep_freed_memory  # noqa: E402
+from posttrain.core.runtime.heap import keep_freed_memory  # noqa: E402
 from tests.bench.learner import (  # noqa: E402
     gemm_rate,
     make_batch,

@@ -13,7 +13,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.distributed.endpoint import Methods, serve
 from posttrain.core.models.loading import ModelRuntime
 from posttrain.core.models.sharded import shard
-from posttrain.core.runtime.device import keep_freed_memory
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.ranks import ProcessGroup
 from tests.bench.learner import make_learner
 
