@@ -18,7 +18,7 @@ from posttrain.core.artifacts import Artifact, ArtifactStore, check_free_disk
 from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder

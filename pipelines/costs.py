@@ -11,7 +11,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.costs.calibration import Calibration
 from posttrain.core.costs.estimate import GB, Estimator, StageCost
 from posttrain.core.costs.shape import find_model
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.device import set_threads
 from posttrain.core.runtime.heap import keep_freed_memory

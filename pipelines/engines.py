@@ -18,9 +18,8 @@ from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.sync_check import check_stored
 from posttrain.core.runtime.device import is_cuda
 from posttrain.core.runtime.seeding import derive_seed
 
@@ -101,6 +100,9 @@ class EnginePool:
 
     def _check_weights(self, engine: RolloutEngine[Any], model_dir: Path) -> None:
         """Raise `RunError` unless `engine` has the weights of `model_dir`."""
+        # Late: it imports transformers' models, and a run may reuse every stage.
+        from posttrain.core.rollout.sync_check import check_stored
+
         model = self.config.model
         tokenizer = ChatTokenizer.load(model_dir, model.system_prompt)
         check_stored(engine, model_dir, self.runtime, tokenizer, model.max_model_len)

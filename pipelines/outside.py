@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from posttrain.core.artifacts import Artifact, StageResult
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.gate_stages import NewDataStage, PromoteStage
-from posttrain.pipelines.stages.inputs import CHAMPION
+
+CHAMPION = "champion"
+"""Role under which `promote` reads the champion of the registry, which no stage makes."""
 
 
 def outside_digests_of(stage: StageBase, rows_digest: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalNeeded, ApprovalRefused
 from posttrain.core.identity import identity_of
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.environment import environment, with_plugins
@@ -50,7 +50,7 @@ from posttrain.pipelines.planning import parts_of_stage, why_missed
 from posttrain.pipelines.reporters import Reporters
 from posttrain.pipelines.stage_files import StageFiles, checkpoint_folder
 from posttrain.pipelines.stages.context import StageContext
-from posttrain.pipelines.stages.runners import STAGE_RUNNERS
+from posttrain.pipelines.stages.runners import stage_runner
 from posttrain.pipelines.stops import Stop, follows_a_stop
 from posttrain.pipelines.storing import MODELS, store_result
 from posttrain.pipelines.watchdog import Watchdog
@@ -275,7 +275,7 @@ class Pipeline:
             context = self._context(
                 name, stage, inputs, out, files.root, tracker, answer, newest, recorder
             )
-            output = STAGE_RUNNERS[kind](context)
+            output = stage_runner(kind)(context)
             files.hand_over(out)
             release_memory()
             result = store_result(

@@ -17,7 +17,7 @@ from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.identity import identity_of, outside_digests, stage_parts
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import known_digest
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.reasons import Reason, explain

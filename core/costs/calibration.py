@@ -38,7 +38,7 @@ from posttrain.core.costs.pieces import (
 )
 from posttrain.core.costs.rates import Groups, HeadWork, Kept, LayerCost, Line, Sequences
 from posttrain.core.costs.shape import ModelShape
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout_sampling import draw_tokens
 from posttrain.core.runtime.processor import has_bfloat16_instructions
 from posttrain.core.training.optim import MasterOptimizer

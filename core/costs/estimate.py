@@ -16,7 +16,7 @@ from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
 from posttrain.core.costs.times import StageTime, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import derive_seed
 

@@ -17,8 +17,9 @@ from posttrain.core.costs.shape import SMALL_VOCABULARY, make_model, truncated
 from posttrain.core.data.packing import response_batch
 from posttrain.core.models.checkpointing import use_checkpointing
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
-from posttrain.core.models.loading import ModelRuntime, attend_as
+from posttrain.core.models.loading import attend_as
 from posttrain.core.models.lora import add_adapter
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.logprobs import token_logprobs
 

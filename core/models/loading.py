@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,46 +17,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.autocast import use_autocast
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sharing import why_no_shared_keys, why_no_stream
 from posttrain.core.models.stream_attention import use_stream_attention
-from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
 
 logger = logging.getLogger(__name__)
 
 # transformers swaps global state (default dtype, weight initialisers) while it loads a model, so
 # two stage threads must not load at once.
 LOADING = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRuntime:
-    """How models are held in memory: device, compute precision, attention implementation.
-
-    With `autocast` a model that is trained has float32 weights and computes in `dtype`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    attention: str
-    autocast: bool = False
-
-    @classmethod
-    def from_config(cls, section: ModelSection) -> ModelRuntime:
-        """The runtime a config asks for, on this machine."""
-        device = choose_device(section)
-        return cls(
-            device, choose_dtype(section), choose_attention(section), section.dtype == "autocast"
-        )
-
-    @property
-    def plain_attention(self) -> str:
-        """transformers' own implementation; on a CPU eager beats SDPA at short lengths."""
-        if self.attention != "stream":
-            return self.attention
-        return "eager" if self.device.type == "cpu" else "sdpa"
 
 
 def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:

@@ -21,7 +21,8 @@ from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.models.autocast import compute_dtype
-from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout.weight_sync import weights_sent
 from posttrain.core.training.forward import forward_only
 

@@ -11,7 +11,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,9 @@ from torch.nn import Module
 from posttrain.core.artifacts import file_digest
 from posttrain.core.durable import put_in_place
 from posttrain.core.errors import RunError
-from posttrain.core.training.optim import StoredOptimizer
+
+if TYPE_CHECKING:  # reading a checkpoint's step imports no learner
+    from posttrain.core.training.optim import StoredOptimizer
 
 _STATE = "state.json"
 _TENSORS = "optimizer"

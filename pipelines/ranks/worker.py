@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.contracts import Task
 from posttrain.core.distributed.endpoint import serve
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.device import is_cuda, peak_memory_gb, set_threads

@@ -16,7 +16,7 @@ from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.contracts import Task
 from posttrain.core.errors import RunError
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecord
 from posttrain.core.runtime.device import set_threads

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from posttrain.core.artifacts import Artifact
 from posttrain.core.config.base import Component, StageBase
@@ -24,16 +22,17 @@ from posttrain.core.data.problems import (
     training_problems,
 )
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models.loading import ModelRuntime
-from posttrain.core.models.sharded import shard
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.types import Problem
 
+if TYPE_CHECKING:  # they take seconds, and a run may reuse every stage
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
 
-CHAMPION = "champion"
-"""Role under which `promote` reads the champion of the registry, which no stage makes."""
 PROBLEMS_FILE = "problems.jsonl"
 """The problems in an artifact of kind `dataset`."""
 
@@ -71,6 +70,8 @@ class StageInputs:
     def place(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, if there are several."""
         if self.mesh is not None:
+            from posttrain.core.models.sharded import shard
+
             shard(model, self.mesh, self.runtime.dtype)
 
     def build(self, contract: type[PluginT], component: Component) -> PluginT:

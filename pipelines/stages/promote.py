@@ -14,9 +14,9 @@ from posttrain.core.config.supervised_stages import EvaluateStage
 from posttrain.core.errors import RunError
 from posttrain.core.tracking import registry
 from posttrain.core.tracking.registry import RegisteredVersion
+from posttrain.pipelines.outside import CHAMPION
 from posttrain.pipelines.stages.context import StageContext, StageOutput, write_evaluation
 from posttrain.pipelines.stages.evaluate import measure
-from posttrain.pipelines.stages.inputs import CHAMPION
 
 MEASURED, REGISTERED, MOVED = 1, 2, 3
 """Steps of a promotion, as listeners are told of them."""

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from importlib import import_module
 
-from posttrain.pipelines.stages.approve import run_approve
 from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.evaluate import run_evaluate
-from posttrain.pipelines.stages.new_data import run_new_data
-from posttrain.pipelines.stages.preference import run_preference
-from posttrain.pipelines.stages.promote import run_promote
-from posttrain.pipelines.stages.register import run_register
-from posttrain.pipelines.stages.reward_model import run_reward_model
-from posttrain.pipelines.stages.rl import run_rl
-from posttrain.pipelines.stages.sft import run_sft
-from posttrain.pipelines.stages.transform import run_transform
 
-STAGE_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
-    "evaluate": run_evaluate,
-    "sft": run_sft,
-    "reward_model": run_reward_model,
-    "preference": run_preference,
-    "rl": run_rl,
-    "register": run_register,
-    "transform": run_transform,
-    "approve": run_approve,
-    "promote": run_promote,
-    "new_data": run_new_data,
-}
+_IMPORTING = threading.Lock()  # stages of two branches start in two threads
+
+
+def stage_runner(kind: str) -> Callable[[StageContext], StageOutput]:
+    """The function `run_<kind>` of the module of that name.
+
+    Imported when a stage is computed: a run that reuses every stage does not wait for transformers.
+    """
+    with _IMPORTING:
+        module = import_module(f"posttrain.pipelines.stages.{kind}")
+    runner: Callable[[StageContext], StageOutput] = getattr(module, f"run_{kind}")
+    return runner

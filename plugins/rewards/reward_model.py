@@ -40,7 +40,8 @@ class RewardModelReward(Reward[RewardModelConfig]):
     def setup(self, context: RewardContext) -> None:
         """Load the stage's reward model."""
         # Late, here and in `score`: transformers takes seconds that only runs should pay.
-        from posttrain.core.models.loading import ModelRuntime, load_reward_model
+        from posttrain.core.models.loading import load_reward_model
+        from posttrain.core.models.runtime import ModelRuntime
 
         runtime = ModelRuntime(context.device, context.dtype, context.attention)
         self.model: PreTrainedModel = load_reward_model(

@@ -34,7 +34,8 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.data.packing import response_batch
-from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.plugin_manager import PluginManager

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.distributed.endpoint import Methods, serve
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sharded import shard
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.ranks import ProcessGroup

@@ -15,14 +15,22 @@ REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "mlflow", "prefect", "transformers", "math_verify", "datasets")
 
 
-def loaded_heavy(code: str) -> list[str]:
-    """Which heavy packages a fresh interpreter holds after `code`."""
-    program = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+MODEL_CODE = (
+    "transformers.modeling_utils",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "matplotlib",
+)
+
+
+def loaded_heavy(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
+    """Which of the heavy packages a fresh interpreter holds after `code`."""
+    program = f"import sys\n{code}\nprint([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    return [name for name in HEAVY if f"'{name}'" in done.stdout.splitlines()[-1]]
+    return [name for name in heavy if f"'{name}'" in done.stdout.splitlines()[-1]]
 
 
 @pytest.mark.parametrize("module", ["schema", "loading", "resolve", "dag", "marks", "problems"])
@@ -40,6 +48,12 @@ def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
     """Every command that looks at a config loads all of them."""
     code = "from posttrain.core.plugin_manager import PluginManager\nPluginManager()"
     assert loaded_heavy(code) == ["torch"]
+
+
+def test_a_run_that_reuses_every_stage_need_not_load_model_code() -> None:
+    assert loaded_heavy("import posttrain.pipelines.flow", MODEL_CODE) == []
+    stage = "from posttrain.pipelines.stages.runners import stage_runner\nstage_runner('sft')"
+    assert "transformers.modeling_utils" in loaded_heavy(stage, MODEL_CODE)
 
 
 def test_every_public_name_of_the_contracts_is_found_in_one_of_their_modules() -> None:

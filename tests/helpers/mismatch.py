@@ -16,7 +16,8 @@ from posttrain.core.contracts import Aggregator, EngineSetup, PolicyLoss, Rollou
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.training.learner import Learner

@@ -15,8 +15,9 @@ from posttrain.core.config.sections import LoraSection
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
-from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.rollout.weight_sync import send_policy, takes_adapter, weights_sent

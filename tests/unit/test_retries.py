@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.core.config.problems import STAGE_KINDS
 from posttrain.core.errors import RunError
 from posttrain.pipelines.retries import REPEATABLE, lost_connection, options_for
-from posttrain.pipelines.stages.runners import STAGE_RUNNERS
 
 
 def test_no_stage_that_trains_or_asks_or_promotes_is_tried_again() -> None:
-    assert set(STAGE_RUNNERS) >= REPEATABLE
-    for kind in STAGE_RUNNERS:
+    assert set(STAGE_KINDS) >= REPEATABLE
+    for kind in STAGE_KINDS:
         assert options_for(kind)["retries"] == (2 if kind in REPEATABLE else 0)
     assert not REPEATABLE & {"sft", "rl", "reward_model", "preference", "approve", "promote"}
 

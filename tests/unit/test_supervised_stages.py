@@ -14,12 +14,8 @@ from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models.loading import (
-    ModelRuntime,
-    load_policy,
-    load_reward_model,
-    save_model,
-)
+from posttrain.core.models.loading import load_policy, load_reward_model, save_model
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime import device
 from posttrain.core.training.optim import MasterOptimizer

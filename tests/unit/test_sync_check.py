@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
-from posttrain.core.models.loading import ModelRuntime, load_policy
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout.sync_check import BOUNDS, SyncCheck, When, check_stored, make_probe
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import AnyEngine, make_engine, make_setup

@@ -21,7 +21,7 @@ from posttrain.core.costs.pieces import (
 )
 from posttrain.core.costs.rates import Sequences
 from posttrain.core.costs.shape import ModelShape, find_model
-from posttrain.core.models.loading import ModelRuntime
+from posttrain.core.models.runtime import ModelRuntime
 from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
