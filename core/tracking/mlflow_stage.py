@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from mlflow.entities import (
     Metric,
     RunTag,
 )
+from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import RunError
 from posttrain.core.tracking import mlflow_store as store
@@ -216,7 +218,7 @@ class StageTracker(MlflowRun):
         tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
         self._session.writer.submit(
             f"dataset {name}",
-            lambda: self._session.client.log_inputs(self.run_id, datasets=[tagged]),
+            partial(_log_input, self._session.client, self.run_id, tagged),
         )
 
     def log_model_output(
@@ -267,3 +269,18 @@ class StageTracker(MlflowRun):
     def _require_open(self) -> None:
         if self.finished:
             raise RunError(f"run {self.run_id} is finished: start a new stage to record more")
+
+
+def _log_input(client: MlflowClient, run_id: str, dataset: DatasetInput) -> None:
+    """Make `dataset` an input of the run.
+
+    MLflow looks whether the dataset is known and then adds it. Another run may add it in between,
+    which the database refuses ("UNIQUE constraint failed", "violates unique constraint"): then it
+    is there, and the second look finds it.
+    """
+    try:
+        client.log_inputs(run_id, datasets=[dataset])
+    except MlflowException as error:
+        if "unique constraint" not in str(error).lower():
+            raise
+        client.log_inputs(run_id, datasets=[dataset])

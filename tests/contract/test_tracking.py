@@ -198,6 +198,21 @@ def test_a_table_of_each_step_can_be_loaded_by_mlflow(uri: str) -> None:
     assert [entry["path"][-16:] for entry in listed] == ["step-000010.json", "step-000020.json"]
 
 
+def test_runs_that_record_the_same_new_dataset_at_the_same_moment_all_have_it(uri: str) -> None:
+    """MLflow looks whether it is there, then adds it: of two at once, the database refuses one."""
+    trackers = [start(uri) for _ in range(4)]
+    stages = [tracker.stage("sft", "sft", {}) for tracker in trackers]
+    names = [f"arithmetic-{number}" for number in range(25)]
+    for name in names:
+        for stage in stages:  # each has a thread of its own that writes
+            stage.log_dataset(name, "train", DIGEST, 640, "arithmetic seed 0")
+    for stage, tracker in zip(stages, trackers, strict=True):
+        stage.finish("FINISHED")
+        tracker.finish("FINISHED")
+        found = read(uri, stage.run_id).inputs.dataset_inputs
+        assert sorted(item.dataset.name for item in found) == sorted(names)
+
+
 def test_datasets_show_as_inputs_with_their_digest(uri: str) -> None:
     tracker = start(uri)
     stage = tracker.stage("sft", "sft", {})

@@ -107,7 +107,8 @@ def test_rounds_train_on_new_rows_only_and_a_kill_neither_skips_nor_repeats_one(
     assert set(found["all"]) == {"1", "2"}, "no third model is made from the second"
     assert found["all"]["2"]["posttrain.previous_champion"] == "1"
 
-    made = MlflowClient(second.result["mlflow_uri"]).search_model_versions("name = 'tiny'")
+    uri = second.result["mlflow_uri"]
+    made = MlflowClient(uri, registry_uri=uri).search_model_versions("name = 'tiny'")
     second_model = next(v.source for v in made if v.version == 2).removeprefix("models:/")
 
     third = run(workspace)
