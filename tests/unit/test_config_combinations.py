@@ -1,4 +1,7 @@
-"""Settings that cannot work together are refused before anything starts, with what to change."""
+"""Settings that cannot work together are refused before anything starts, with what to change.
+
+Over 300 lines: one case for each combination, side by side so that a missing one is seen.
+"""
 
 from __future__ import annotations
 
