@@ -48,7 +48,7 @@ from posttrain.pipelines.gates import Gates, check_passed
 from posttrain.pipelines.outside import champion_input, no_longer_true, outside_digests_of
 from posttrain.pipelines.planning import parts_of_stage, why_missed
 from posttrain.pipelines.reporters import Reporters
-from posttrain.pipelines.stage_files import StageFiles, checkpoint_folder
+from posttrain.pipelines.stage_files import StageFiles, checkpoint_folder, kept_evidence
 from posttrain.pipelines.stages.context import StageContext
 from posttrain.pipelines.stages.runners import stage_runner
 from posttrain.pipelines.stops import Stop, follows_a_stop
@@ -275,7 +275,8 @@ class Pipeline:
             context = self._context(
                 name, stage, inputs, out, files.root, tracker, answer, newest, recorder
             )
-            output = stage_runner(kind)(context)
+            with kept_evidence(files, newest, kind) as evidence:
+                output = stage_runner(kind)(replace(context, evidence=evidence))
             files.hand_over(out)
             release_memory()
             result = store_result(

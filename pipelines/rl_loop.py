@@ -42,9 +42,11 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.retention import is_due, step_folder, trim
 from posttrain.core.training.step_record import StepTensors
 from posttrain.core.training.step_tensors import rollout_tensors, weight_tensors
+from posttrain.core.training.updates import UpdateResult
 from posttrain.core.training.value_phase import ValuePhase
 from posttrain.core.types import Problem
 from posttrain.pipelines.alarms import mismatch_alarm
+from posttrain.pipelines.evidence import evidence_of
 from posttrain.pipelines.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
 
@@ -216,26 +218,29 @@ class RlLoop:
         batch, step = rollout.rows, rollout.step
         self._trained_on = batch
         self.context.tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
+        in_loss = self.stage.kl.place == "loss"
+        coef, result = self.controller.coefficient() if in_loss else 0.0, None
         with self._timed("update_s"):
             if self.critic is not None:
                 self.metrics |= self.critic.update(batch, step, self.context.check)
             if self.critic is None or not self.critic.pretraining:
-                self._update_policy(batch, step)
+                result = self._update_policy(batch, step, coef)
             else:
                 self.metrics |= self.learner.mismatch(batch, self.context.check)
             self._heap.step_done()
+        if result is not None:
+            self._keep_evidence(batch, step, coef, result)
         threshold = self.stage.mismatch_alarm
         self.metrics |= mismatch_alarm(self.context, step, self.metrics, self.history, threshold)
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
 
-    def _update_policy(self, batch: RolloutBatch, step: int) -> None:
-        """The learner's part of an update, and what is told of it."""
-        coef, kl = self.controller.coefficient(), self.stage.kl
-        in_loss = kl.place == "loss"
-        result = self.learner.update(batch, step, coef if in_loss else 0.0, self.context.check)
+    def _update_policy(self, batch: RolloutBatch, step: int, kl_coef: float) -> UpdateResult:
+        """The learner's part of an update with `kl_coef` in its loss, and what is told of it."""
+        kl = self.stage.kl
+        result = self.learner.update(batch, step, kl_coef, self.context.check)
         found = result.metrics
-        if in_loss and "kl/ref_k1" in found:
+        if kl.place == "loss" and "kl/ref_k1" in found:
             per_token = found["kl/ref_k1"]
             self.metrics["kl/ref_sequence"] = per_token * self.metrics["resp_len/mean"]
             self.metrics["kl/ref_token"] = per_token
@@ -246,6 +251,16 @@ class RlLoop:
             )
         if kl.refresh_every and step % kl.refresh_every == 0:
             self.learner.refresh_reference()
+        return result
+
+    def _keep_evidence(
+        self, batch: RolloutBatch, step: int, kl_coef: float, result: UpdateResult
+    ) -> None:
+        """Hand what the update read to whoever keeps it for people."""
+        keeper, names = self.context.evidence, tuple(self.scorer.names)
+        if keeper is not None:
+            with self._timed("evidence_s"):
+                keeper.put(evidence_of(batch, step, kl_coef, result, names, self.tokenizer))
 
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy of version `step`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.core.config.sections import KeepSection
+from posttrain.core.evidence import step as evidence
+from posttrain.core.evidence.keeper import EvidenceKeeper
 from posttrain.core.training import step_record
 from posttrain.core.training.checkpoint import read_step
 from posttrain.core.training.retention import newest_whole, settle
@@ -51,8 +54,17 @@ class StageFiles:
             keep_through=0 if found is None else read_step(found),
         )
 
+    def evidence(self, found: Path | None) -> EvidenceKeeper | None:
+        """Keeps the evidence of steps that come after `found`, unless the run wants none."""
+        if not self.keep.evidence_mb:
+            return None
+        behind = 0 if found is None else read_step(found)
+        return EvidenceKeeper(self.root / evidence.FOLDER, self.keep.evidence_mb * 1e6, behind)
+
     def hand_over(self, out: Path) -> None:
-        """Copy the record of steps into the stage's own folder; a kill may still come."""
+        """Copy record and evidence of steps into the stage's own folder; a kill may still come."""
+        if evidence.steps_in(self.root / evidence.FOLDER):
+            shutil.copytree(self.root / evidence.FOLDER, out / evidence.FOLDER)
         record = self.root / step_record.FOLDER
         if (record / step_record.STEPS).is_file() and step_record.read_record(record):
             shutil.copytree(record, out / step_record.FOLDER)
@@ -60,3 +72,16 @@ class StageFiles:
     def settle(self) -> None:
         """The stage is done: only what a replay starts from stays."""
         settle(self.root, self.keep, beside=(KEPT,))
+
+
+@contextmanager
+def kept_evidence(
+    files: StageFiles, found: Path | None, kind: str
+) -> Iterator[EvidenceKeeper | None]:
+    """What keeps the evidence of a stage's steps while it runs; of `rl` stages alone."""
+    keeper = files.evidence(found) if kind == "rl" else None
+    try:
+        yield keeper
+    finally:
+        if keeper is not None:
+            keeper.close()

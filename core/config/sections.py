@@ -236,3 +236,10 @@ class KeepSection(Section):
         description="record tokens, log-probs, rewards and advantages themselves as well: a replay "
         "that differs can then say by how much",
     )
+    evidence_mb: int = Field(
+        default=256,
+        ge=0,
+        description="of a stage's steps, what each token was paid and how it was taught, for "
+        "`posttrain inspect`, `compare` and `rescore`: of all steps while they fit into this many "
+        "MB, then of every second, fourth and so on, and of the last; 0 = none",
+    )

@@ -249,6 +249,7 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluating on held-out problems", "lower"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint", "lower"),
     "time/record_s": Metric("s", "recording the step for a replay", "lower"),
+    "time/evidence_s": Metric("s", "handing over what the step was made of", "lower"),
     "time/tracking_s": Metric("s", "handing measurements to the tracker", "lower"),
     "time/step_s": Metric("s", "the whole step", "lower"),
     "time/overhead_ms": Metric("ms", "of the step outside all phases", "lower"),

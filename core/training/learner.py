@@ -37,7 +37,7 @@ from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.records import record_micro, update_metrics
 from posttrain.core.training.sampled_law import mismatch_of, on_uncut_law
-from posttrain.core.training.splitting import mini_batches
+from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
 
 Check = Callable[[], None]
@@ -89,17 +89,20 @@ class Learner:
         own forward, which is the same policy. `check` raises to stop, between micro-batches.
         """
         batch.require(["advantages", "mask"], "the learner")
+        given = batch.columns()
         batch, metrics = self._ready(batch, kl_coef, check)
-        settings, done = self.settings, Progress(batch.old_logprobs)
+        columns = {name: batch.column(name) for name in batch.columns() - given}
+        settings, done = self.settings, Progress.of(batch)
         # An update without a row to learn from, or one that sees the policy only when it has moved.
         moved = self.objective.bypass_old and self.trust_region is not None
         unseen = moved or not (batch.mask.any(dim=1) & ~self._idle_rows(batch, kl_coef)).any()
         if unseen:
             metrics |= self.mismatch(batch, check)
-        parts = mini_batches(
+        parts = mini_rows(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
-        for number, mini in enumerate(parts):
+        for number, rows in enumerate(parts):
+            mini = batch if settings.num_mini_batches == 1 else batch.select(rows)
             mini, prepared = self._prepare(mini, step, number, check)
             done.sums.add_means(prepared.metrics)
             if self.trust_region is not None:
@@ -108,7 +111,8 @@ class Learner:
                 taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
                 done.sums.add_means(taken)
                 done.num_updates += 1
-            elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check):
+                done.saw(rows, mini.column("old_logprobs"), mini.entropy, number)
+            elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
         metrics |= update_metrics(done.sums, done.num_updates)
         if done.report is not None:
@@ -120,11 +124,13 @@ class Learner:
         if not unseen:
             # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
             own = self.objective.bypass_old or batch.old_logprobs is None
-            rows, seen = (done.first_mini, done.first_seen) if own else (batch, first)
-            assert rows is not None and seen is not None
-            metrics |= mismatch_of(rows, seen, rows.mask)
+            compared, seen = (done.first_mini, done.first_seen) if own else (batch, first)
+            assert compared is not None and seen is not None
+            metrics |= mismatch_of(compared, seen, compared.mask)
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
-        return UpdateResult(metrics, first)
+        return UpdateResult(
+            metrics, first, done.seen_logprobs, done.seen_entropy, done.seen_by, columns
+        )
 
     def _one_update(
         self,
@@ -134,19 +140,22 @@ class Learner:
         kl_coef: float,
         done: Progress,
         check: Check,
+        of_batch: Tensor,
     ) -> bool:
         """One optimizer step on a mini-batch; False when the guard gives up the rest of the batch.
 
-        `place` is the rollout batch's step and the update's number on it.
+        `place` is the rollout batch's step and the update's number on it; `of_batch` are the
+        mini-batch's rows in that batch.
         """
         own = MetricSums()
         idle = self._idle_rows(mini, kl_coef)
-        seen, log_kept = self._accumulate(mini, prepared, kl_coef, own, idle, check)
+        seen, entropy, log_kept = self._accumulate(mini, prepared, kl_coef, own, idle, check)
         own = self.ranks.merge(own)
         own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         if done.first_logprobs is None:
             done.first_logprobs = seen
         rows = (~idle).nonzero().squeeze(1)
+        done.saw(of_batch[rows], seen[rows], entropy[rows], place[1])
         if done.first_mini is None and len(rows):
             kept = on_uncut_law(mini, log_kept)
             done.first_mini, done.first_seen = kept.select(rows), seen[rows]
@@ -281,13 +290,14 @@ class Learner:
         sums: MetricSums,
         idle: Tensor,
         check: Check = _nothing,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
-        Returns the log-probs [B, T] that the forward passes saw (rows without loss stay 0) and,
+        Returns log-probs and entropy [B, T] of the forward passes (rows without loss stay 0) and,
         when these are the old policy's too, the log mass that a cut of the rollout keeps.
         """
         seen = torch.zeros_like(mini.rollout_logprobs)
+        entropy = torch.zeros_like(seen)
         cut = self.settings.cut if mini.old_logprobs is None else UNCUT
         log_kept = torch.zeros_like(seen) if cut else None
         active = (~idle).nonzero().squeeze(1)
@@ -308,6 +318,7 @@ class Learner:
             )
             if counts:
                 seen[rows] = out.logprobs.detach().to(seen)
+                entropy[rows] = out.entropy.detach().to(seen)
             if log_kept is not None and out.log_kept is not None:
                 if counts:
                     log_kept[rows] = out.log_kept.to(log_kept)
@@ -327,7 +338,7 @@ class Learner:
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
         add = self.ranks.add
-        return add(seen), None if log_kept is None else add(log_kept)
+        return add(seen), add(entropy), None if log_kept is None else add(log_kept)
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
@@ -41,20 +42,32 @@ class UpdateSettings:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Metrics of an update, and the log-probs [B, T] of the policy it started from."""
+    """Metrics of an update, and the log-probs [B, T] of the policy it started from.
+
+    `seen_logprobs` and `seen_entropy` [B, T] are those that the last optimizer step on each row was
+    computed from, and `seen_by` [B] is that step's number on this batch, from 0; NaN and -1 for
+    rows that none read. `columns` are what the learner filled of the batch besides.
+    """
 
     metrics: dict[str, float]
     old_logprobs: Tensor
+    seen_logprobs: Tensor
+    seen_entropy: Tensor
+    seen_by: Tensor
+    columns: dict[str, Tensor]
 
 
 @dataclass
 class Progress:
-    """What the updates on one rollout batch have come to so far.
+    """What the updates on one rollout batch have come to so far; begun by `of`.
 
     `first_mini` is the mini-batch of the first update and `first_seen` what its forward pass saw.
     """
 
     first_logprobs: Tensor | None
+    seen_logprobs: Tensor
+    seen_entropy: Tensor
+    seen_by: Tensor
     first_mini: RolloutBatch | None = None
     first_seen: Tensor | None = None
     sums: MetricSums = field(default_factory=MetricSums)
@@ -62,6 +75,20 @@ class Progress:
     norm_sum: float = 0.0
     rate_factor: float = 1.0
     num_updates: int = 0
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Progress:
+        """Before the first update."""
+        nothing = torch.full(batch.mask.shape, float("nan"))
+        unread = torch.full((len(batch),), -1)
+        return cls(batch.old_logprobs, nothing, nothing.clone(), unread)
+
+    def saw(self, rows: Tensor, logprobs: Tensor, entropy: Tensor | None, number: int) -> None:
+        """Note what the update `number` read in `rows` [n] of the batch: both are [n, T]."""
+        self.seen_logprobs[rows] = logprobs.to(self.seen_logprobs)
+        if entropy is not None:
+            self.seen_entropy[rows] = entropy.to(self.seen_entropy)
+        self.seen_by[rows] = number
 
     @property
     def mean_norm(self) -> float:

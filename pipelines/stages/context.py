@@ -14,6 +14,7 @@ from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.data.problems import problems_digest
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import Evaluation
+from posttrain.core.evidence.keeper import EvidenceKeeper
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.sink import StageSink
@@ -44,7 +45,8 @@ class StageContext(StageInputs):
     """Everything a stage may use. `out` is its private folder.
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
-    `steps` is given each optimizer step, if somebody wants to have it. `answer` is what a gate was
+    `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
+    reinforcement learning was made of. `answer` is what a gate was
     answered, `rows` the new rows of a stage that is about them.
     """
 
@@ -60,6 +62,7 @@ class StageContext(StageInputs):
     announce: Callable[[str, Mapping[str, Any]], None] = _to_nobody  # Any: JSON, an event's own
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
+    evidence: EvidenceKeeper | None = None
 
     def started(self, total_steps: int) -> None:
         """Tell the person watching that the stage begins."""

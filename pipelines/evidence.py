@@ -1,0 +1,101 @@
+"""The evidence of an RL stage's steps: made when an update is done, found when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from posttrain.core.artifacts import ArtifactStore, read_manifest
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.dag import stage_kind
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.errors import ConfigError, ResourceError, nearest
+from posttrain.core.evidence.step import FOLDER, StepEvidence, steps_in
+from posttrain.core.run_record import RunRecord
+from posttrain.core.training.updates import UpdateResult
+from posttrain.pipelines.stage_files import checkpoint_folder
+
+
+def evidence_of(
+    batch: RolloutBatch,
+    step: int,
+    kl_coef: float,
+    result: UpdateResult,
+    component_names: tuple[str, ...],
+    tokenizer: ChatTokenizer,
+) -> StepEvidence:
+    """What the update of `step` read of `batch`, and the texts of its tokens.
+
+    `kl_coef` is that of the KL term of the loss, 0 where there is none.
+    """
+    columns = {"old_logprobs": result.old_logprobs, **result.columns}
+    return StepEvidence(
+        step=step,
+        batch=batch.with_columns(**columns),
+        seen_logprobs=result.seen_logprobs,
+        seen_entropy=result.seen_entropy,
+        seen_by=result.seen_by,
+        kl_coef=kl_coef,
+        component_names=component_names,
+        token_texts=_texts(batch, tokenizer),
+    )
+
+
+def _texts(batch: RolloutBatch, tokenizer: ChatTokenizer) -> dict[int, str]:
+    """Text of each token id of the responses; special tokens by their names."""
+    ids = torch.unique(batch.response_ids).tolist()
+    return {int(token): str(tokenizer.tokenizer.decode([token])) for token in ids}
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceFolder:
+    """Where the evidence of an RL stage lies, and of which steps there is some."""
+
+    stage: str
+    folder: Path
+    steps: tuple[int, ...]
+
+
+def find_evidence(
+    run: RunRecord, resolved: ResolvedRun, stage: str | None, home: Path, store: ArtifactStore
+) -> EvidenceFolder:
+    """The evidence of the run's stage `stage`, or of its only `rl` stage.
+
+    Raises `ConfigError` for a stage that is none of its `rl` stages, and `ResourceError` where
+    nothing was kept. A stage that still runs, or was interrupted, is looked up too.
+    """
+    kinds = {name: stage_kind(resolved.config.stages[name]) for name in resolved.order}
+    rl = [name for name, kind in kinds.items() if kind == "rl"]
+    if stage is not None and stage not in rl:
+        what = f"is of kind '{kinds[stage]}'" if stage in kinds else "is none of this run's"
+        raise ConfigError(
+            f"stage '{stage}' {what}{nearest(stage, rl)}; steps of its rl stages can be looked at: "
+            f"{rl}"
+        )
+    if stage is None and len(rl) != 1:
+        raise ConfigError(
+            f"of the stages of kind rl this run has {len(rl)}"
+            + (f": {rl}; name one with --stage" if rl else ": there are no steps to look at")
+        )
+    name = stage or rl[0]
+    identity = run.stages.get(name)
+    if identity is None:
+        raise ResourceError(
+            f"stage '{name}' never began in run {run.run_id[:12]}; the same `posttrain run` "
+            "command goes on with the run"
+        )
+    folder = store.folder(name, identity)
+    if read_manifest(folder) is None:  # not done, or taken away
+        folder = checkpoint_folder(home, name, identity)
+    folder = folder / FOLDER
+    steps = tuple(steps_in(folder))
+    if not steps:
+        raise ResourceError(
+            f"there is no evidence of the steps of stage '{name}' in {folder}: keep.evidence_mb is "
+            f"{resolved.config.keep.evidence_mb} in this run's config (0 keeps none); compute the "
+            "stage again with --no-cache --set keep.evidence_mb=256"
+        )
+    return EvidenceFolder(name, folder, steps)
