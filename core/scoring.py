@@ -220,10 +220,23 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
         "resp_len/truncated_frac": float(batch.truncated.double().mean()),
         "tokens/response": float(lengths.sum()),
     }
+    metrics["sampling/duplicate_frac"] = duplicate_frac(batch)
     metrics |= reward_metrics(batch.column("rewards"), scored)
     metrics |= component_metrics(batch.column("reward_components"), names)
     metrics |= failure_metrics(batch.scores, names)
     return metrics | _group_metrics(batch, acc)
+
+
+def duplicate_frac(batch: RolloutBatch) -> float:
+    """Share of responses whose tokens are those of an earlier response of their group."""
+    repeats = 0
+    for rows in batch.groups():
+        own = [
+            tuple(batch.response_ids[row][batch.response_mask[row].bool()].tolist())
+            for row in rows.tolist()
+        ]
+        repeats += len(own) - len(set(own))
+    return repeats / len(batch)
 
 
 def reward_metrics(rewards: Tensor, scored: Tensor, ddof: int = 0) -> dict[str, float]:

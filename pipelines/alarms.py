@@ -1,38 +1,55 @@
-"""Alarms of an RL step: measured at every step, told to people once."""
+"""Alarms of a stage: judged at every step, told to people once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from posttrain.core.alarms import Seen, judge
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.contracts import KlController
 from posttrain.pipelines.stages.context import StageContext
 
-TAG = "posttrain.alarm.mismatch"
+ALARM_RAISED = "posttrain.alarm.raised"
+TAG = "posttrain.alarm."
+METRIC = "alarm/"
 
 
-def mismatch_alarm(
+def step_alarms(
     context: StageContext,
+    stage: RlStage,
+    controller: KlController[Any],  # Any: of every config type
     step: int,
     metrics: Mapping[str, float],
     history: Sequence[Mapping[str, float]],
-    threshold: float,
+    evaluations: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
-    """`alarm/mismatch`: 1 when mismatch/k3 exceeds `threshold`, 0 when not, none if unmeasured.
+    """`alarm/NAME` of each alarm that could be judged: 1 where it goes off, 0 where not.
 
-    The stage's first such step, also before an interruption, is a warning and a tag on its run.
+    The first step of the stage at which an alarm goes off, also before an interruption, is told.
     """
-    k3 = metrics.get("mismatch/k3")
-    if k3 is None:
-        return {}
-    if k3 <= threshold:
-        return {"alarm/mismatch": 0.0}
-    if not any(row.get("alarm/mismatch") for row in history):
-        text = (
-            f"step {step}: engine and trainer disagree on the sampled tokens, mismatch/k3 {k3:.4f} "
-            f"> mismatch_alarm {threshold} nats: see whether sync/probe_abs_mean is small "
-            "(if not, it is the weights or the precision), staleness/max is 0, and the engine "
-            "samples as `generation` says; set rollout_correction.plugin to bound its effect. "
-            "Later steps are only counted, in alarm/mismatch"
-        )
-        context.warn(f"{context.name}: {text}")
-        context.tracker.set_tags({TAG: text})
-    return {"alarm/mismatch": 1.0}
+    target = controller.target()
+    seen = Seen(
+        {**metrics, "step": float(step)},
+        history,
+        evaluations,
+        None if target is None else (f"kl/ref_{target[0]}", target[1]),
+        stage.mismatch_alarm,
+    )
+    texts = judge(seen, context.run.alarms)
+    for name, text in texts.items():
+        if text and not any(row.get(METRIC + name) for row in history):
+            raise_alarm(context, name, step, text)
+    return {METRIC + name: float(bool(text)) for name, text in texts.items()}
+
+
+def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
+    """Tell of an alarm that goes off for the first time.
+
+    A warning now and in the run's summary, a tag on the stage's MLflow run, an event in Prefect.
+    """
+    context.warn(f"{context.name}: alarm {name}: step {step}: {text}")
+    context.tracker.set_tags({TAG + name: f"step {step}: {text}"})
+    context.announce(
+        ALARM_RAISED, {"stage": context.name, "alarm": name, "step": step, "text": text}
+    )

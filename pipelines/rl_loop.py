@@ -45,7 +45,7 @@ from posttrain.core.training.step_tensors import rollout_tensors, weight_tensors
 from posttrain.core.training.updates import UpdateResult
 from posttrain.core.training.value_phase import ValuePhase
 from posttrain.core.types import Problem
-from posttrain.pipelines.alarms import mismatch_alarm
+from posttrain.pipelines.alarms import step_alarms
 from posttrain.pipelines.evidence import evidence_of
 from posttrain.pipelines.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
@@ -114,6 +114,15 @@ class RlLoop:
 
     def end_step(self, step: int) -> None:
         """Record everything that was measured in this step."""
+        self.metrics |= step_alarms(
+            self.context,
+            self.stage,
+            self.controller,
+            step,
+            self.metrics,
+            self.history,
+            self.evaluations,
+        )
         self._record(step)
         phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
         if self.stage.max_staleness:  # sampled beside an earlier update: this step only waited
@@ -230,8 +239,6 @@ class RlLoop:
             self._heap.step_done()
         if result is not None:
             self._keep_evidence(batch, step, coef, result)
-        threshold = self.stage.mismatch_alarm
-        self.metrics |= mismatch_alarm(self.context, step, self.metrics, self.history, threshold)
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
 

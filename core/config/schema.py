@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from posttrain.core.config.alarm_section import AlarmsSection
 from posttrain.core.config.base import Component, Section, StageBase, StageName
 from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.rl_stage import RlStage
@@ -126,6 +127,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
     keep: KeepSection = KeepSection()
+    alarms: AlarmsSection = AlarmsSection()
     stages: dict[StageName, Stage] = Field(min_length=1)
 
     @field_validator("run_name")

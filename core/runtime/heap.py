@@ -12,6 +12,7 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 2**31 - 1
+_FIRST_STEPS = 2  # moments are made in the first one, after its peak: the second needs more
 _GROWTH = 1.1  # over what a step needs; the third that a heap may grow by is refused
 _STATM = Path("/proc/self/statm")
 
@@ -58,18 +59,20 @@ class StepHeap:
     Buffers of ever new sizes leave holes that no later one fits, and resident memory grows by a
     third over 30 steps. Trimming after every step would mend that, but the next step then has all
     its pages mapped and zeroed anew, which took a third of the step on a virtual machine whose host
-    takes free pages back. What steps need is seen after each one that follows a trim.
+    takes free pages back. What steps need is seen in the first two, and after each one that follows
+    a trim.
     """
 
     def __init__(self) -> None:
-        self._needed = 0
-        self._fresh = True
+        self._needed = self._steps = 0
+        self._trimmed = False
 
     def step_done(self) -> None:
         """Call it when the step's buffers are free."""
         resident = resident_bytes()
-        if self._fresh:
+        self._steps += 1
+        if self._trimmed or self._steps <= _FIRST_STEPS:
             self._needed = max(self._needed, resident)
-        self._fresh = resident > _GROWTH * self._needed
-        if self._fresh:
+        self._trimmed = resident > _GROWTH * self._needed
+        if self._trimmed:
             trim_heap()

@@ -71,6 +71,7 @@ METRICS: dict[str, Metric] = {
     "kl/ref_token": Metric("nats", "KL of the rollout's policy from the reference, mean per token"),
     "kl/ref_sequence": Metric("nats", "the same summed over a response, mean over responses"),
     "kl/coef": Metric("factor", "KL coefficient in force"),
+    "entropy/approx": Metric("nats", "mean negative log-prob of the sampled tokens"),
     "entropy/mean": Metric("nats", "entropy of the policy per response token"),
     "resp_len/mean": Metric("tokens", "mean response length"),
     "resp_len/min": Metric("tokens", "shortest response"),
@@ -101,9 +102,6 @@ METRICS: dict[str, Metric] = {
     "mismatch/log_ppl_abs_diff": Metric("nats", "mean absolute value of it", "lower"),
     "mismatch/log_ppl_diff_max": Metric("nats", "largest of it"),
     "mismatch/log_ppl_diff_min": Metric("nats", "smallest of it"),
-    "alarm/mismatch": Metric(
-        "0 or 1", "whether mismatch/k3 exceeded the stage's mismatch_alarm", "lower"
-    ),
     "sync/probe_abs_max": Metric(
         "nats", "engine against trainer on the probe after a sync, largest", "lower"
     ),
@@ -115,6 +113,7 @@ METRICS: dict[str, Metric] = {
     "staleness/max": Metric("updates", "largest age of the policy that sampled a token", "lower"),
     "ess/token": Metric("fraction", "effective sample size of the importance weights", "higher"),
     "ess/seq": Metric("fraction", "the same of the weights of whole responses", "higher"),
+    "sampling/duplicate_frac": Metric("fraction", "responses that repeat one of their group"),
     "sampling/rounds": Metric("rounds", "rounds of sampling to fill the batch", "lower"),
     "sampling/acceptance": Metric("fraction", "groups of this step that were kept", "higher"),
     "sampling/prompts_drawn": Metric("prompts", "sampled in this step"),
@@ -262,6 +261,7 @@ METRICS: dict[str, Metric] = {
 }
 
 PREFIXES: dict[str, Metric] = {
+    "alarm/": Metric("0 or 1", "whether the alarm of this name goes off at the step", "lower"),
     "is_weight/": Metric("as named", "statistic of the rollout correction's weights"),
     "reject/": Metric("as named", "statistic of a rejection of the rollout correction"),
     "reward/component/": Metric("reward", "mean of one reward before its weight", "higher"),

@@ -173,24 +173,25 @@ def _labelled(rows: Rows) -> Sequence[LabelledAnswer]:
 class BothFallingAlarm:
     """Tells when the loss falls only because rejected answers lose more than chosen ones do.
 
-    It goes off, once, when `pref/both_falling` was above `limit` in each of the last `window`
-    steps.
+    It is `ringing` when `pref/both_falling` was above `limit` in each of the last `window` steps,
+    and is told of once.
     """
 
     def __init__(self, limit: float, window: int) -> None:
         self.limit = limit
         self._recent: deque[float] = deque(maxlen=window)
-        self._rung = False
+        self._rung = self.ringing = False
 
-    def after(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """The warning, if this step makes it due."""
+    def after(self, metrics: Mapping[str, float]) -> str | None:
+        """What is to be told, if the step with these metrics is the first at which it rings."""
         self._recent.append(metrics.get("pref/both_falling", 0.0))
         full = len(self._recent) == self._recent.maxlen
-        if self._rung or not full or min(self._recent) <= self.limit:
+        self.ringing = full and min(self._recent) > self.limit
+        if self._rung or not self.ringing:
             return None
         self._rung = True
         return (
-            f"step {step}: in each of the last {len(self._recent)} steps more than "
+            f"in each of the last {len(self._recent)} steps more than "
             f"{self.limit:.0%} of pairs lost probability in both answers (pref/both_falling "
             f"{self._recent[-1]:.2f}): the chosen answers become less likely while the loss falls; "
             "add the loss 'sft' to preference_loss, set dpop_lambda of 'dpo', or lower "

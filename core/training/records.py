@@ -17,6 +17,7 @@ def record_micro(
         sums.add_scalar(name, value)
     sums.add_scalar("loss/total", loss.total.detach())
     sums.add("entropy/mean", out.entropy.cpu(), mask)
+    sums.add("entropy/approx", -out.logprobs.detach().cpu(), mask)
     if micro.ref_logprobs is not None:
         gap = out.logprobs.detach().cpu() - micro.ref_logprobs
         sums.add("kl/ref_k1", gap, mask)

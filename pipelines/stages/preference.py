@@ -14,6 +14,7 @@ from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.tracking.plots import preference_curves
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_tensors import preference_tensors
+from posttrain.pipelines.alarms import raise_alarm
 from posttrain.pipelines.ranks.methods import preference_objective
 from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
 from posttrain.pipelines.stages.context import StageContext, StageOutput
@@ -72,7 +73,7 @@ class _PreferenceRun:
         alarm = BothFallingAlarm(stage.both_falling_alarm, stage.both_falling_window)
         heap = StepHeap()
         for taken in self.steps.history:
-            alarm.after(int(taken["step"]), taken)  # told by the run that took the step
+            alarm.after(taken)  # told by the run that took the step
         metrics: dict[str, float] = {}
         for step in self.steps.remaining:
             context.check()
@@ -80,9 +81,10 @@ class _PreferenceRun:
             metrics = self.trainer.call("step", chosen)
             heap.step_done()
             metrics["memory/peak_gb"] = peak_memory_gb()
-            warning = alarm.after(step, metrics)
-            if warning is not None:
-                context.warn(f"{context.name}: {warning}")
+            text = alarm.after(metrics)
+            metrics["alarm/both_falling"] = float(alarm.ringing)
+            if text is not None:
+                raise_alarm(context, "both_falling", step, text)
             every = stage.evaluate_every
             if step == len(schedule) or (every and step % every == 0):
                 metrics |= self.rank()

@@ -54,6 +54,10 @@ class AdaptiveController(MovingController[AdaptiveConfig]):
     name = "adaptive"
     Config = AdaptiveConfig
 
+    def target(self) -> tuple[Literal["token", "sequence"], float]:
+        """`target`, of what `kl_unit` says."""
+        return self.config.kl_unit, self.config.target
+
     def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
         """Move the coefficient by the error of one rollout batch."""
         config = self.config

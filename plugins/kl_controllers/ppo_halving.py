@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import Field
 
@@ -35,6 +36,10 @@ class PpoHalvingController(MovingController[PpoHalvingConfig]):
 
     name = "ppo_halving"
     Config = PpoHalvingConfig
+
+    def target(self) -> tuple[Literal["token", "sequence"], float]:
+        """`target`, per token."""
+        return "token", self.config.target
 
     def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
         """Halve, double or keep."""

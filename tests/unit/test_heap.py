@@ -33,12 +33,17 @@ def test_steps_of_one_size_keep_their_pages(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_heap_that_grew_by_holes_is_trimmed_each_time_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grown = [3 * GB, 4 * GB, 3 * GB, 4 * GB]
-    assert trims(monkeypatch, grown) == [False, True, False, True]
+    grown = [3 * GB, 3 * GB, 4 * GB, 3 * GB, 4 * GB]
+    assert trims(monkeypatch, grown) == [False, False, True, False, True]
 
 
 def test_steps_that_need_more_are_believed_after_one_trim(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trims(monkeypatch, [3 * GB, 5 * GB, 5 * GB, 5 * GB]) == [False, True, False, False]
+    grown = [3 * GB, 3 * GB, 5 * GB, 5 * GB, 5 * GB]
+    assert trims(monkeypatch, grown) == [False, False, True, False, False]
+
+
+def test_the_second_step_may_need_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trims(monkeypatch, [3 * GB, 4 * GB, 4 * GB]) == [False, False, False]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

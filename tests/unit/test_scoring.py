@@ -14,6 +14,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.scoring import (
     WeightedReward,
+    duplicate_frac,
     place_on_last_token,
     rollout_metrics,
     score_batch,
@@ -112,3 +113,14 @@ def test_the_summed_reward_is_kept_within_its_bounds(task: Task[NoConfig]) -> No
     assert scored.column("rewards").tolist() == [2.0, -1.0, 0.5]
     assert scored.column("token_rewards").sum(dim=1).tolist() == [2.0, -1.0, 0.5]
     assert scored.column("reward_components")[:, 0].tolist() == [3.0, -3.0, 0.5]
+
+
+def test_a_response_that_repeats_one_of_its_group_is_a_duplicate() -> None:
+    batch = response_batch(
+        prompts=[[5]] * 6,
+        responses=[[8], [8], [8, 9], [8], [7], [7, 7]],
+        group_ids=[0, 0, 0, 1, 1, 1],
+        pad_token_id=0,
+        problems=(),
+    )
+    assert duplicate_frac(batch) == pytest.approx(1 / 6)

@@ -55,6 +55,13 @@ def test_adaptive_moves_by_the_clipped_error(kl: float, error: float) -> None:
     assert told(build("adaptive"), kl, 1000) == pytest.approx(0.2 * (1 + 0.1 * error))
 
 
+def test_controllers_tell_what_they_steer_to() -> None:
+    assert build("fixed").target() is None
+    assert build("adaptive").target() == ("sequence", 6.0)
+    assert build("adaptive", kl_unit="token", target=0.1).target() == ("token", 0.1)
+    assert build("ppo_halving", target=0.02).target() == ("token", 0.02)
+
+
 def test_adaptive_reads_the_unit_of_its_target() -> None:
     per_token = build("adaptive", kl_unit="token", target=0.1, horizon=1000)
     per_token.update(kl_per_token=0.05, kl_per_sequence=99.0, num_rows=100)

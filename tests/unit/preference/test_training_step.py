@@ -190,8 +190,12 @@ def test_a_ranking_of_gaps() -> None:
 def test_the_alarm_rings_once_after_a_whole_window_of_falling_pairs() -> None:
     alarm = BothFallingAlarm(limit=0.5, window=3)
     shares = [0.9, 0.9, 0.5, 0.6, 0.7, 0.8, 0.9]
-    texts = [alarm.after(i, {"pref/both_falling": share}) for i, share in enumerate(shares)]
+    ringing, texts = [], []
+    for share in shares:
+        texts.append(alarm.after({"pref/both_falling": share}))
+        ringing.append(alarm.ringing)
+    assert ringing == [False] * 5 + [True, True]
     assert [text is None for text in texts] == [True] * 5 + [False, True]
     assert texts[5] is not None and "dpop_lambda" in texts[5] and "learning_rate" in texts[5]
     silent = BothFallingAlarm(limit=0.5, window=1)
-    assert silent.after(1, {}) is None
+    assert silent.after({}) is None
