@@ -24,9 +24,10 @@ def step_alarms(
     history: Sequence[Mapping[str, float]],
     evaluations: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
-    """`alarm/NAME` of each alarm that could be judged: 1 where it goes off, 0 where not.
+    """`alarm/NAME` 1 of each alarm that goes off.
 
-    The first step of the stage at which an alarm goes off, also before an interruption, is told.
+    Silent alarms have no metric: a dozen zeros would take the place of others. The first step of
+    the stage at which an alarm goes off, also before an interruption, is told.
     """
     target = controller.target()
     seen = Seen(
@@ -36,11 +37,11 @@ def step_alarms(
         None if target is None else (f"kl/ref_{target[0]}", target[1]),
         stage.mismatch_alarm,
     )
-    texts = judge(seen, context.run.alarms)
+    texts = {name: text for name, text in judge(seen, context.run.alarms).items() if text}
     for name, text in texts.items():
-        if text and not any(row.get(METRIC + name) for row in history):
+        if not any(row.get(METRIC + name) for row in history):
             raise_alarm(context, name, step, text)
-    return {METRIC + name: float(bool(text)) for name, text in texts.items()}
+    return {METRIC + name: 1.0 for name in texts}
 
 
 def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:

@@ -266,8 +266,7 @@ class RlLoop:
         """Hand what the update read to whoever keeps it for people."""
         keeper, names = self.context.evidence, tuple(self.scorer.names)
         if keeper is not None:
-            with self._timed("evidence_s"):
-                keeper.put(evidence_of(batch, step, kl_coef, result, names, self.tokenizer))
+            keeper.put(evidence_of(batch, step, kl_coef, result, names, self.tokenizer))
 
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy of version `step`."""

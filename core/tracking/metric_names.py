@@ -248,7 +248,6 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluating on held-out problems", "lower"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint", "lower"),
     "time/record_s": Metric("s", "recording the step for a replay", "lower"),
-    "time/evidence_s": Metric("s", "handing over what the step was made of", "lower"),
     "time/tracking_s": Metric("s", "handing measurements to the tracker", "lower"),
     "time/step_s": Metric("s", "the whole step", "lower"),
     "time/overhead_ms": Metric("ms", "of the step outside all phases", "lower"),
@@ -261,7 +260,7 @@ METRICS: dict[str, Metric] = {
 }
 
 PREFIXES: dict[str, Metric] = {
-    "alarm/": Metric("0 or 1", "whether the alarm of this name goes off at the step", "lower"),
+    "alarm/": Metric("0 or 1", "1 at steps at which the alarm of this name goes off", "lower"),
     "is_weight/": Metric("as named", "statistic of the rollout correction's weights"),
     "reject/": Metric("as named", "statistic of a rejection of the rollout correction"),
     "reward/component/": Metric("reward", "mean of one reward before its weight", "higher"),

@@ -32,12 +32,12 @@ from posttrain.core.errors import RunError
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow
 from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.ranking import left_out
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
 from posttrain.core.tracking.writer import Writer
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 Metrics = Mapping[str, float | None]
-MAX_KEYS_PER_STEP = 100
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
 
 
@@ -150,30 +150,29 @@ class StageTracker(MlflowRun):
                 "restored steps", lambda: store.log_rows(session.client, run_id, kept)
             )
 
-    def log_step(self, step: int, metrics: Metrics) -> None:
+    def log_step(self, step: int, metrics: Metrics) -> tuple[str, ...]:
         """Record what was measured at an optimizer step: at most 100 keys, no None, no NaN.
 
-        The journal is written before this returns, MLflow by the background thread in one call.
-        What was restored from an interrupted run is not recorded twice. Raises `RunError` for an
-        unknown metric, and for an earlier write that failed.
+        Returns the names that are left out because there are more. The journal is written before
+        this returns, MLflow by the background thread in one call. What was restored from an
+        interrupted run is not recorded twice. Raises `RunError` for an unknown metric, and for an
+        earlier write that failed.
         """
         values = measured(metrics)
         check_names(values)
-        if len(values) > MAX_KEYS_PER_STEP:
-            raise RunError(
-                f"step {step} has {len(values)} metrics, at most {MAX_KEYS_PER_STEP} are recorded: "
-                "per-sample values belong in a table"
-            )
+        beyond = left_out(values)
+        for name in beyond:
+            del values[name]
         self._require_open()
         known = self._restored.get(step, set())
         row = JournalRow(step, now_ms(), {k: v for k, v in values.items() if k not in known})
-        if not row.metrics:
-            return
-        if self._journal is not None:
-            self._journal.append(row)
-        self._latest.update(row.metrics)
-        self._last_step = max(self._last_step, step)
-        self.submit_metrics(row)
+        if row.metrics:
+            if self._journal is not None:
+                self._journal.append(row)
+            self._latest.update(row.metrics)
+            self._last_step = max(self._last_step, step)
+            self.submit_metrics(row)
+        return beyond
 
     def log_summary(self, metrics: Metrics, model_id: str = "") -> None:
         """Record final values at the last step seen; a value already there is not repeated.

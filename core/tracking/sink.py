@@ -12,8 +12,8 @@ class StageSink(Protocol):
 
     run_id: str
 
-    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """What was measured at an optimizer step."""
+    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[str]:
+        """What was measured at an optimizer step; returns the names that were too many."""
 
     def log_summary(self, metrics: Mapping[str, float | None]) -> None:
         """Final values."""
@@ -38,7 +38,9 @@ class NotTracked:
 
     run_id = ""
 
-    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> None: ...
+    def log_step(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[str]:
+        return ()
+
     def log_summary(self, metrics: Mapping[str, float | None]) -> None: ...
     def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None: ...
     def log_dataset(

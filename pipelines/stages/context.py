@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class StageContext(StageInputs):
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
-    reinforcement learning was made of. `answer` is what a gate was
-    answered, `rows` the new rows of a stage that is about them.
+    reinforcement learning was made of; `told` are metrics that a warning named. `answer` is
+    what a gate was answered, `rows` the new rows of a stage that is about them.
     """
 
     out: Path
@@ -63,6 +63,7 @@ class StageContext(StageInputs):
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
     evidence: EvidenceKeeper | None = None
+    told: set[str] = field(default_factory=set)
 
     def started(self, total_steps: int) -> None:
         """Tell the person watching that the stage begins."""
@@ -70,11 +71,21 @@ class StageContext(StageInputs):
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics, show them, and tell the listeners."""
-        self.tracker.log_step(step, metrics)
+        self._tell_left_out(step, self.tracker.log_step(step, metrics))
         self.reporter.step_done(self.name, step, metrics)
         self.manager.hooks.hook.posttrain_on_step_end(
             stage=self.name, step=step, metrics=dict(metrics)
         )
+
+    def _tell_left_out(self, step: int, names: Sequence[str]) -> None:
+        """Warn, once for each name, of metrics that a step has too many of to be recorded."""
+        fresh = sorted(set(names) - self.told)
+        if fresh:
+            self.told.update(fresh)
+            self.warn(
+                f"{self.name}: step {step} has {len(names)} metrics more than the 100 that are "
+                f"recorded; MLflow does not get {', '.join(fresh)}"
+            )
 
     def saved_checkpoint(self, step: int, folder: Path) -> None:
         """Tell automations that the stage can go on from here."""

@@ -82,7 +82,7 @@ class _PreferenceRun:
             heap.step_done()
             metrics["memory/peak_gb"] = peak_memory_gb()
             text = alarm.after(metrics)
-            metrics["alarm/both_falling"] = float(alarm.ringing)
+            metrics |= {"alarm/both_falling": 1.0} if alarm.ringing else {}
             if text is not None:
                 raise_alarm(context, "both_falling", step, text)
             every = stage.evaluate_every

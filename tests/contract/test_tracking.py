@@ -141,9 +141,9 @@ def test_stepped_metrics_keep_their_step_and_leave_out_what_was_not_measured(uri
 def test_a_step_is_one_call_of_at_most_a_hundred_known_metrics(uri: str) -> None:
     tracker = start(uri)
     stage = tracker.stage("rl", "rl", {})
-    stage.log_step(1, {f"plugin/{i}": i for i in range(100)})
-    with pytest.raises(RunError, match="has 101 metrics"):
-        stage.log_step(2, {f"plugin/{i}": i for i in range(101)})
+    assert stage.log_step(1, {f"plugin/{i}": i for i in range(100)}) == ()
+    more = {f"plugin/{i:03}": 1.0 for i in range(100)} | {"alarm/ess_seq": 1.0, "reward/mean": 0.5}
+    assert stage.log_step(2, more) == ("plugin/098", "plugin/099")
     with pytest.raises(RunError, match="did you mean 'reward/mean'"):
         stage.log_step(2, {"reward/maen": 1.0})
     tracker.finish("FINISHED")
@@ -151,6 +151,9 @@ def test_a_step_is_one_call_of_at_most_a_hundred_known_metrics(uri: str) -> None
     points = [client.get_metric_history(stage.run_id, f"plugin/{i}") for i in range(100)]
     assert {len(point) for point in points} == {1}
     assert len({point[0].timestamp for point in points}) == 1
+    assert client.get_metric_history(stage.run_id, "alarm/ess_seq")
+    assert client.get_metric_history(stage.run_id, "plugin/097")
+    assert not client.get_metric_history(stage.run_id, "plugin/098")
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED", "FINISHED"])

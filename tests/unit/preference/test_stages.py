@@ -144,7 +144,9 @@ def test_a_toy_preference_is_learned_and_holds_for_other_prompts(
 def test_a_stage_warns_when_both_answers_become_less_likely(pipeline: Pipeline) -> None:
     # The chosen answers are unlearned, and the rejected ones begin alike.
     metrics = run(pipeline, "falling")
-    warned = [text for text in pipeline.warnings if text.startswith("falling: step")]
+    warned = [
+        text for text in pipeline.warnings if text.startswith("falling: alarm both_falling: step ")
+    ]
     assert len(warned) == 1 and "dpop_lambda" in warned[0]
     assert metrics["pref/both_falling"] > 0.5
 
