@@ -65,7 +65,12 @@ def test_repetition_that_pays_is_found() -> None:
     pattern = found(make, "repetition_rewarded")
     assert pattern.suspicious
     assert pattern.examples[0].token_ids == (1, 2, 3) * 4
-    other = found(lambda n: scored(n, 1.0 - make(n).scores["a"].value, token_ids=make(n).token_ids), "repetition_rewarded")  # type: ignore[operator]  # fmt: skip  # noqa: E501
+
+    def punished(number: int) -> Response:
+        made = make(number)
+        return scored(number, float(number % 2), token_ids=made.token_ids)
+
+    other = found(punished, "repetition_rewarded")
     assert not other.suspicious
 
 

@@ -53,11 +53,10 @@ def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def test_cells_and_json_have_no_nan() -> None:
-    assert [shown(v) for v in (None, float("nan"), True, 0.123456, 7)] == ["-", "-", "yes", "0.1235", "7"]  # noqa: E501  # fmt: skip
-    assert plain({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {
-        "a": [None, 1.0],
-        "b": [None],
-    }
+    values = (None, float("nan"), True, 0.123456, 7, "a\tb")
+    assert [shown(value) for value in values] == ["-", "-", "yes", "0.1235", "7", "a\\tb"]
+    holes = {"a": [float("inf"), 1.0], "b": (float("nan"),)}
+    assert plain(holes) == {"a": [None, 1.0], "b": [None]}
 
 
 def test_a_plugin_is_written_with_its_fields() -> None:
