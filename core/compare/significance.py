@@ -64,8 +64,9 @@ def group_tests(
 ) -> list[AccuracyTest]:
     """Every test of two groups that their runs allow; none if either was not measured.
 
-    Over seeds where both have two or more; paired over problems for each two runs, of the same seed
-    or alone in their groups, that answered the same problems; else unpaired for the first of each.
+    Over seeds where both have two or more; paired over problems for each two runs of a seed that
+    answered the same ones, and, where nothing else can be said, for the first two of other seeds
+    that did; else unpaired for the first of each.
     """
     if not first or not second:
         return []
@@ -74,11 +75,10 @@ def group_tests(
         found = seeds_difference([r.right for r in first], [r.right for r in second])
         detail = f"Welch's interval over {len(first)} and {len(second)} seeds"
         tests.append(AccuracyTest("over seeds", "greedy", *names, *found, detail))
-    alone = len(first) == 1 and len(second) == 1
-    for a in first:
-        for b in second:
-            if (alone or a.seed == b.seed) and same_problems(a.outcomes, b.outcomes):
-                tests += _paired(a, b)
+    pairs = [(a, b) for a in first for b in second if same_problems(a.outcomes, b.outcomes)]
+    of_a_seed = [(a, b) for a, b in pairs if a.seed == b.seed]
+    for a, b in of_a_seed or ([] if tests else pairs[:1]):
+        tests += _paired(a, b)
     if not tests:
         found = newcombe_difference(first[0].right, second[0].right)
         detail = "Newcombe's interval: other problems, one run each"

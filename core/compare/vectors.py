@@ -33,7 +33,7 @@ def vector_difference(first: Tensor, second: Tensor) -> VectorDifference:
     norm_a, norm_b = float(a.norm()), float(b.norm())
     either = (a != 0) | (b != 0)
     count = int(either.sum())
-    differs, opposite = (a.sign() != b.sign()) & either, a.sign() * b.sign() < 0
+    differs, opposite = a.sign() != b.sign(), a.sign() * b.sign() < 0
     return VectorDifference(
         cosine=bounded(float(a @ b) / norm_a / norm_b) if norm_a and norm_b else None,
         norm_ratio=norm_b / norm_a if norm_a else None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 DPI = 110
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
@@ -35,6 +37,7 @@ def curves(panels: Mapping[str, Sequence[Curve]], columns: int = 2) -> bytes:
         axes.set_axis_off()
     for axes, (name, lines) in zip(grid.flat, panels.items(), strict=False):
         _tidy(axes, name, "step", "")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for index, line in enumerate(lines):
             colour = COLOURS[index % len(COLOURS)]
             axes.plot(line.steps, line.values, "o-", ms=3, lw=1.4, color=colour, label=line.label)
@@ -45,14 +48,12 @@ def curves(panels: Mapping[str, Sequence[Curve]], columns: int = 2) -> bytes:
 
 
 def _band(axes: Axes, line: Curve, colour: str) -> None:
-    known = [
-        (step, low, high)
-        for step, low, high in zip(line.steps, line.low, line.high, strict=False)
-        if low is not None and high is not None
-    ]
-    if known:
-        steps, low, high = (list(column) for column in zip(*known, strict=True))
-        axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    if line.low and line.high:
+        low, high = (
+            [math.nan if value is None else value for value in side]  # where the band breaks off
+            for side in (line.low, line.high)
+        )
+        axes.fill_between(line.steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def scatter(
@@ -83,6 +84,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> bytes
         axes.bar([p + index * width for p in places], heights, width, color=colour, label=name)
     middle = width * (len(names) - 1) / 2
     axes.set_xticks([i + middle for i in range(len(groups))], list(groups), fontsize=8)
+    axes.tick_params(axis="x", rotation=20)
     if names:
         axes.legend(frameon=False, fontsize=8)
     return _png(figure)

@@ -83,6 +83,7 @@ def compare(
     Nothing is sampled or trained, and nothing of the runs is changed. A page with the same tables
     and their pictures goes to HOME/reports.
     """
+    # Over 60 lines: half of them are the command's options.
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):

@@ -80,6 +80,15 @@ def test_groups_of_seeds_are_compared_over_seeds_and_pairs_by_seed() -> None:
     assert group_tests(first, [], ("A", "B")) == []
 
 
+def test_runs_of_other_seeds_are_paired_only_where_nothing_else_is_known() -> None:
+    first = [run("a", 0, [0, 1]), run("b", 1, [0, 0])]
+    second = [run("c", 0, [1, 1]), run("d", 2, [1, 1])]
+    tests = group_tests(first, second, ("A", "B"))
+    assert [(t.first, t.second) for t in tests] == [("A", "B"), ("a", "c")]
+    (only,) = group_tests(first, [run("e", 5, [1, 1])], ("A", "B"))
+    assert (only.how, only.first, only.second) == ("paired over problems", "a", "e")
+
+
 def test_the_interval_over_seeds_is_welchs() -> None:
     # rates .2 .4 and .7 .9 of 1000: variances .02 each, beyond those of drawing problems;
     # difference .5, standard error sqrt(.02), 2 degrees of freedom: t = 4.3027

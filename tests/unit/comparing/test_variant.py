@@ -47,6 +47,26 @@ def frozen_evidence(settings: UpdateSettings = SETTINGS, moved: float = 0.0) -> 
     return StepEvidence(STEP, batch, seen, torch.ones_like(seen), seen_by)
 
 
+def interrupted() -> tuple[StepEvidence, UpdateSettings]:
+    """Two epochs over four groups, given up after the first mini-batch of the second."""
+    settings = replace(SETTINGS, epochs=2)
+    batch = ragged_batch([3, 2, 4, 2], group_size=3)
+    batch = replace(batch, advantages=None).with_columns(mask=batch.response_mask)
+    rewards = torch.tensor([1.0, 0.0, 0.0] * 4)
+    old = torch.full(batch.mask.shape, -1.0)
+    batch = batch.with_columns(
+        rewards=rewards,
+        scored=torch.ones(12, dtype=torch.bool),
+        token_rewards=place_on_last_token(rewards, batch.response_mask),
+        old_logprobs=old,
+    )
+    seen_by = torch.full((12,), -1)
+    for number, rows in enumerate(mini_rows(batch, 2, 2, settings.seed, "mini_batches", STEP)):
+        if number < 3:
+            seen_by[rows] = number
+    return StepEvidence(STEP, batch, old, torch.ones_like(old), seen_by), settings
+
+
 def variant(
     manager: PluginManager,
     loss: str = "ppo_clip",
@@ -98,6 +118,17 @@ def test_rows_that_no_update_read_count_in_their_mini_batch(manager: PluginManag
         found.weights.double(), by_hand(evidence, tokens=False), rtol=1e-5, atol=1e-8
     )
     assert not frozen.read[1]
+
+
+def test_a_mini_batch_counts_rows_that_a_later_one_read_again(manager: PluginManager) -> None:
+    evidence, settings = interrupted()
+    frozen = freeze(evidence, settings)
+    assert any(not mini.taken.all() for mini in frozen.minis)
+    weights = evaluate(frozen, variant(manager)).weights.double()
+    lengths = evidence.batch.mask.sum(dim=1)
+    for row in range(0, 12, 3):  # reward 1 of 1, 0, 0: advantage (2 / 3) / sqrt(1 / 3)
+        advantage = (2 / 3) / (3**-0.5 + 1e-6)
+        assert float(weights[row, 0]) == pytest.approx(-advantage / (6 * int(lengths[row])))
 
 
 def test_a_clip_acts_only_where_the_policy_has_moved(manager: PluginManager) -> None:
