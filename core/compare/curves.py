@@ -17,8 +17,9 @@ MAIN_METRICS = (
     "clip/frac",
     "grad/norm",
     "loss/total",
-    "loss/sft",
+    "sft/loss",
     "loss/preference",
+    "rm/held_out_pair_accuracy",
     "pref/held_out_pair_accuracy",
 )
 """Those that are compared, where any of the runs has them."""

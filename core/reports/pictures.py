@@ -66,7 +66,8 @@ def scatter(
     for index, (label, (xs, ys)) in enumerate(groups.items()):
         axes.plot(xs, ys, "o", ms=4, alpha=0.6, color=COLOURS[index % len(COLOURS)], label=label)
     axes.axline((0, 0), slope=1, color="#b0b0b0", linewidth=0.8, zorder=0)
-    axes.legend(frameon=False, fontsize=8)
+    if groups:
+        axes.legend(frameon=False, fontsize=8)
     return _png(figure)
 
 

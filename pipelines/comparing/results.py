@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from posttrain.core.artifacts import read_manifest
 from posttrain.core.compare.configs import flatten
 from posttrain.core.compare.significance import MeasuredRun
 from posttrain.core.comparison import Outcome, read_outcomes
@@ -26,8 +27,10 @@ from posttrain.pipelines.replay.sources import choose_stage
 class RunResults:
     """A run with the stage whose curves are compared. `rows` are the metrics of each step.
 
-    `seconds` and `tokens` are sums over the steps, None where they were not kept; `evaluation` are
-    the metrics of the stage that evaluated the trained model, `outcomes` its answers.
+    `seconds` and `tokens` are sums over the steps, None where they were not kept; `stage_seconds`
+    is what the whole stage took in the run that computed it, None while it is not done.
+    `evaluation` are the metrics of the stage that evaluated the trained model, `outcomes` its
+    answers.
     """
 
     run_id: str
@@ -39,6 +42,7 @@ class RunResults:
     source: str
     seconds: float | None
     tokens: float | None
+    stage_seconds: float | None
     evaluation: Mapping[str, float] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
@@ -68,6 +72,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
     name = choose_stage(run.resolved, stage)
     rows, source = _rows(run, name)
     evaluation, outcomes, notes = _evaluation(run, name)
+    manifest = read_manifest(run.store.folder(name, run.record.stages[name]))
     return RunResults(
         run_id=run.record.run_id,
         name=run.record.name,
@@ -78,6 +83,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
         source=source,
         seconds=_total(rows, "time/step_s"),
         tokens=_total(rows, "tokens/response"),
+        stage_seconds=None if manifest is None else float(manifest["seconds"]),
         evaluation=evaluation,
         outcomes=outcomes,
         notes=notes,

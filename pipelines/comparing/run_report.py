@@ -33,6 +33,7 @@ def to_json(made: RunComparison) -> dict[str, object]:
                 "source": run.source,
                 "steps": max(run.rows),
                 "seconds": run.seconds,
+                "stage_seconds": run.stage_seconds,
                 "tokens": run.tokens,
                 "evaluation": dict(run.evaluation),
                 "last": {metric: run.last(metric) for metric in made.metrics},
@@ -68,11 +69,11 @@ def _results(made: RunComparison) -> Table:
         for run in group.runs
     ]
     columns = ["group", "run", "name", "seed", "steps", "accuracy", "low", "high", "sampled"]
-    columns += ["reward", "KL", "length", "seconds", "tokens"]
+    columns += ["reward", "KL", "length", "seconds", "stage seconds", "tokens"]
     note = (
         "accuracy: greedy, held out, with its 95 % interval over problems; sampled: share of right "
         "samples; reward, KL (k3, nats per token) and length (tokens) of the last step; seconds "
-        "and sampled tokens of all steps"
+        "and tokens of all steps; stage seconds: the whole stage, where it was computed"
     )
     return Table("final results", columns, rows, note)
 
@@ -81,7 +82,7 @@ def _of_run(run: RunResults) -> list[Cell]:
     names = ("greedy_accuracy", "greedy_low", "greedy_high", "sampled_accuracy")
     evaluated: list[Cell] = [run.evaluation.get(f"eval/{name}") for name in names]
     last = [run.last(name) for name in ("reward/mean", "kl/ref_k3", "resp_len/mean")]
-    return [max(run.rows), *evaluated, *last, run.seconds, run.tokens]
+    return [max(run.rows), *evaluated, *last, run.seconds, run.stage_seconds, run.tokens]
 
 
 def _groups(made: RunComparison) -> Table:

@@ -200,6 +200,7 @@ def test_rewards_in_worker_processes_and_their_failures_are_told(home: Path) -> 
     assert 0 < timeouts == len(found["failures"])
     assert found["after"]["format"]["scored"] == 16 - timeouts
     assert found["steps"][0]["scored_by_both"] == 16 - timeouts
+    assert found["steps"][0]["pairs"] < 24  # four groups of four, all scored
 
 
 def test_forensics_tell_each_reward_over_time(home: Path) -> None:
