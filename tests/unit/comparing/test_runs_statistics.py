@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from posttrain.core.compare.configs import differences, experiment, flatten
@@ -95,6 +96,21 @@ def test_the_interval_over_seeds_is_welchs() -> None:
     found = seeds_difference([(200, 1000), (400, 1000)], [(700, 1000), (900, 1000)])
     half = 4.302653 * math.sqrt(0.02)
     assert found == pytest.approx((0.5, 0.5 - half, 1.0), abs=1e-5)  # cut at 1
+
+
+@pytest.mark.parametrize(("seeds", "spread"), [(2, 0.0), (3, 0.05), (5, 0.05)])
+def test_the_interval_over_seeds_holds_zero_for_equal_configs(seeds: int, spread: float) -> None:
+    draw, problems = np.random.default_rng(seeds), 100
+
+    def group() -> list[tuple[int, int]]:
+        rates = np.clip(0.5 + spread * draw.standard_normal(seeds), 0, 1)
+        return [(int(draw.binomial(problems, rate)), problems) for rate in rates]
+
+    held = 0
+    for _ in range(1000):
+        _, low, high = seeds_difference(group(), group())
+        held += low <= 0 <= high
+    assert held >= 950
 
 
 def test_equal_accuracies_of_few_seeds_show_nothing_by_themselves() -> None:
