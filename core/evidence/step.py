@@ -154,6 +154,8 @@ def _evidence(
 ) -> StepEvidence:
     if header["schema"] != SCHEMA:
         raise ValueError(f"schema {header['schema']}, expected {SCHEMA}")
+    if len(rows) != len(tensors["response_ids"]):
+        raise ValueError(f"{len(rows)} texts for {len(tensors['response_ids'])} responses")
     columns: dict[str, Any] = {n: t for n, t in tensors.items() if n in COLUMN_AXES}
     batch = RolloutBatch(
         **columns,

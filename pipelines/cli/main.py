@@ -9,11 +9,14 @@ import typer
 
 from posttrain.core.runtime.collector import command
 from posttrain.pipelines.cli import (
+    compare,
     deployments,
     doctor,
+    forensics,
     plan,
     plugins,
     replay,
+    rescore,
     rollback,
     run,
     services,
@@ -56,6 +59,9 @@ app.command("run", epilog=run.EPILOG)(run.run)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("compare", epilog=compare.EPILOG)(compare.compare)
+app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
+app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(plugins.app, name="plugins")
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)

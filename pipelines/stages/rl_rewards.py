@@ -12,10 +12,10 @@ from posttrain.core.reward_shaping import RewardShaping
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import WeightedReward
-from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stages.inputs import StageInputs
 
 
-def build_scorer(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:
+def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:
     """The rewards with their weights, shaping and, if they need one, their pool."""
     setup = RewardContext(
         inputs={role: artifact.path for role, artifact in context.inputs.items()},
@@ -44,7 +44,7 @@ def build_scorer(context: StageContext, stage: RlStage, tokenizer: ChatTokenizer
 
 
 def _pool(
-    context: StageContext, stage: RlStage, rewards: Sequence[Reward[Any]], setup: RewardContext
+    context: StageInputs, stage: RlStage, rewards: Sequence[Reward[Any]], setup: RewardContext
 ) -> RewardPool | None:
     """A pool for the rewards that run in worker processes; None when there are none."""
     if not rewards:

@@ -1,0 +1,1 @@
+"""Comparing what was trained: algorithms on one frozen batch, and whole runs with one another."""

@@ -1,0 +1,1 @@
+"""Old responses under other rewards: what would have been different."""

@@ -1,0 +1,153 @@
+"""`posttrain compare`: algorithms on one step of a run, or whole runs with one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.pipelines.cli.common import (
+    DEFAULT_HOME,
+    EPILOG_CODES,
+    Boundary,
+    DebugOption,
+    HomeOption,
+    JsonOption,
+    StoreOption,
+    folders,
+    stdout_to_stderr,
+)
+from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
+
+if TYPE_CHECKING:
+    from posttrain.core.reports.report import Report
+    from posttrain.pipelines.comparing.variants import Wanted
+
+EPILOG = (
+    "Examples:\n\n"
+    "  posttrain compare 3f2a9c --step 12 --algorithm grpo --algorithm gspo\n\n"
+    "  posttrain compare 3f2a9c --step 12 --clip 0.1:0.1 --clip 0.2:0.28 --model\n\n"
+    "  posttrain compare 3f2a9c --step 1 --loss cispo --aggregation token-mean --out step.html\n\n"
+    "  posttrain compare 3f2a9c 77b0e1 9ad204 --json\n\n"
+    "With --step, each variant is computed on what that step sampled, beside the run's own loss; "
+    "without it, runs are laid side by side and those that differ only in the seed are one group. "
+    "docs/comparing.md says what each number is.\n\n" + EPILOG_CODES
+)
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Ids that `posttrain run` printed, or their starts."),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="Compare algorithms on this step, from 1.")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option("--algorithm", metavar="NAME", help="A preset; give it several times."),
+    ] = None,
+    loss: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--loss", metavar="NAME[,field=value]", help="The run's own, with this policy loss."
+        ),
+    ] = None,
+    aggregation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--aggregation", metavar="NAME[,field=value]", help="The same, with this aggregator."
+        ),
+    ] = None,
+    clip: Annotated[
+        list[str] | None,
+        typer.Option("--clip", metavar="LOW:HIGH", help="The same, with these bounds of the clip."),
+    ] = None,
+    no_kl: Annotated[
+        bool, typer.Option("--no-kl", help="Leave KL terms out, also of the run's own loss.")
+    ] = False,
+    model: Annotated[
+        bool,
+        typer.Option("--model", help="Gradients of the model's parameters too; takes a model."),
+    ] = False,
+    stage: StageOption = None,
+    home: HomeOption = DEFAULT_HOME,
+    store: StoreOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare algorithms on the frozen rollouts of one step, or whole runs with one another.
+
+    Nothing is sampled or trained, and nothing of the runs is changed. A page with the same tables
+    and their pictures goes to HOME/reports.
+    """
+    # Over 60 lines: half of them are the command's options.
+    home, shared = folders(home, store)
+    with Boundary(as_json=as_json, debug=debug):
+        with stdout_to_stderr(as_json):
+            from posttrain.pipelines.comparing.specs import parse_clip, parse_spec
+            from posttrain.pipelines.comparing.variants import Wanted
+
+            wanted = Wanted(
+                [parse_spec("--algorithm", text) for text in algorithm or ()],
+                [parse_spec("--loss", text) for text in loss or ()],
+                [parse_spec("--aggregation", text) for text in aggregation or ()],
+                [parse_clip(text) for text in clip or ()],
+                without_kl=no_kl,
+            )
+            if step is None:
+                report, values = _runs(runs, stage, wanted, model, home, shared)
+            else:
+                report, values = _step(runs, step, stage, wanted, model, home, shared)
+        give(report, values, "compare", home, out, as_json)
+
+
+def _step(
+    runs: list[str],
+    step: int,
+    stage: str | None,
+    wanted: Wanted,
+    model: bool,
+    home: Path,
+    store: Path,
+) -> tuple[Report, dict[str, object]]:
+    from posttrain.core.errors import ConfigError
+
+    if len(runs) != 1:
+        raise ConfigError(
+            f"--step compares algorithms on the rollouts of one run, and {len(runs)} were given; "
+            "give one, or leave --step out to compare the runs"
+        )
+    run = open_run(runs[0], home, store)
+    from posttrain.pipelines.comparing import algorithm_report
+    from posttrain.pipelines.comparing.algorithms import compare_algorithms
+    from posttrain.pipelines.quiet import quiet_libraries
+
+    quiet_libraries()
+    made = compare_algorithms(run, stage, step, wanted, with_model=model)
+    return algorithm_report.report_of(made), algorithm_report.to_json(made)
+
+
+def _runs(
+    runs: list[str], stage: str | None, wanted: Wanted, model: bool, home: Path, store: Path
+) -> tuple[Report, dict[str, object]]:
+    from posttrain.core.errors import ConfigError
+
+    asked = [*wanted.algorithms, *wanted.losses, *wanted.aggregators, *wanted.clips]
+    if asked or wanted.without_kl or model:
+        raise ConfigError(
+            "--algorithm, --loss, --aggregation, --clip, --no-kl and --model are about one step of "
+            "one run: add --step N"
+        )
+    if len(runs) < 2:
+        raise ConfigError(
+            "one run was given: name a second to compare it with, or add --step N and two or more "
+            "of --algorithm, --loss, --aggregation and --clip"
+        )
+    from posttrain.pipelines.comparing import run_report
+    from posttrain.pipelines.comparing.runs import compare_runs
+
+    made = compare_runs([open_run(run, home, store) for run in runs], stage)
+    return run_report.report_of(made), run_report.to_json(made)

@@ -1,0 +1,1 @@
+"""Looking back at finished runs: algorithms on one step, runs beside runs, rewards scored again."""

@@ -1,0 +1,89 @@
+"""Pages load nothing and obey no text; what people write is read or refused with a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.reports.page import render, write_page
+from posttrain.core.reports.pictures import Curve, bars, curves, histogram, scatter
+from posttrain.core.reports.report import Picture, Report, Table, plain, shown
+from posttrain.pipelines.comparing.specs import parse_clip, parse_reward, parse_spec
+
+EVIL = "<script src='http://x.example/a.js'>alert(1)</script>\x1b[2J"
+
+
+def test_text_of_a_model_is_escaped_everywhere() -> None:
+    table = Table(EVIL, [EVIL], [[EVIL]], EVIL)
+    page = render(Report(EVIL, [EVIL], [table, Picture(EVIL, b"png", EVIL + '" onload="x')]))
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert '" onload=' not in page
+    assert page.count("&lt;script") >= 8
+
+
+def test_a_page_loads_nothing_from_elsewhere() -> None:
+    pictures = [
+        scatter({"a": ([0.0, 1.0], [1.0, 2.0])}, "t", "x", "y"),
+        bars({"a": {"clip/frac": 0.1}, "b": {}}, "$t$", "y"),
+        histogram({"a": [1.0, 1.0]}, "t", "x"),
+        histogram({}, "t", "x"),
+        curves({"m": [Curve("A", [1, 2], [1.0, 2.0], [0.0, None], [2.0, None])], "n": []}),
+    ]
+    assert all(png.startswith(b"\x89PNG") for png in pictures)
+    page = render(Report("t", [], [Picture("p", png) for png in pictures]))
+    assert page.count("data:image/png;base64,") == 5
+    assert "default-src 'none'" in page
+    assert not re.search(r"(src|href)=[\"'](?!data:)", page)
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ResourceError, match="--out"):
+        write_page(tmp_path / "taken", Report("t"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="--out"):
+        write_page(tmp_path / "file" / "a.html", Report("t"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
+    assert write_page(tmp_path / "new" / "a.html", Report("t")).read_text().endswith("</html>\n")
+
+
+def test_cells_and_json_have_no_nan() -> None:
+    values = (None, float("nan"), True, 0.123456, 7, "a\tb")
+    assert [shown(value) for value in values] == ["-", "-", "yes", "0.1235", "7", "a\\tb"]
+    holes = {"a": [float("inf"), 1.0], "b": (float("nan"),)}
+    assert plain(holes) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_a_plugin_is_written_with_its_fields() -> None:
+    spec = parse_spec("--loss", "gspo,clip_low=0.001,tags=[a, b],name2=x")
+    assert (spec.name, spec.fields) == (
+        "gspo",
+        {"clip_low": 0.001, "tags": ["a", "b"], "name2": "x"},
+    )
+    found, weight = parse_reward("format,tags=[think, answer]:0.5")
+    assert (found.fields, weight) == ({"tags": ["think", "answer"]}, 0.5)
+    assert parse_reward("accuracy")[1] == 1.0
+    assert parse_reward("format,pattern=a:b")[0].fields == {"pattern": "a:b"}
+    assert parse_clip("0.2:0.28") == (0.2, 0.28)
+    assert parse_clip("0.2") == (0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    "text", ["gspo,clip_low", "gspo,=1", "=1", "", ",a=1", "a,b=1,b=2", "a,b={"]
+)
+def test_what_is_no_plugin_with_fields_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--loss"):
+        parse_spec("--loss", text)
+
+
+@pytest.mark.parametrize("text", ["accuracy:x", "accuracy:nan", "accuracy:inf", ":1"])
+def test_a_weight_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--reward"):
+        parse_reward(text)
+    with pytest.raises(ConfigError, match="--clip"):
+        parse_clip("1:x")
