@@ -9,6 +9,7 @@ import typer
 
 from posttrain.core.runtime.collector import command
 from posttrain.pipelines.cli import (
+    blame,
     compare,
     deployments,
     doctor,
@@ -62,6 +63,7 @@ app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
+app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(plugins.app, name="plugins")
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)

@@ -266,3 +266,71 @@ def test_independent_stages_may_run_at_once_and_end_in_the_same_models(
 
     assert digests(done) == digests(first)
     assert len(digests(done)) == 3
+
+
+def test_blame_walks_back_from_the_registered_model_to_the_base_model(
+    workspace: Path, first: Finished
+) -> None:
+    home = str(workspace / "home")
+    done = run_command("blame", "tiny@candidate", "--home", home, "--json")
+    assert done.code == 0, done.text
+    past = done.result["past"]
+    assert [(p["depth"], p["place"], p["stage"], p["told_above"]) for p in past] == [
+        (0, "", "rl", False),
+        (1, "model", "sft", False),
+        (2, "model", "", False),
+        (1, "reward_model", "reward_model", False),
+        (2, "model", "sft", True),
+    ]
+    made = {name: stage["artifacts"][0] for name, stage in first.result["stages"].items()}
+    assert [p["digest"] for p in past[:2]] == [made["rl"]["digest"], made["sft"]["digest"]]
+    assert past[2]["what"] == "base model"
+    assert past[2]["source"] == f"directory {workspace / 'model'}"
+    rl = past[0]
+    assert {s["place"]: (s["default"], s["value"]) for s in rl["settings"]} == {
+        "model.dtype": ("auto", "float32"),
+        "model.max_model_len": (1024, 256),
+        "task.left_digits": ([2, 2], [1, 1]),
+        "task.right_digits": ([2, 2], [1, 1]),
+        "evaluation.num_problems": (200, 4),
+        "evaluation.max_response_length": (16, 8),
+        "evaluation.num_samples": (4, 2),
+        "stages.rl.steps": (30, 4),
+        "stages.rl.prompts_per_step": (16, 4),
+        "stages.rl.num_generations": (8, 4),
+        "stages.rl.num_mini_batches": (1, 2),
+        "stages.rl.micro_batch_size": (32, 6),
+        "stages.rl.generation.max_response_length": (16, 8),
+        "stages.rl.rewards": (
+            [{"name": "accuracy", "weight": 1.0}],
+            [
+                {"name": "accuracy", "weight": 1.0},
+                {"name": "reward_model", "weight": 0.2, "transform": "sigmoid"},
+            ],
+        ),
+        "stages.rl.optimizer.learning_rate": (5e-6, 1e-3),
+        "stages.rl.evaluate_every": (10, 2),
+        "stages.rl.checkpoint_every": (0, 1),
+    }
+    read = {(data["name"], data["context"]): data for data in rl["data"]}
+    assert read["arithmetic-train", "train"]["num_rows"] == 16
+    assert len(read["arithmetic-held_out", "held_out"]["sha256"]) == 64
+    assert rl["plugins"]["reward accuracy"].startswith("posttrain ")
+    assert rl["mlflow_run_id"] == first.result["stages"]["rl"]["mlflow_run_id"]
+    assert rl["run_id"] == first.result["run_id"]
+
+
+def test_blame_refuses_what_is_no_model_and_names_those_there_are(
+    workspace: Path, first: Finished
+) -> None:
+    home = str(workspace / "home")
+    wanted = {
+        "tinny": "did you mean 'tiny'?",
+        "tiny@nobody": "has no alias 'nobody'",
+        "tiny/9": "has no version 9",
+        str(workspace): "no stage of this store made",
+    }
+    for model, text in wanted.items():
+        done = run_command("blame", model, "--home", home)
+        assert done.code in (2, 4) and text in done.text, done.text
+        assert "Traceback" not in done.text

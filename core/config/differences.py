@@ -1,0 +1,109 @@
+"""Which settings of a resolved run are not what its presets and defaults would have made them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.errors import PosttrainError
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
+
+# What says which stage it is, rather than how it works.
+_GIVEN = ("kind", "inputs", "algorithm")
+_ALWAYS_READ = ("model", "dataset")
+_LEANED_ON = ("rewards", "environment", "sampler")
+_NOT_SETTINGS = ("name", "description", "run_name", "limits", "keep", "alarms")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting by its place in the YAML, with its default and the value that was used."""
+
+    place: str
+    default: object
+    value: object
+
+
+def differing_settings(resolved: ResolvedRun, manager: PluginManager) -> list[Setting]:
+    """Every setting that differs from its default, in the order of the config.
+
+    The default is that of the same stages with the same algorithms and plugins and nothing else
+    set. A value that has no default (a required one) is told with None. Sections that decide no
+    result are left out.
+    """
+    used = resolved.config.model_dump(mode="json")
+    default = _defaults(used, resolved, manager)
+    found = [
+        Setting(place, default.get(place), value)
+        for place, value in _flat(used)
+        if place.split(".")[0] not in _NOT_SETTINGS and not _is_given(place)
+    ]
+    return [s for s in found if s.place not in default or default[s.place] != s.value]
+
+
+def _is_given(place: str) -> bool:
+    head, _, rest = place.partition(".")
+    field = rest.partition(".")[2].split(".")[0]
+    return head == "stages" and field in _GIVEN
+
+
+def _defaults(
+    used: Mapping[str, Any],  # Any: JSON
+    resolved: ResolvedRun,
+    manager: PluginManager,
+) -> dict[str, object]:
+    """The flat settings of the same run with nothing set that need not be.
+
+    A place that has no default is not there.
+    """
+    stages: dict[str, Any] = {}
+    for name, stage in used["stages"].items():
+        fields = type(resolved.config.stages[name]).model_fields
+        needed = {key for key, field in fields.items() if field.is_required()}
+        kept = {k: v for k, v in stage.items() if k in needed | set(_GIVEN) and v is not None}
+        if "algorithm" in kept:
+            kept["algorithm"] = kept["algorithm"]["name"]
+        if stage["kind"] == "rl":  # other inputs are of rewards and critics that are not set here
+            kept["inputs"] = {k: v for k, v in stage["inputs"].items() if k in _ALWAYS_READ}
+        stages[name] = kept
+    bare = {"name": used["name"], "task": {"name": used["task"]["name"]}, "stages": stages}
+    try:
+        return dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+    except PosttrainError:
+        # An algorithm needs more than its name (a reward that scores steps, float32): what others
+        # lean on is taken as it is, and has no default then.
+        for name, stage in stages.items():
+            stage |= {k: v for k, v in used["stages"][name].items() if k in _LEANED_ON}
+            stage["inputs"] = used["stages"][name]["inputs"]
+        bare |= {"model": used["model"]}
+        flat = dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+        return {place: value for place, value in flat.items() if not _was_taken(place)}
+
+
+def _was_taken(place: str) -> bool:
+    head, _, rest = place.partition(".")
+    return head == "model" or rest.partition(".")[2].split(".")[0] in _LEANED_ON
+
+
+def _resolved(values: Mapping[str, Any], manager: PluginManager) -> ResolvedRun:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "defaults.yaml"
+        path.write_text(yaml.safe_dump(dict(values)))
+        return resolve(load_config([path]), manager)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
