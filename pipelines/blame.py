@@ -19,6 +19,7 @@ from posttrain.core.run_record import RunRecord, find_run
 from posttrain.pipelines.base_model import tracking_uri
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities import Run
 
 _MODELS = ("model", "reward_model")
@@ -272,6 +273,11 @@ def _decides(place: str, made: Made) -> bool:
     Where the model comes from is not: its digest is.
     """
     return place in made.parts or any(part.startswith(f"{place}.") for part in made.parts)
+
+
+def data_read(client: MlflowClient, run_id: str) -> list[DataRead]:
+    """The data sets that the MLflow run of a stage read."""
+    return list(_data(client.get_run(run_id)))
 
 
 def _data(run: Run) -> Iterator[DataRead]:

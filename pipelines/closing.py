@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from mlflow.exceptions import MlflowException
+
 from posttrain.core.artifacts import StageResult
 from posttrain.core.config.base import BASE_MODEL
+from posttrain.core.errors import PosttrainError
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html, lineage_markdown
 from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.reporters import FileReporter
+from posttrain.pipelines.run_card import write_card
 
 
 def close_run(
@@ -25,8 +29,19 @@ def close_run(
         if pipeline.results:
             with tempfile.TemporaryDirectory() as folder:
                 _write_summary(pipeline, Path(folder))
+        if status != "KILLED":  # such a run goes on later, and has to end at once
+            _leave_card(pipeline, status, log.path.parent)
     finally:
         pipeline.tracker.finish(status)
+
+
+def _leave_card(pipeline: Pipeline, status: Literal["FINISHED", "FAILED"], folder: Path) -> None:
+    """The run's card in its folder and in MLflow; a run without one is a run all the same."""
+    try:
+        for path in write_card(pipeline, status, folder):
+            pipeline.tracker.log_file(path)
+    except (PosttrainError, MlflowException, OSError) as error:
+        pipeline.reporter.warn(f"the run card could not be written: {error}")
 
 
 def _write_summary(pipeline: Pipeline, folder: Path) -> None:
@@ -59,7 +74,8 @@ def note(pipeline: Pipeline, bars: Sequence[tuple[str, float, float, float]]) ->
             "|---|---|---|",
             *rows,
             "",
-            "Pictures: Artifacts > `summary` here; `plots` and `tables` in the child runs.",
+            "All of it: Artifacts > `run_card.html`. Pictures: `summary` there; `plots` and "
+            "`tables` in the child runs.",
         ]
     )
 

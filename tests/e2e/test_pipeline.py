@@ -272,7 +272,7 @@ def test_blame_walks_back_from_the_registered_model_to_the_base_model(
     workspace: Path, first: Finished
 ) -> None:
     home = str(workspace / "home")
-    done = run_command("blame", "tiny@candidate", "--home", home, "--json")
+    done = run_command("blame", "tiny/1", "--home", home, "--json")
     assert done.code == 0, done.text
     past = done.result["past"]
     assert [(p["depth"], p["place"], p["stage"], p["told_above"]) for p in past] == [
@@ -334,3 +334,27 @@ def test_blame_refuses_what_is_no_model_and_names_those_there_are(
         done = run_command("blame", model, "--home", home)
         assert done.code in (2, 4) and text in done.text, done.text
         assert "Traceback" not in done.text
+
+
+def test_a_run_leaves_a_card_with_what_was_done_and_whether_it_helped(
+    workspace: Path, first: Finished
+) -> None:
+    folder = workspace / "home" / "runs" / first.result["run_id"]
+    card = (folder / "run_card.md").read_text()
+    assert "No difference is shown" in card or "Better:" in card or "Worse:" in card
+    metrics = first.result["stages"]["evaluate"]["metrics"]
+    if metrics["eval/gain_low"] <= 0 <= metrics["eval/gain_high"]:
+        assert "> No difference is shown: held-out accuracy, evaluate: " in card
+    for name, stage in first.result["stages"].items():
+        row = f"| {name} | {stage['kind']} | ran |".replace("_", "\\_")
+        assert row in card, row
+    assert "| stages.rl.steps | 30 | 4 |" in card
+    client = MlflowClient(first.result["mlflow_uri"])
+    points = client.get_metric_history(
+        first.result["stages"]["rl"]["mlflow_run_id"], "tokens/response"
+    )
+    assert f"| tokens sampled in training | {sum(p.value for p in points):.4g} |" in card
+    page = (folder / "run_card.html").read_text()
+    assert 'src="data:image/png;base64,' in page and 'src="http' not in page
+    stored = {item.path for item in client.list_artifacts(first.result["mlflow_run_id"])}
+    assert {"run_card.md", "run_card.html"} <= stored
