@@ -17,6 +17,7 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
 from prefect.logging.handlers import APILogHandler
 
@@ -108,7 +109,13 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
 
 
 def announce(event: str, run_id: str, stage: str, payload: Mapping[str, Any]) -> None:
-    """Emit a custom event of the pipeline run (`run_id` is MLflow's), for automations."""
+    """Emit a custom event of the pipeline run (`run_id` is MLflow's), for automations.
+
+    Outside a flow nobody is told: Prefect would start a thread that waits for events, and which a
+    forked process cannot end.
+    """
+    if FlowRunContext.get() is None and TaskRunContext.get() is None:
+        return
     resource = {"prefect.resource.id": f"posttrain.run.{run_id}", "posttrain.stage": stage}
     emit_event(event, resource=resource, payload=dict(payload))
 
