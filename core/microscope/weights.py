@@ -93,8 +93,10 @@ def token_weights(
         for part in parts:
             micro, here = mini.select(part), own[part]
             into, its = rows[part][here], prepared.rows(part)
-            grad, _ = _gradient(objective.loss, micro, its, evidence.kl_coef)
             without, loss = _gradient(without_kl.loss, micro, its, 0.0)
+            grad = without
+            if objective.kl is not None and evidence.kl_coef > 0:
+                grad, _ = _gradient(objective.loss, micro, its, evidence.kl_coef)
             total[into], policy[into] = grad[here], without[here]
             clip[into] = _states(loss, without, micro)[here]
     return TokenWeights(total, policy, clip)
