@@ -71,7 +71,7 @@ def make_report(
     One of `asked` that cannot be computed raises what `token_weights` does; one of `usual` is left
     out with a note that says why.
     """
-    said = [*notes, *_notes(evidence, own)]
+    said = [*notes, *_notes(evidence, own, settings)]
     weights = {OWN_NAME: token_weights(evidence, own, settings)}
     for variant in asked:
         weights[variant.name] = token_weights(evidence, variant.objective, settings)
@@ -122,7 +122,7 @@ def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
     return found
 
 
-def _notes(evidence: StepEvidence, own: Objective) -> list[str]:
+def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> list[str]:
     """What a reader must know before believing a number."""
     found = []
     unread = int(unread_rows(evidence).sum())
@@ -131,6 +131,11 @@ def _notes(evidence: StepEvidence, own: Objective) -> list[str]:
             f"{unread} of {len(evidence.batch)} responses were read by no optimizer step, because "
             "their advantages are 0: their log-probs are not known, and their weights are 0 under "
             "every loss"
+        )
+    if settings.cut and evidence.batch.log_kept is None:
+        found.append(
+            "the rollout was cut by top-k or top-p, and the engine's log-probs here are under that "
+            "cut: mismatch, and weights against the engine, contain its mass"
         )
     if own.kl is not None and own.kl.from_logits and evidence.kl_coef > 0:
         found.append("the KL term is over the whole vocabulary, and is not in the weights")

@@ -11,6 +11,7 @@ from posttrain.core.runtime.collector import command
 from posttrain.pipelines.cli import (
     deployments,
     doctor,
+    inspect,
     plan,
     plugins,
     replay,
@@ -56,6 +57,7 @@ app.command("run", epilog=run.EPILOG)(run.run)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(plugins.app, name="plugins")
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
