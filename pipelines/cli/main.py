@@ -14,6 +14,7 @@ from posttrain.pipelines.cli import (
     deployments,
     doctor,
     forensics,
+    inspect,
     plan,
     plugins,
     replay,
@@ -60,6 +61,7 @@ app.command("run", epilog=run.EPILOG)(run.run)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -35,6 +35,21 @@ PluginT = TypeVar("PluginT", bound=Plugin[Any])
 
 PROBLEMS_FILE = "problems.jsonl"
 """The problems in an artifact of kind `dataset`."""
+
+
+class StagePlugins(Protocol):
+    """The plugins of a stage of a run, which may be over."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's complete config."""
+
+    @property
+    def name(self) -> str:
+        """The stage's."""
+
+    def build(self, contract: type[PluginT], component: Component) -> PluginT:
+        """The plugin that a component of the config names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

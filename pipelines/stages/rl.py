@@ -21,6 +21,7 @@ from posttrain.core.tracking.plots import learning_curves
 from posttrain.core.training.checkpoint import load_checkpoint
 from posttrain.core.types import Problem
 from posttrain.pipelines.live import Live
+from posttrain.pipelines.microscope import log_pages
 from posttrain.pipelines.ranks.rl import on_ranks
 from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
 from posttrain.pipelines.rl_loop import RlLoop
@@ -51,6 +52,7 @@ def run_rl(context: StageContext) -> StageOutput:
     )
     for path in plots:
         context.tracker.log_file(path, "plots")
+    log_pages(context)
     return StageOutput(
         {"model": context.out / "model", "report": context.out / "plots"},
         loop.metrics,

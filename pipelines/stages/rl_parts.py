@@ -34,7 +34,7 @@ from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.sft import worked_batch
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.training.value_phase import ValuePhase
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stages.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stages.trained import reference_of, start_training
 
 
@@ -62,7 +62,7 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     )
 
 
-def update_settings(context: StageInputs, stage: RlStage) -> UpdateSettings:
+def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
     """How the stage cuts up a rollout batch."""
     return UpdateSettings(
         epochs=stage.epochs,
@@ -84,7 +84,7 @@ def in_optimizer_steps(section: OptimizerSection, per_rollout: int) -> Optimizer
     return section.model_copy(update={"warmup_steps": steps, "warmup_rollouts": 0})
 
 
-def build_objective(context: StageInputs, stage: RlStage) -> Objective:
+def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
     """Every term of the loss on the rollout; the pre-training term is the learner's own."""
     kl = context.build(KlEstimator, stage.kl.estimator) if stage.kl.place == "loss" else None
     aggregator = context.build(Aggregator, stage.aggregator)
@@ -105,7 +105,7 @@ def build_objective(context: StageInputs, stage: RlStage) -> Objective:
     )
 
 
-def build_term(context: StageInputs, stage: RlStage, term: LossTermComponent) -> LossTerm:
+def build_term(context: StagePlugins, stage: RlStage, term: LossTermComponent) -> LossTerm:
     """One policy loss with its factor and the aggregator it is averaged by."""
     return LossTerm(
         loss=context.build(PolicyLoss, term),

@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import load_text
 
+from tests.helpers.microscope import meta_of
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
@@ -103,6 +104,27 @@ def test_pictures_tables_and_lineage_are_in_mlflow(first: Finished, client: Mlfl
     assert len(table["data"]) == 16
     summary = {f.path for f in client.list_artifacts(first.result["mlflow_run_id"], "summary")}
     assert {"summary/before_after.png", "summary/lineage.html"} <= summary
+
+
+def test_the_first_and_the_last_step_of_rl_have_a_page_token_by_token(
+    workspace: Path, first: Finished, client: MlflowClient
+) -> None:
+    rl = children(client, first)["rl"].info
+    pages = {f.path for f in client.list_artifacts(rl.run_id, "microscope")}
+    assert pages == {"microscope/step-000001.html", "microscope/step-000004.html"}
+    meta = meta_of(load_text(f"{rl.artifact_uri}/microscope/step-000004.html"))
+    assert meta["step"] == 4 and len(meta["rows"]) == 16
+    names = {variant["name"] for variant in meta["variants"]}
+    assert {"own", "own@token-mean", "gspo@seq-mean-token-mean", "cispo"} <= names
+    own = sum(meta["variants"][0]["size"])
+    home = str(workspace / "home")
+    listed = run_command("inspect", first.result["run_id"], "--home", home, "--json").result
+    assert [row["step"] for row in listed["steps"]] == [1, 2, 3, 4]
+    looked = run_command(
+        "inspect", first.result["run_id"], "--home", home, "--json", "--step", "4"
+    ).result
+    assert looked["variants"][0]["size"] == pytest.approx(own)
+    assert Path(looked["page"]).is_relative_to(home)
 
 
 def test_models_and_datasets_are_linked(first: Finished, client: MlflowClient) -> None:
