@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from pathlib import Path
 from posttrain.core.config.base import Component
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.errors import ConfigError, PosttrainError, ResourceError
+from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.evidence.step import StepEvidence, read_step, steps_in
 from posttrain.core.math.masking import masked
 from posttrain.core.microscope.page import page
 from posttrain.core.microscope.report import LARGE, OWN_NAME, Report, Variant, make_report
 from posttrain.core.microscope.what_if import WhatIf, objective_under, usual
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.reports.page import write_html
 from posttrain.core.training.objective import Objective
 from posttrain.pipelines.stages.context import StageContext
 from posttrain.pipelines.stages.inputs import PluginT
@@ -88,25 +88,6 @@ def _variant(past: PastStage, what: WhatIf, own: Objective) -> Variant:
     return Variant(what.text, objective_under(what, own, past.manager, longest))
 
 
-def write_page(path: Path, report: Report) -> None:
-    """Write the page of a report, whole or not at all; raises `ResourceError`."""
-    text = page(report)
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"'{path}' is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_text(text, "utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write the page to {path}: {error}; give a file in another folder with --out"
-        ) from error
-
-
 def figures(evidence: StepEvidence) -> dict[str, float]:
     """What a list of steps tells of each: means over responses, over tokens with loss, in nats."""
     batch, mask = evidence.batch, evidence.batch.mask.bool()
@@ -154,7 +135,7 @@ def _log_page(context: StageContext, past: PastStage, evidence: StepEvidence) ->
     report = report_of(past, evidence, title, with_usual=not large)
     with tempfile.TemporaryDirectory(prefix="posttrain-microscope-") as folder:
         path = Path(folder) / f"step-{evidence.step:06d}.html"
-        write_page(path, report)
+        write_html(path, page(report))
         size = path.stat().st_size / 1e6
         if size > MAX_PAGE_MB:
             context.warn(

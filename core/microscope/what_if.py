@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import yaml
-
+from posttrain.core.config.spec import parse_spec
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.objective import LossTerm, Objective
 
 OWN = "own"
-GRAMMAR = "LOSS[,field=value]...[@AGGREGATOR[,field=value]...]"
+OPTION = "--what-if"
 Fields = Mapping[str, object]
 
 
@@ -36,30 +35,11 @@ class WhatIf:
 def parse(text: str) -> WhatIf:
     """What a person wrote; raises `ConfigError` for what is not of that form."""
     loss_part, at, aggregator_part = text.partition("@")
-    loss, loss_fields = _named(loss_part, text)
+    loss = parse_spec(OPTION, loss_part)
     if not at:
-        return WhatIf(text, loss, loss_fields)
-    return WhatIf(text, loss, loss_fields, *_named(aggregator_part, text))
-
-
-def _named(part: str, whole: str) -> tuple[str, dict[str, object]]:
-    name, *pairs = (piece.strip() for piece in part.split(","))
-    fields: dict[str, object] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals or not value or key in fields:
-            raise ConfigError(_malformed(whole, f"'{pair}' is no field=value of its own"))
-        try:
-            fields[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(_malformed(whole, f"'{value}' is no value")) from error
-    if not name or "=" in name:
-        raise ConfigError(_malformed(whole, "it has no name where one belongs"))
-    return name, fields
-
-
-def _malformed(text: str, why: str) -> str:
-    return f"what-if '{text}': {why}; write it as {GRAMMAR}, for instance ppo_clip,clip_high=0.28"
+        return WhatIf(text, loss.name, loss.fields)
+    aggregator = parse_spec(f"{OPTION} {loss_part}@", aggregator_part)
+    return WhatIf(text, loss.name, loss.fields, aggregator.name, aggregator.fields)
 
 
 def objective_under(

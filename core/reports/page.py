@@ -44,8 +44,12 @@ def render(report: Report) -> str:
 
 def write_page(path: Path, report: Report) -> Path:
     """Write the page to `path`, whole or not at all; raises `ResourceError`."""
+    return write_html(path, render(report))
+
+
+def write_html(path: Path, text: str) -> Path:
+    """Write a page's text to `path`, whole or not at all; raises `ResourceError`."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    text = render(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
@@ -54,7 +58,7 @@ def write_page(path: Path, report: Report) -> Path:
         if partial.is_file():
             partial.unlink()
         raise ResourceError(
-            f"cannot write the report {path}: {error.strerror or error}; name another file with "
+            f"cannot write the page {path}: {error.strerror or error}; name another file with "
             "--out, in a folder that can be written to"
         ) from error
     return path

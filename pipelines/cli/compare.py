@@ -87,7 +87,8 @@ def compare(
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            from posttrain.pipelines.comparing.specs import parse_clip, parse_spec
+            from posttrain.core.config.spec import parse_spec
+            from posttrain.pipelines.comparing.specs import parse_clip
             from posttrain.pipelines.comparing.variants import Wanted
 
             wanted = Wanted(

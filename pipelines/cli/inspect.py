@@ -20,10 +20,10 @@ from posttrain.pipelines.cli.common import (
     StoreOption,
     folders,
     print_json,
-    resolve_configs,
     stdout_to_stderr,
     text_console,
 )
+from posttrain.pipelines.cli.reports import open_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,12 @@ def inspect(
         asked = [parse(text) for text in what_if or ()]
         console = text_console(as_json)
         with stdout_to_stderr(as_json):
-            run_id, past, found = _look_up(run, stage, home, shared)
+            from posttrain.pipelines.microscope import PastStage
+
+            opened = open_run(run, home, shared)
+            found = opened.evidence(stage)
+            past = PastStage(opened.resolved.config, found.stage, opened.manager)
+            run_id = opened.record.run_id
             if step is None:
                 told = _list_steps(found, console)
             else:
@@ -97,21 +102,6 @@ def inspect(
                 told = _one_step(past, found, step, asked, title, place, console)
         if as_json:
             print_json({"run_id": run_id, "stage": found.stage, **told})
-
-
-def _look_up(
-    run: str, stage: str | None, home: Path, store: Path
-) -> tuple[str, PastStage, EvidenceFolder]:
-    from posttrain.core.run_record import find_run
-
-    record = find_run(home, run)
-    resolved, manager = resolve_configs([record.config], None)
-    from posttrain.core.artifacts import ArtifactStore
-    from posttrain.pipelines.evidence import find_evidence
-    from posttrain.pipelines.microscope import PastStage
-
-    found = find_evidence(record, resolved, stage, home, ArtifactStore(store))
-    return record.run_id, PastStage(resolved.config, found.stage, manager), found
 
 
 def _list_steps(found: EvidenceFolder, console: Console) -> dict[str, object]:
@@ -133,15 +123,18 @@ def _one_step(
     place: Path,
     console: Console,
 ) -> dict[str, object]:
-    from posttrain.core.evidence.step import read_step
+    from posttrain.core.microscope.page import page
     from posttrain.core.microscope.report import OWN_NAME
     from posttrain.core.microscope.table import samples, top_tokens
-    from posttrain.pipelines.microscope import report_of, write_page
+    from posttrain.core.reports.page import write_html
+    from posttrain.pipelines.comparing.past_run import check_step, read_unchanged
+    from posttrain.pipelines.microscope import report_of
 
-    evidence = read_step(found.folder, step)
+    check_step(found, step)
+    evidence = read_unchanged(found, step)
     report = report_of(past, evidence, title, asked)
     path = place.expanduser().resolve()
-    write_page(path, report)
+    write_html(path, page(report))
     own = report.weights[OWN_NAME]
     rows = samples(evidence, own, SHOWN_SAMPLES)
     tokens = top_tokens(evidence, own, SHOWN_TOKENS)

@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.core.artifacts import Artifact
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.spec import Spec
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.forensics.responses import TOTAL, numbered
@@ -25,7 +26,6 @@ from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import score_samples, shaped_sum
 from posttrain.core.types import Score
 from posttrain.pipelines.comparing.past_run import PastRun, read_steps
-from posttrain.pipelines.comparing.specs import Spec
 from posttrain.pipelines.stages.rl_rewards import build_scorer
 
 

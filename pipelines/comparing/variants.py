@@ -14,10 +14,10 @@ from typing import Any
 from posttrain.core.compare.variant import Variant
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import AdvantageEstimator, KlController, KlEstimator
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.comparing.past_run import PastRun
-from posttrain.pipelines.comparing.specs import Spec
 from posttrain.pipelines.stages.inputs import StageInputs
 from posttrain.pipelines.stages.rl_parts import build_objective
 

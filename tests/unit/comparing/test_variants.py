@@ -10,11 +10,11 @@ import pytest
 from posttrain.core.artifacts import ArtifactStore
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
+from posttrain.core.config.spec import Spec
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecord
 from posttrain.pipelines.comparing.past_run import PastRun
-from posttrain.pipelines.comparing.specs import Spec
 from posttrain.pipelines.comparing.variants import Wanted, build_variants
 from tests.helpers.pipeline import tiny_config, write_config
 
