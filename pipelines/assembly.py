@@ -16,6 +16,7 @@ import transformers
 from posttrain.core.approval import approvals
 from posttrain.core.artifacts import Artifact, ArtifactStore, check_free_disk
 from posttrain.core.config.dag import PASSES_ON, makes
+from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.runtime import ModelRuntime
@@ -24,6 +25,7 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.device import choose_dtype, set_threads
 from posttrain.core.runtime.heap import keep_freed_memory
+from posttrain.core.runtime.provenance import environment_lock, source_tags
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
@@ -65,7 +67,7 @@ def assemble(
     store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
     title = config.title(datetime.now(UTC).date())
-    tracker = start_tracking(resolved, home, title, run_tags(base, engines, runtime))
+    tracker = start_tracking(resolved, manager, home, title, run_tags(base, engines, runtime))
     began = datetime.now(UTC).isoformat(timespec="seconds")
     record = RunRecorder(home, tracker.run_id, config.name, began, resolved.to_yaml())
     if tracker.killed_runs:
@@ -90,18 +92,25 @@ def assemble(
 
 
 def start_tracking(
-    resolved: ResolvedRun, home: Path, title: str, tags: dict[str, str]
+    resolved: ResolvedRun, manager: PluginManager, home: Path, title: str, tags: dict[str, str]
 ) -> PipelineTracker:
-    """MLflow's parent run, on the server that the environment names or in the home."""
-    return PipelineTracker.start(
+    """MLflow's parent run, on the server that the environment names or in the home.
+
+    Its files say what was asked for, what of that is not a default, and what was installed.
+    """
+    tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
         experiment=resolved.config.name,
         run_name=title,
         config_yaml=resolved.to_yaml(),
         params=resolved.config.model_dump(mode="json", exclude={"stages"}),
         tags=tags,
+        source=source_tags(),
         journal=home / "runs",
     )
+    tracker.log_text(environment_lock(), "environment.txt")
+    tracker.log_text(changes_yaml(differing_settings(resolved, manager)), "config_changes.yaml")
+    return tracker
 
 
 def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,16 @@ def differing_settings(resolved: ResolvedRun, manager: PluginManager) -> list[Se
         if place.split(".")[0] not in _NOT_SETTINGS and not _is_given(place)
     ]
     return [s for s in found if s.place not in default or default[s.place] != s.value]
+
+
+def changes_yaml(settings: Sequence[Setting]) -> str:
+    """The settings as YAML: by their place, the default and the value."""
+    found = {s.place: {"default": s.default, "value": s.value} for s in settings}
+    head = (
+        "# What this run sets, where its algorithms, plugins and defaults would have it otherwise."
+    )
+    body: str = yaml.safe_dump(found, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    return f"{head}\n{body}"
 
 
 def _is_given(place: str) -> bool:

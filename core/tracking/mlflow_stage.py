@@ -133,8 +133,11 @@ class MlflowRun:
 class StageTracker(MlflowRun):
     """One stage's MLflow run, made by `PipelineTracker.stage`; one thread at a time may use it."""
 
-    def __init__(self, session: Session, run_id: str, journal: Journal | None) -> None:
+    def __init__(
+        self, session: Session, run_id: str, parent_id: str, journal: Journal | None
+    ) -> None:
         super().__init__(session, run_id)
+        self._parent_id = parent_id
         self._journal = journal
         self._latest: dict[str, float] = {}
         self._last_step = 0
@@ -204,6 +207,7 @@ class StageTracker(MlflowRun):
     ) -> None:
         """Show a dataset (sha256 `digest`, `source` a path or hub id) as an input of the run.
 
+        It is shown on the pipeline's run too.
         `of` is the digest of the whole of what the dataset is a part of, where there is one.
         """
         profile = {"num_rows": num_rows, "sha256": digest} | ({"source_sha256": of} if of else {})
@@ -215,10 +219,10 @@ class StageTracker(MlflowRun):
             profile=json.dumps(profile),
         )
         tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
-        self._session.writer.submit(
-            f"dataset {name}",
-            partial(_log_input, self._session.client, self.run_id, tagged),
-        )
+        for run_id in (self.run_id, self._parent_id):
+            self._session.writer.submit(
+                f"dataset {name}", partial(_log_input, self._session.client, run_id, tagged)
+            )
 
     def log_model_output(
         self,
@@ -230,7 +234,10 @@ class StageTracker(MlflowRun):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> str:
-        """Record a model this run made, by reference: nothing is copied. Returns its id "m-..."."""
+        """Record a model this run made, by reference: nothing is copied. Returns its id "m-...".
+
+        It is an output of the pipeline's run too.
+        """
         session = self._session
         all_tags = {**(tags or {}), "posttrain.uri": uri, "posttrain.digest": digest}
 
@@ -245,7 +252,8 @@ class StageTracker(MlflowRun):
                 experiment_id=session.experiment_id,
             )
             output = LoggedModelOutput(model.model_id, step)
-            session.client.log_outputs(self.run_id, [output])
+            for run_id in (self.run_id, self._parent_id):
+                session.client.log_outputs(run_id, [output])
             return str(model.model_id)
 
         return session.writer.call(f"model {name}", write)

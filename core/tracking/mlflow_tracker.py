@@ -34,6 +34,8 @@ from posttrain.core.tracking.registry import add_version
 from posttrain.core.tracking.writer import Writer
 
 MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
+EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Without it MLflow takes an experiment with tables for one about prompts, and shows it as such."""
 
 
 def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -49,8 +51,9 @@ def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 class PipelineTracker(MlflowRun):
     """The parent run of a pipeline. Made by `start`; stages may run in several threads."""
 
-    def __init__(self, session: Session, run_id: str) -> None:
+    def __init__(self, session: Session, run_id: str, source: Mapping[str, str]) -> None:
         super().__init__(session, run_id)
+        self._source = dict(source)
         self.uri = session.uri
         self.experiment_id = session.experiment_id
         self.killed_runs: list[str] = []
@@ -68,11 +71,13 @@ class PipelineTracker(MlflowRun):
         config_yaml: str,
         params: Mapping[str, object],
         tags: Mapping[str, str],
+        source: Mapping[str, str] | None = None,
         journal: Path | None = None,
     ) -> PipelineTracker:
         """Open the parent run and store the config as config.yaml.
 
         `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie beside it.
+        `source` are tags that say which code runs and who started it, here and on every stage.
         `journal` is the folder for write-ahead records; with None a kill loses the last steps.
         Runs that dead processes left open are ended first (their ids: `killed_runs`).
         Raises `ResourceError` when MLflow cannot be reached.
@@ -82,9 +87,11 @@ class PipelineTracker(MlflowRun):
         with store.explained("start a run", uri):
             experiment_id = _experiment(client, uri, experiment)
             session = Session(client, Writer(uri), uri, experiment_id, journal)
-            run_id = _create_run(session, run_name, dict(tags) | store.process_tags(None))
+            run_id = _create_run(
+                session, run_name, {**tags, **(source or {}), **store.process_tags(None)}
+            )
             _log_params(client, run_id, params)
-        tracker = cls(session, run_id)
+        tracker = cls(session, run_id, source or {})
         tracker.killed_runs = killed
         tracker.log_text(config_yaml, "config.yaml")
         return tracker
@@ -118,7 +125,7 @@ class PipelineTracker(MlflowRun):
 
         run_id = session.writer.call(f"stage {name}", create)
         journal = None if path is None else Journal(path, keep_through=resumed_step)
-        tracker = StageTracker(session, run_id, journal)
+        tracker = StageTracker(session, run_id, self.run_id, journal)
         with self._lock:
             self._stages.append(tracker)
         return tracker
@@ -181,7 +188,7 @@ class PipelineTracker(MlflowRun):
 
     def _child_tags(self, name: str, kind: str) -> dict[str, str]:
         self._stage_names.add(name)
-        return {
+        return self._source | {
             "mlflow.parentRunId": self.run_id,
             store.TAG_STAGE: name,
             store.TAG_KIND: kind,
@@ -201,7 +208,8 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     if found is None:
         root = store.artifact_root(uri)
         try:
-            return client.create_experiment(name, (root / name).as_uri() if root else None)
+            place = (root / name).as_uri() if root else None
+            return client.create_experiment(name, place, EXPERIMENT_KIND)
         except MlflowException as error:  # another process may have made it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:

@@ -227,6 +227,7 @@ def test_datasets_show_as_inputs_with_their_digest(uri: str) -> None:
     assert (item.dataset.name, item.dataset.digest) == ("arithmetic", DIGEST[:36])
     assert json.loads(item.dataset.profile or "") == {"num_rows": 640, "sha256": DIGEST}
     assert [(tag.key, tag.value) for tag in item.tags] == [("mlflow.data.context", "train")]
+    assert read(uri, tracker.run_id).inputs.dataset_inputs == [item], "the pipeline's run too"
 
 
 def model(stage: StageTracker, step: int = 5) -> str:
@@ -246,6 +247,8 @@ def test_models_chain_the_stage_that_made_them_to_the_stage_that_read_them(uri: 
     assert made is not None and used is not None
     (output,), (taken,) = made.model_outputs, used.model_inputs
     assert (output.model_id, output.step, taken.model_id) == (model_id, 5, model_id)
+    whole = read(uri, tracker.run_id).outputs
+    assert whole is not None and [o.model_id for o in whole.model_outputs] == [model_id]
     logged = MlflowClient(tracking_uri=uri).get_logged_model(model_id)
     assert logged.source_run_id == sft.run_id and str(logged.status) == "READY"
     assert logged.tags["posttrain.digest"] == DIGEST and logged.params == {"dtype": "bfloat16"}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import sqlite3
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 from mlflow.artifacts import load_text
 
@@ -140,6 +143,27 @@ def test_models_and_datasets_are_linked(first: Finished, client: MlflowClient) -
         if "context" in tag.key
     }
     assert contexts == {"train", "held_out"}
+
+
+def test_code_environment_and_what_was_set_are_on_record(
+    workspace: Path, first: Finished, client: MlflowClient
+) -> None:
+    parent = client.get_run(first.result["mlflow_run_id"])
+    experiment = client.get_experiment(first.result["mlflow_experiment_id"])
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    repo = Path(__file__).resolve().parents[2]
+    ask = ["git", "-C", str(repo), "rev-parse", "HEAD"]
+    commit = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    for run in (parent, children(client, first)["rl"]):
+        assert run.data.tags["mlflow.source.git.commit"] == commit
+        assert run.data.tags["mlflow.source.name"] == "posttrain"
+    lock = load_text(f"{parent.info.artifact_uri}/environment.txt").splitlines()
+    assert f"torch=={version('torch')}" in lock and f"mlflow=={version('mlflow')}" in lock
+    changes = yaml.safe_load(load_text(f"{parent.info.artifact_uri}/config_changes.yaml"))
+    assert changes["stages.rl.steps"]["value"] == 4 != changes["stages.rl.steps"]["default"]
+    assert "stages.rl.seed" not in changes
+    assert {d.dataset.name for d in parent.inputs.dataset_inputs} >= {"arithmetic-train"}
+    assert len(parent.outputs.model_outputs) == 3, "sft, the reward model and rl"
 
 
 def test_the_model_is_registered_as_candidate(first: Finished, client: MlflowClient) -> None:
