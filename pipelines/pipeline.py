@@ -36,7 +36,8 @@ from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.environment import environment, with_plugins
 from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.report import Reporter
-from posttrain.core.tracking.mlflow_stage import FinalStatus, StageTracker
+from posttrain.core.tracking.mlflow_run import FinalStatus
+from posttrain.core.tracking.mlflow_stage import StageTracker
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
 from posttrain.core.tracking.model_links import KnownModel
 from posttrain.core.training.checkpoint import read_step

@@ -37,6 +37,7 @@ from posttrain.core.runtime.seeding import generator
 from posttrain.core.scorer import Scorer
 from posttrain.core.scoring import advantage_metrics, subtract_kl
 from posttrain.core.tracking.tables import sample_rows
+from posttrain.core.tracking.traces import traced_responses
 from posttrain.core.training.checkpoint import LoopState, save_checkpoint
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.retention import is_due, step_folder, trim
@@ -49,6 +50,10 @@ from posttrain.pipelines.alarms import step_alarms
 from posttrain.pipelines.evidence import evidence_of
 from posttrain.pipelines.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
+from posttrain.pipelines.tracked import tracked_rows
+
+TRACES = 2
+"""Responses of a step that become traces, of the steps that have any."""
 
 
 @dataclass
@@ -226,7 +231,7 @@ class RlLoop:
         self.context.check()
         batch, step = rollout.rows, rollout.step
         self._trained_on = batch
-        self.context.tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
+        self._show_samples(batch, step)
         in_loss = self.stage.kl.place == "loss"
         coef, result = self.controller.coefficient() if in_loss else 0.0, None
         with self._timed("update_s"):
@@ -241,6 +246,12 @@ class RlLoop:
             self._keep_evidence(batch, step, coef, result)
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
+
+    def _show_samples(self, batch: RolloutBatch, step: int) -> None:
+        tracker, every = self.context.tracker, self.context.run.keep.traces_every
+        tracker.log_table("samples", step, sample_rows(batch, self.scorer.names))
+        if every and (step == 1 or step % every == 0):
+            tracker.log_traces(traced_responses(batch, step, self.scorer.names, TRACES))
 
     def _update_policy(self, batch: RolloutBatch, step: int, kl_coef: float) -> UpdateResult:
         """The learner's part of an update with `kl_coef` in its loss, and what is told of it."""
@@ -300,6 +311,8 @@ class RlLoop:
             self.context.announce(EVAL_IMPROVED, {"step": step, "before": best, **found})
         self.evaluations.append({"step": float(step), **found})
         self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
+        followed = tracked_rows(self.context.checkpoints, step, result.rows)
+        self.context.tracker.log_table("held_out_over_time", None, followed)
         if step == 0:
             self.context.log_step(0, found)
             self.history.append({"step": 0.0, **found})

@@ -243,3 +243,9 @@ class KeepSection(Section):
         "`posttrain inspect`, `compare` and `rescore`: of all steps while they fit into this many "
         "MB, then of every second, fourth and so on, and of the last; 0 = none",
     )
+    traces_every: int = Field(
+        default=10,
+        ge=0,
+        description="steps of which two responses, the best and the worst paid, become traces in "
+        "MLflow with their rewards as feedback; the first step has them too; 0 = none",
+    )

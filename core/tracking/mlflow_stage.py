@@ -1,19 +1,10 @@
-"""The MLflow run of one stage: stepped metrics, tables, datasets and models in and out.
-
-Every call goes through one background thread, in order. What a caller needs no answer to is handed
-over and costs microseconds; what went wrong is raised at the next call or at `finish`.
-"""
+"""The MLflow run of one stage: stepped metrics, tables, traces, datasets and models in and out."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import mlflow
 from mlflow import MlflowClient
@@ -23,8 +14,6 @@ from mlflow.entities import (
     InputTag,
     LoggedModelInput,
     LoggedModelOutput,
-    Metric,
-    RunTag,
 )
 from mlflow.exceptions import MlflowException
 
@@ -32,102 +21,19 @@ from posttrain.core.errors import RunError
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow
 from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.mlflow_run import (
+    FinalStatus,
+    Metrics,
+    MlflowRun,
+    Session,
+    measured,
+    now_ms,
+)
 from posttrain.core.tracking.ranking import left_out
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
-from posttrain.core.tracking.writer import Writer
+from posttrain.core.tracking.traces import TracedResponse, write_trace
 
-FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
-Metrics = Mapping[str, float | None]
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
-
-
-def measured(metrics: Metrics) -> dict[str, float]:
-    """The values as floats, without None and NaN."""
-    present = {name: float(value) for name, value in metrics.items() if value is not None}
-    return {name: value for name, value in present.items() if not math.isnan(value)}
-
-
-def now_ms() -> int:
-    """Unix time in milliseconds."""
-    return time.time_ns() // 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What the runs of one pipeline share."""
-
-    client: MlflowClient
-    writer: Writer
-    uri: str
-    experiment_id: str
-    journal: Path | None
-
-
-class MlflowRun:
-    """One MLflow run: files, tags, and a single end."""
-
-    def __init__(self, session: Session, run_id: str) -> None:
-        self.run_id = run_id
-        self.finished = False
-        self._session = session
-
-    def log_file(self, path: Path, folder: str = "") -> None:
-        """Copy a file, or a folder's content, into the run's artifacts, before this returns."""
-        client = self._session.client
-        copy = client.log_artifacts if path.is_dir() else client.log_artifact
-        self._session.writer.call(
-            f"the file {path}", lambda: copy(self.run_id, str(path), folder or None)
-        )
-
-    def log_text(self, text: str, artifact_path: str) -> None:
-        """Store `text` as an artifact, in the background."""
-        self._session.writer.submit(
-            f"the artifact {artifact_path}",
-            lambda: self._session.client.log_text(self.run_id, text, artifact_path),
-        )
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, in the background."""
-        entities = [RunTag(key, value) for key, value in tags.items()]
-        self._session.writer.submit(
-            "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
-        )
-
-    def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
-        """Queue one row of metrics as one call."""
-
-        def write() -> None:  # building the entities costs more than queueing: not on the caller
-            entities = [
-                Metric(name, value, row.time_ms, row.step, model_id=model_id or None)
-                for name, value in row.metrics.items()
-            ]
-            self._session.client.log_batch(self.run_id, metrics=entities)
-
-        self._session.writer.submit(f"step {row.step}", write)
-
-    def flush(self) -> None:
-        """Wait until MLflow has everything handed over so far; raises what went wrong unseen."""
-        self._session.writer.flush()
-
-    def end(self, status: FinalStatus) -> None:
-        """Flush and end the run. One whose record is incomplete is never shown as FINISHED."""
-        writer, client = self._session.writer, self._session.client
-        if self.finished:
-            return
-        self.finished = True
-        writer.drain()
-        told: RunError | None = None
-        try:
-            writer.check()
-        except RunError as error:
-            told = error
-        shown = "FAILED" if writer.failed and status == "FINISHED" else status
-        try:
-            writer.call("the end of a run", lambda: client.set_terminated(self.run_id, shown))
-        except RunError as error:
-            told = told or error
-        if told is not None:
-            raise told
 
 
 class StageTracker(MlflowRun):
@@ -190,9 +96,13 @@ class StageTracker(MlflowRun):
             self._latest.update(fresh)
             self.submit_metrics(JournalRow(self._last_step, now_ms(), fresh), model_id)
 
-    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Store `rows` as tables/`name`/step-000010.json, which MLflow shows as a table."""
-        path, kept = f"tables/{name}/step-{step:06d}.json", list(rows)
+    def log_table(self, name: str, step: int | None, rows: Sequence[Mapping[str, object]]) -> None:
+        """Store `rows` as tables/`name`/step-000010.json, which MLflow shows as a table.
+
+        Without a step they are tables/`name`.json, in the place of what was there.
+        """
+        path = f"tables/{name}.json" if step is None else f"tables/{name}/step-{step:06d}.json"
+        kept = list(rows)
         self._session.writer.submit(f"table {path}", lambda: self._write_table(path, kept))
 
     def _write_table(self, path: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -201,6 +111,12 @@ class StageTracker(MlflowRun):
         if path not in self._tables:
             self._tables.append(path)
         client.set_tag(self.run_id, "mlflow.loggedArtifacts", logged_tables_tag(self._tables))
+
+    def log_traces(self, responses: Sequence[TracedResponse]) -> None:
+        """Show single responses as traces of the run, in the background."""
+        for traced in responses:
+            write = partial(write_trace, self._session, self.run_id, traced)
+            self._session.writer.submit(f"a trace of step {traced.step}", write)
 
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""

@@ -18,7 +18,7 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
 from posttrain.core.tracking.metric_names import check_names, find_metric
-from posttrain.core.tracking.mlflow_stage import (
+from posttrain.core.tracking.mlflow_run import (
     FinalStatus,
     Metrics,
     MlflowRun,

@@ -8,7 +8,7 @@ import mlflow
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 
-from posttrain.core.tracking.mlflow_stage import Session
+from posttrain.core.tracking.mlflow_run import Session
 
 
 @dataclass(frozen=True, slots=True)

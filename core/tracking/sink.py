@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from posttrain.core.tracking.traces import TracedResponse
 
 
 class StageSink(Protocol):
@@ -18,8 +21,11 @@ class StageSink(Protocol):
     def log_summary(self, metrics: Mapping[str, float | None]) -> None:
         """Final values."""
 
-    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Rows to be shown as a table."""
+    def log_table(self, name: str, step: int | None, rows: Sequence[Mapping[str, object]]) -> None:
+        """Rows to be shown as a table; without a step, in the place of the one before."""
+
+    def log_traces(self, responses: Sequence[TracedResponse]) -> None:
+        """Responses to be shown as traces."""
 
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
@@ -42,7 +48,10 @@ class NotTracked:
         return ()
 
     def log_summary(self, metrics: Mapping[str, float | None]) -> None: ...
-    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None: ...
+    def log_table(
+        self, name: str, step: int | None, rows: Sequence[Mapping[str, object]]
+    ) -> None: ...
+    def log_traces(self, responses: Sequence[TracedResponse]) -> None: ...
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
     ) -> None: ...

@@ -130,6 +130,24 @@ def test_the_first_and_the_last_step_of_rl_have_a_page_token_by_token(
     assert Path(looked["page"]).is_relative_to(home)
 
 
+def test_the_same_prompts_are_followed_and_a_few_responses_are_traces(
+    first: Finished, client: MlflowClient
+) -> None:
+    rl = children(client, first)["rl"].info
+    table = json.loads(load_text(f"{rl.artifact_uri}/tables/held_out_over_time.json"))
+    assert table["columns"] == ["prompt", "answer", "step 0", "step 2", "step 4"]
+    assert len(table["data"]) == 4 and all(
+        cell[0] in "✓✗" for row in table["data"] for cell in row[2:]
+    )
+    found = client.search_traces(locations=[first.result["mlflow_experiment_id"]], run_id=rl.run_id)
+    assert len(found) == 2, "the best and the worst paid of the first of four steps"
+    for trace in found:
+        feedback = {a.name: a.feedback.value for a in trace.info.assessments if a.feedback}
+        assert {"reward", "reward.accuracy", "reward.reward_model", "advantage"} <= set(feedback)
+        total = feedback["reward.accuracy"] + 0.2 * feedback["reward.reward_model"]
+        assert feedback["reward"] == pytest.approx(total, abs=1e-5)
+
+
 def test_models_and_datasets_are_linked(first: Finished, client: MlflowClient) -> None:
     runs = children(client, first)
     made = runs["sft"].outputs.model_outputs[0].model_id
