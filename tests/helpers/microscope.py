@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -22,6 +17,9 @@ from posttrain.core.microscope.packing import unpack
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
 from tests.helpers.batches import build_batch
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 WHOLE = UpdateSettings(epochs=1, num_mini_batches=1, micro_batch_size=64, temperature=1.0, seed=0)
 """One update on the whole batch."""
@@ -93,47 +91,14 @@ def weights_of(page: str, variant: str) -> list[list[float]]:
     return [flat[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
 
 
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1500,1100")
+def shown(path: Path, page: Page, fragment: str = "") -> None:
+    """Let `page` show the file and what `fragment` asks for, until all in view is drawn.
 
-
-def in_browser(path: Path, fragment: str = "", script: str = "") -> str:
-    """The document after its scripts ran in Chromium, with `script` of the test after them.
-
-    Time in the page is skipped while it waits. The test is skipped where there is no Chromium.
+    Nothing but the file may be asked for.
     """
-    place = _scripted(path, script).as_uri() + (f"#{fragment}" if fragment else "")
-    done = subprocess.run(
-        [_chromium(), *FLAGS, "--virtual-time-budget=20000", "--dump-dom", place],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def real_time(path: Path, script: str, told: Sequence[object], limit_s: float = 60.0) -> None:
-    """The page in Chromium under the real clock, until its `script` has told something."""
-    program, deadline = _chromium(), time.monotonic() + limit_s
-    command = [program, *FLAGS, "--remote-debugging-port=0", _scripted(path, script).as_uri()]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as browser:
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.05)
-        browser.terminate()
-    assert told, f"the page told nothing within {limit_s:.0f} s"
-
-
-def _scripted(path: Path, script: str) -> Path:
-    if not script:
-        return path
-    found = path.with_name(f"scripted-{path.name}")
-    text = path.read_text("utf-8").replace("</body>", f"<script>{script}</script></body>")
-    found.write_text(text, "utf-8")
-    return found
-
-
-def _chromium() -> str:
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.skip("there is no Chromium to show the page in")
-    return program
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto("about:blank")
+    page.goto(path.as_uri() + (f"#{fragment}" if fragment else ""))
+    page.wait_for_selector("html[data-drawn-ms]", state="attached")
+    assert [url for url in asked if not url.startswith((path.as_uri(), "about:"))] == []
