@@ -15,6 +15,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from posttrain.core.artifacts import combine_digests, tree_digests
 from posttrain.core.errors import ResourceError
@@ -127,11 +128,22 @@ def add_version(client: MlflowClient, model_id: str, name: str, tags: Mapping[st
         made = client.create_model_version(
             name, source, run_id=run_id, model_id=model_id, tags=dict(tags)
         )
-        return str(made.version)
-    version = str(known[0].version)
-    for key, value in tags.items():
-        client.set_model_version_tag(name, version, key, value)
+        version = str(made.version)
+    else:
+        version = str(known[0].version)
+        for key, value in tags.items():
+            client.set_model_version_tag(name, version, key, value)
+    _show_on_model(client, model_id, name, version)
     return version
+
+
+def _show_on_model(client: MlflowClient, model_id: str, name: str, version: str) -> None:
+    """Let the model's page say which versions it is: MLflow reads that from a tag of the model."""
+    entry = {"name": name, "version": version}
+    known = json.loads(client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+    if entry not in known:
+        told = json.dumps([*known, entry])
+        client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: told})
 
 
 def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str]) -> str:

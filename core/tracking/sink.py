@@ -18,8 +18,8 @@ class StageSink(Protocol):
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[str]:
         """What was measured at an optimizer step; returns the names that were too many."""
 
-    def log_summary(self, metrics: Mapping[str, float | None]) -> None:
-        """Final values."""
+    def log_summary(self, metrics: Mapping[str, float | None], model_id: str = "") -> None:
+        """Final values; of the model with that MLflow id too, where there is one."""
 
     def log_table(self, name: str, step: int | None, rows: Sequence[Mapping[str, object]]) -> None:
         """Rows to be shown as a table; without a step, in the place of the one before."""
@@ -47,7 +47,7 @@ class NotTracked:
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[str]:
         return ()
 
-    def log_summary(self, metrics: Mapping[str, float | None]) -> None: ...
+    def log_summary(self, metrics: Mapping[str, float | None], model_id: str = "") -> None: ...
     def log_table(
         self, name: str, step: int | None, rows: Sequence[Mapping[str, object]]
     ) -> None: ...

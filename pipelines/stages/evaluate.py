@@ -29,7 +29,7 @@ def run_evaluate(context: StageContext) -> StageOutput:
     folder = write_evaluation(context.out / "evaluation", evaluation)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
     context.tracker.log_table("held_out", 0, evaluation_table(evaluation))
-    context.tracker.log_summary(metrics)
+    context.tracker.log_summary(metrics, context.inputs["model"].mlflow_model_id)
     return StageOutput({"evaluation": folder}, metrics)
 
 

@@ -189,6 +189,11 @@ def test_the_model_is_registered_as_candidate(first: Finished, client: MlflowCli
     rl = children(client, first)["rl"]
     assert version.run_id == rl.info.run_id
     assert "eval.greedy_accuracy" in version.tags
+    model = client.get_logged_model(rl.outputs.model_outputs[0].model_id)
+    versions = json.loads(model.tags["mlflow.modelVersions"])
+    assert versions == [{"name": "tiny", "version": version.version}]
+    shown = {metric.key for metric in model.metrics or []}
+    assert {"eval/greedy_accuracy", "eval/gain"} <= shown, "the model's page has its evaluation"
 
 
 def test_prefect_knows_the_flow_its_stages_and_its_phases(workspace: Path, first: Finished) -> None:
