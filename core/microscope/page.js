@@ -301,7 +301,7 @@ document.addEventListener("keydown", (event) => {
 
 /* --- choices ----------------------------------------------------------------------------------- */
 
-let changedAt = began, laid = "";
+let changedAt = began, laid = "", given = new URLSearchParams(location.hash.slice(1));
 
 function told() {  // how long the last change took until it was drawn
   root.dataset.drawnMs = (performance.now() - changedAt).toFixed(1);
@@ -311,7 +311,7 @@ function told() {  // how long the last change took until it was drawn
 async function apply() {
   changedAt = performance.now();
   delete root.dataset.drawnMs;
-  const given = new URLSearchParams(location.hash.slice(1)), wrong = [];
+  const wrong = [];
   for (const [name, choices] of Object.entries(CHOICES)) {
     const asked = given.get(name) ?? choices[0];
     if (!choices.includes(asked)) wrong.push(name + " has no '" + asked + "'");
@@ -338,11 +338,15 @@ for (const [name, choices] of Object.entries(CHOICES)) {
     $(name).append(option);
   }
   $(name).addEventListener("change", () => {
-    const given = new URLSearchParams(location.hash.slice(1));
     given.set(name, $(name).value);
-    location.hash = given.toString();
+    try { history.replaceState(null, "", "#" + given); }
+    catch { /* in MLflow's pane the page has no address of its own */ }
+    apply();
   });
 }
 for (const note of meta.notes) $("notes").append(element("li", "", note));
-addEventListener("hashchange", apply);
+addEventListener("hashchange", () => {
+  given = new URLSearchParams(location.hash.slice(1));
+  apply();
+});
 apply();

@@ -1,0 +1,218 @@
+"""What a person sees: pages of real MLflow and Prefect servers after real runs, in Chromium.
+
+With POSTTRAIN_SCREENS=FOLDER the pictures are kept there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.helpers.browser import open_browser
+from tests.helpers.pipeline import (
+    COMMAND,
+    environment,
+    prepared,
+    run_command,
+    tiny_config,
+    write_config,
+)
+from tests.helpers.tiny import make_tiny_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
+QUIET = 'localStorage.setItem("mlflow.assistant.panelOpen_v1", "false")'
+"""MLflow opens a panel beside the first page that one sees."""
+
+
+@dataclass(frozen=True)
+class Ui:
+    """Both servers of a home with two runs of one config and two seeds."""
+
+    mlflow: str
+    prefect: str
+    home: Path
+    runs: tuple[str, str]
+
+    def get(self, path: str, **params: str) -> Any:
+        """What MLflow's API answers."""
+        answer = httpx.get(f"{self.mlflow}/api/2.0/mlflow/{path}", params=params)
+        answer.raise_for_status()
+        return answer.json()
+
+    def experiment(self) -> str:
+        return str(
+            self.get("experiments/get-by-name", experiment_name="tiny")["experiment"][
+                "experiment_id"
+            ]
+        )
+
+    def stage_run(self, stage: str) -> str:
+        """MLflow's run of a stage of the first run."""
+        query = {
+            "experiment_ids": [self.experiment()],
+            "filter": f"tags.mlflow.parentRunId = '{self.runs[0]}' "
+            f"and tags.`posttrain.stage` = '{stage}'",
+        }
+        answer = httpx.post(f"{self.mlflow}/api/2.0/mlflow/runs/search", json=query)
+        (run,) = answer.json()["runs"]
+        return str(run["info"]["run_id"])
+
+    def run_page(self, run_id: str, rest: str = "") -> str:
+        return f"{self.mlflow}/#/experiments/{self.experiment()}/runs/{run_id}{rest}"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
+    with open_browser():
+        """Skips here, before the runs, where there is no browser."""
+    folder = tmp_path_factory.mktemp("screens")
+    home = prepared(folder / "home")
+    config = write_config(folder / "run.yaml", tiny_config(make_tiny_model(folder / "model")))
+    runs = []
+    for seed in (0, 1):
+        done = run_command(
+            "run", str(config), "--home", str(home), "--json", "--set", f"seed={seed}"
+        )
+        assert done.code == 0, done.text
+        runs.append(done.result["run_id"])
+    ports = [str(free_port()), str(free_port())]
+    command = [*COMMAND, "ui", "--home", str(home), "--json"]
+    command += ["--mlflow-port", ports[0], "--prefect-port", ports[1]]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    ) as servers:
+        assert servers.stdout is not None
+        urls = json.loads(servers.stdout.readline())
+        try:
+            yield Ui(urls["mlflow"], urls["prefect"], home, (runs[0], runs[1]))
+        finally:
+            servers.terminate()
+            servers.wait(60)
+
+
+@pytest.fixture(scope="module")
+def page(ui: Ui) -> Iterator[Page]:
+    with open_browser(ours=False) as found:
+        found.set_default_timeout(30_000)
+        found.add_init_script(QUIET)
+        yield found
+
+
+@pytest.fixture
+def picture(page: Page, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Where to put the screen, which must not be blank when the test is over."""
+    folder = Path(os.environ.get("POSTTRAIN_SCREENS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{request.node.name.removeprefix('test_')}.png"
+    yield path
+    page.screenshot(path=path)
+    with Image.open(path) as image:
+        colours = image.convert("RGB").getcolors(1 << 24)
+    assert colours is not None and len(colours) > 200, "the page is blank"
+
+
+def show(page: Page, url: str, *texts: str) -> None:
+    """Go to a page of its own, and wait until these texts are seen."""
+    page.goto("about:blank")
+    page.goto(url)
+    for text in texts:
+        page.get_by_text(text).first.wait_for()
+
+
+def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
+    show(page, ui.run_page(ui.runs[0]), "tiny-seed0", "Finished", "Child runs", "posttrain.version")
+    shown = page.locator("body").inner_text()
+    assert all(stage in shown for stage in STAGES)
+    assert "arithmetic-" in shown and "held-out accuracy" in shown
+
+
+def test_mlflow_curves(ui: Ui, page: Page, picture: Path) -> None:
+    run = ui.stage_run("rl")
+    show(page, ui.run_page(run, "/model-metrics"), "rl (acc/mean)")
+    plot = page.locator(".js-plotly-plot").first
+    plot.locator(".point").nth(3).wait_for(state="attached")
+    assert plot.locator(".point").count() == 4, "a point for each of four steps"
+
+
+def test_mlflow_microscope(ui: Ui, page: Page, picture: Path) -> None:
+    run = ui.stage_run("rl")
+    show(page, ui.run_page(run, "/artifacts/microscope/step-000004.html"), "step-000001.html")
+    inside = page.frame_locator("iframe").first
+    inside.locator("html[data-drawn-ms]").wait_for(state="attached")
+    assert inside.locator("h1").inner_text() == "tiny · stage rl · step 4"
+    assert inside.locator(".tokens span").count() > 8
+    inside.locator("#what").select_option(label="own@token-mean")
+    inside.get_by_text("→ own@token-mean: sum |weight|").wait_for()
+
+
+def test_mlflow_card(ui: Ui, page: Page, picture: Path) -> None:
+    show(page, ui.run_page(ui.runs[0], "/artifacts/run_card.html"), "environment.txt")
+    inside = page.frame_locator("iframe").first
+    inside.get_by_text("Run card: tiny-seed0").wait_for()
+    assert "Before and after" in inside.locator("body").inner_text()
+
+
+def test_mlflow_samples(ui: Ui, page: Page, picture: Path) -> None:
+    run = ui.stage_run("rl")
+    place = "/artifacts/tables/samples/step-000004.json"
+    show(page, ui.run_page(run, place), "View as table", "finish_reason", "What is")
+    show(page, ui.run_page(run, "/artifacts/tables/held_out_over_time.json"), "step 0", "What is")
+
+
+def test_mlflow_traces(ui: Ui, page: Page, picture: Path) -> None:
+    show(page, ui.run_page(ui.stage_run("rl"), "/traces"), "advantage", "What is", "2 of 2")
+
+
+def test_mlflow_lineage(ui: Ui, page: Page, picture: Path) -> None:
+    run = ui.get("runs/get", run_id=ui.stage_run("rl"))["run"]
+    (made,) = run["outputs"]["model_outputs"]
+    assert len(run["inputs"]["model_inputs"]) == 2, "what sft and the reward model made"
+    url = f"{ui.mlflow}/#/experiments/{ui.experiment()}/models/{made['model_id']}"
+    show(page, url, "Source run", "eval/greedy_accuracy")
+    page.get_by_role("link", name="rl", exact=True).first.wait_for()
+    page.get_by_role("link", name=re.compile("^tiny")).first.wait_for()
+
+
+def test_mlflow_registry(ui: Ui, page: Page, picture: Path) -> None:
+    show(page, f"{ui.mlflow}/#/models/tiny", "Version 1", "Version 2", "candidate")
+    assert "eval.greedy_accuracy" in page.locator("body").inner_text()
+
+
+def test_mlflow_comparison(ui: Ui, page: Page, picture: Path) -> None:
+    runs, experiments = json.dumps(list(ui.runs)), json.dumps([ui.experiment()])
+    url = f"{ui.mlflow}/#/compare-runs?runs={runs}&experiments={experiments}"
+    show(page, url, "Comparing 2 Runs", "tiny-seed0", "tiny-seed1")
+    page.locator(".js-plotly-plot").first.wait_for()
+
+
+def test_prefect_run(ui: Ui, page: Page, picture: Path) -> None:
+    tags = ui.get("runs/get", run_id=ui.runs[0])["run"]["data"]["tags"]
+    flow = next(tag["value"] for tag in tags if tag["key"] == "prefect.flow_run_id")
+    show(page, f"{ui.prefect}/runs/flow-run/{flow}", "tiny-seed0", "Completed", "6 Task runs")
+    page.locator("canvas").first.wait_for()
+    page.get_by_text("Task Runs", exact=True).click()
+    for stage in ("evaluate_base", "sft", "reward_model", "evaluate", "register"):
+        page.get_by_text(stage, exact=True).first.wait_for()
+    page.get_by_text("Artifacts", exact=True).click()
+    page.get_by_text("run-card").first.wait_for()
+    page.wait_for_timeout(1000)  # the graph moves into its place
