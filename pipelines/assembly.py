@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 
 from posttrain.core.approval import approvals
 from posttrain.core.artifacts import Artifact, ArtifactStore, check_free_disk
@@ -96,7 +97,8 @@ def start_tracking(
 ) -> PipelineTracker:
     """MLflow's parent run, on the server that the environment names or in the home.
 
-    Its files say what was asked for, what of that is not a default, and what was installed.
+    Its files say what was asked for, what of that is not a default, which plugins do it, and what
+    was installed.
     """
     tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
@@ -110,7 +112,17 @@ def start_tracking(
     )
     tracker.log_text(environment_lock(), "environment.txt")
     tracker.log_text(changes_yaml(differing_settings(resolved, manager)), "config_changes.yaml")
+    tracker.log_text(plugins_yaml(resolved), "plugins.yaml")
     return tracker
+
+
+def plugins_yaml(resolved: ResolvedRun) -> str:
+    """The plugins of each stage with their packages' versions; `auto` engines are in the tags."""
+    found = {
+        stage: {f"{use.kind} {use.name}": f"{use.package} {use.version}" for use in uses}
+        for stage, uses in resolved.plugins.items()
+    }
+    return yaml.safe_dump(found, sort_keys=False)
 
 
 def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:

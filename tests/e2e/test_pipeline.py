@@ -180,6 +180,9 @@ def test_code_environment_and_what_was_set_are_on_record(
     changes = yaml.safe_load(load_text(f"{parent.info.artifact_uri}/config_changes.yaml"))
     assert changes["stages.rl.steps"]["value"] == 4 != changes["stages.rl.steps"]["default"]
     assert "stages.rl.seed" not in changes
+    plugins = yaml.safe_load(load_text(f"{parent.info.artifact_uri}/plugins.yaml"))
+    assert plugins["rl"]["policy_loss ppo_clip"] == f"posttrain {version('posttrain')}"
+    assert set(plugins) == set(STAGES) and "reward reward_model" in plugins["rl"]
     assert {d.dataset.name for d in parent.inputs.dataset_inputs} >= {"arithmetic-train"}
     assert len(parent.outputs.model_outputs) == 3, "sft, the reward model and rl"
 
