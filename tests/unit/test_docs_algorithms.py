@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from posttrain.core.plugin_manager import PluginManager
+from tests.helpers.scripts import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 MANAGER = PluginManager()
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_algorithms", REPO / "docs" / "generate_algorithms.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-GENERATOR = load_generator()
+GENERATOR = load_script("generate_algorithms")
 
 
 def test_the_page_and_its_picture_are_what_the_plugins_say() -> None:

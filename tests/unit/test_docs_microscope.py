@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from posttrain.core.plugin_manager import PluginManager
 from tests.helpers.microscope import column_of, meta_of, weights_of
+from tests.helpers.scripts import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_microscope", REPO / "docs" / "generate_microscope.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-GENERATOR = load_generator()
+GENERATOR = load_script("generate_microscope")
 GSPO = "gspo,clip_low=0.2,clip_high=0.2@seq-mean-token-mean"
 NORM = "own@seq-mean-token-sum-norm,norm_length=6"
 
