@@ -1,9 +1,9 @@
 """What tracking takes of a step's critical path, and how long runs stay usable; one JSON line.
 
-First, steps with 100 metrics, a table of 64 samples made from a real batch, and their evidence, on
-SQLite: the time until the caller has its thread back, and the processor time of all threads. Then a
-run of `--steps` steps (10,000) and how long an MLflow server takes for what its page of the run
-asks: the run itself, and the points of 20 charts, as many as a chart shows.
+First, steps with 100 metrics, a table of 64 samples made from a real batch, their evidence and, on
+every tenth, two traces, on SQLite: the time until the caller has its thread back, and the processor
+time of all threads. Then a run of `--steps` steps (10,000) and how long an MLflow server takes for
+what its page of the run asks: the run itself, and the points of 20 charts, as many as one shows.
 
     python tests/bench/tracking.py [--steps 10000] [--keys 20]
 """
@@ -41,6 +41,7 @@ from posttrain.core.tracking.metric_names import METRICS  # noqa: E402
 from posttrain.core.tracking.mlflow_store import prepare_database  # noqa: E402
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker  # noqa: E402
 from posttrain.core.tracking.tables import sample_rows  # noqa: E402
+from posttrain.core.tracking.traces import traced_responses  # noqa: E402
 from posttrain.core.types import Problem  # noqa: E402
 
 NAMES = [name for name in METRICS if not name.startswith(("eval/", "rm/", "sft/"))][:100]
@@ -86,13 +87,17 @@ def critical_path(home: Path, steps: int) -> dict[str, float]:
     """Milliseconds a step's caller waits, by what is handed over."""
     tracker = open_tracker(home)
     stage, keeper = tracker.stage("rl", "rl", {}), EvidenceKeeper(home / "evidence", 256e6)
-    batch, seconds = make_batch(), dict[str, list[float]](metrics=[], samples=[], evidence=[])
+    batch, parts = make_batch(), ("metrics", "samples", "traces", "evidence")
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
     nothing, spent = torch.zeros(batch.mask.shape), cpu_seconds()
     for step in range(1, steps + 1):
         marks = [time.perf_counter()]
         stage.log_step(step, {name: 0.5 + step for name in NAMES})
         marks.append(time.perf_counter())
         stage.log_table("samples", step, sample_rows(batch, ["accuracy"]))
+        marks.append(time.perf_counter())
+        if step == 1 or step % 10 == 0:  # as often as a run does
+            stage.log_traces(traced_responses(batch, step, ["accuracy"], 2))
         marks.append(time.perf_counter())
         texts = {int(token): "word" for token in batch.response_ids.unique()}
         evidence = StepEvidence(step, batch, nothing, nothing, torch.zeros(64), token_texts=texts)
@@ -106,6 +111,7 @@ def critical_path(home: Path, steps: int) -> dict[str, float]:
     total = [sum(values) for values in zip(*seconds.values(), strict=True)][2:]
     return {
         **{f"{name}_ms": round(statistics.median(v[2:]), 2) for name, v in seconds.items()},
+        "traces_max_ms": round(max(seconds["traces"][2:]), 2),
         "median_ms": round(statistics.median(total), 2),
         "p90_ms": round(sorted(total)[int(0.9 * len(total))], 2),
         "cpu_ms_all_threads": round(1000 * (cpu_seconds() - spent) / steps, 1),
