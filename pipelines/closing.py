@@ -17,6 +17,7 @@ from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.reporters import FileReporter
 from posttrain.pipelines.run_card import write_card
+from posttrain.pipelines.summary import prefect_page
 
 
 def close_run(
@@ -66,6 +67,7 @@ def note(pipeline: Pipeline, bars: Sequence[tuple[str, float, float, float]]) ->
     rows = [
         f"| {n} | {100 * a:.1f} % | {100 * lo:.1f} to {100 * hi:.1f} % |" for n, a, lo, hi in bars
     ]
+    flow = pipeline.prefect_flow_run_id
     return "\n".join(
         [
             pipeline.config.description or f"Pipeline `{pipeline.config.name}`.",
@@ -76,6 +78,7 @@ def note(pipeline: Pipeline, bars: Sequence[tuple[str, float, float, float]]) ->
             "",
             "All of it: Artifacts > `run_card.html`. Pictures: `summary` there; `plots` and "
             "`tables` in the child runs.",
+            *(["", f"[The run in Prefect]({prefect_page(flow)})"] if flow else []),
         ]
     )
 

@@ -27,10 +27,14 @@ def links(result: RunResult) -> dict[str, str]:
         place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
         found["mlflow"] = f"{base}/#/{place}"
     if result.prefect_flow_run_id:
-        api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-        pages = api.removesuffix("/api") or UI_PREFECT
-        found["prefect"] = f"{pages}/runs/flow-run/{result.prefect_flow_run_id}"
+        found["prefect"] = prefect_page(result.prefect_flow_run_id)
     return found
+
+
+def prefect_page(flow_run_id: str) -> str:
+    """The page of a flow run, on the server in use or on that of `posttrain ui`."""
+    api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    return f"{api.removesuffix('/api') or UI_PREFECT}/runs/flow-run/{flow_run_id}"
 
 
 def to_json(result: RunResult) -> dict[str, object]:

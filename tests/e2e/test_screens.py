@@ -144,6 +144,8 @@ def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
     shown = page.locator("body").inner_text()
     assert all(stage in shown for stage in STAGES)
     assert "arithmetic-" in shown and "held-out accuracy" in shown
+    link = page.get_by_role("link", name="The run in Prefect").get_attribute("href")
+    assert link is not None and "/runs/flow-run/" in link
 
 
 def test_mlflow_curves(ui: Ui, page: Page, picture: Path) -> None:
