@@ -73,19 +73,22 @@ def _defaults(
 ) -> dict[str, object]:
     """The flat settings of the same run with nothing set that need not be.
 
-    A place that has no default is not there.
+    A place that has no default is not there: none has, where nothing less than the run resolves.
     """
     stages: dict[str, Any] = {}
     for name, stage in used["stages"].items():
         fields = type(resolved.config.stages[name]).model_fields
-        needed = {key for key, field in fields.items() if field.is_required()}
-        kept = {k: v for k, v in stage.items() if k in needed | set(_GIVEN) and v is not None}
+        required = {key for key, field in fields.items() if field.is_required()}
+        kept = {k: v for k, v in stage.items() if k in required | set(_GIVEN) and v is not None}
         if "algorithm" in kept:
             kept["algorithm"] = kept["algorithm"]["name"]
         if stage["kind"] == "rl":  # other inputs are of rewards and critics that are not set here
             kept["inputs"] = {k: v for k, v in stage["inputs"].items() if k in _ALWAYS_READ}
         stages[name] = kept
-    bare = {"name": used["name"], "task": {"name": used["task"]["name"]}, "stages": stages}
+    fields = manager.find("task", used["task"]["name"]).cls.Config.model_fields
+    needed = {"name"} | {key for key, field in fields.items() if field.is_required()}
+    task = {key: value for key, value in used["task"].items() if key in needed}
+    bare = {"name": used["name"], "task": task, "stages": stages}
     try:
         return dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
     except PosttrainError:
@@ -95,7 +98,10 @@ def _defaults(
             stage |= {k: v for k, v in used["stages"][name].items() if k in _LEANED_ON}
             stage["inputs"] = used["stages"][name]["inputs"]
         bare |= {"model": used["model"]}
-        flat = dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+        try:
+            flat = dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+        except PosttrainError:
+            return {}
         return {place: value for place, value in flat.items() if not _was_taken(place)}
 
 

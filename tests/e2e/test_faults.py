@@ -65,7 +65,7 @@ def models(run: Finished) -> dict[str, str]:
 def fill(folder: Path) -> Path:
     """Leave no byte on the disk of `folder`."""
     path = folder / "filler"
-    with path.open("wb") as stream:
+    with path.open("wb", buffering=0) as stream:  # what a buffer kept would be written at the end
         try:
             while True:
                 stream.write(bytes(2**16))

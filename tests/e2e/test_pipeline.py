@@ -194,7 +194,7 @@ def test_the_model_is_registered_as_candidate(first: Finished, client: MlflowCli
     assert "eval.greedy_accuracy" in version.tags
     model = client.get_logged_model(rl.outputs.model_outputs[0].model_id)
     versions = json.loads(model.tags["mlflow.modelVersions"])
-    assert versions == [{"name": "tiny", "version": version.version}]
+    assert versions == [{"name": "tiny", "version": str(version.version)}]
     shown = {metric.key for metric in model.metrics or []}
     assert {"eval/greedy_accuracy", "eval/gain"} <= shown, "the model's page has its evaluation"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from posttrain.core.config import differences
 from posttrain.core.config.differences import differing_settings
 from posttrain.core.config.loading import load_config
-from posttrain.core.config.resolve import resolve
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 
 REPO = Path(__file__).parents[2]
@@ -55,3 +58,28 @@ def test_what_an_algorithm_cannot_do_without_is_told_as_set(
 @pytest.mark.parametrize("path", sorted(REPO.glob("configs/recipes/*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_can_be_compared_with_its_defaults(path: Path, manager: PluginManager) -> None:
     differing(path, manager)
+
+
+def test_a_task_that_needs_a_path_is_told_with_it_and_no_default(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    row = {"prompt": "What is {i}?", "answer": "{i}"}
+    data.write_text("".join(f"{json.dumps(row)}\n".replace("{i}", str(i)) for i in range(40)))
+    path = write(tmp_path, {"steps": 7}, task={"name": "jsonl", "path": str(data)})
+    found = differing(path, manager)
+    assert found["stages.train.steps"][1] == 7
+    assert "task.path" not in found, "what cannot be left out is no choice"
+
+
+def test_where_nothing_less_resolves_every_setting_is_told_without_a_default(
+    tmp_path: Path, manager: PluginManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = resolve(load_config([write(tmp_path, {"steps": 7})]), manager)
+
+    def refuse(*_: object) -> ResolvedRun:
+        raise ConfigError("no")
+
+    monkeypatch.setattr(differences, "resolve", refuse)
+    found = {s.place: (s.default, s.value) for s in differing_settings(resolved, manager)}
+    assert found["stages.train.steps"] == (None, 7) and found["seed"] == (None, 0)
