@@ -47,7 +47,7 @@ def evidence_of(
 def _texts(batch: RolloutBatch, tokenizer: ChatTokenizer) -> dict[int, str]:
     """Text of each token id of the responses; special tokens by their names."""
     ids = torch.unique(batch.response_ids).tolist()
-    return {int(token): str(tokenizer.tokenizer.decode([token])) for token in ids}
+    return {token: tokenizer.token_text(token) for token in ids}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def critical_path(home: Path, steps: int) -> dict[str, float]:
     stage, keeper = tracker.stage("rl", "rl", {}), EvidenceKeeper(home / "evidence", 256e6)
     batch, parts = make_batch(), ("metrics", "samples", "traces", "evidence")
     seconds: dict[str, list[float]] = {name: [] for name in parts}
+    known = {token: "word" for token in batch.response_ids.unique().tolist()}  # as tokenizers do
     nothing, spent = torch.zeros(batch.mask.shape), cpu_seconds()
     for step in range(1, steps + 1):
         marks = [time.perf_counter()]
@@ -99,7 +100,7 @@ def critical_path(home: Path, steps: int) -> dict[str, float]:
         if step == 1 or step % 10 == 0:  # as often as a run does
             stage.log_traces(traced_responses(batch, step, ["accuracy"], 2))
         marks.append(time.perf_counter())
-        texts = {int(token): "word" for token in batch.response_ids.unique()}
+        texts = {token: known[token] for token in batch.response_ids.unique().tolist()}
         evidence = StepEvidence(step, batch, nothing, nothing, torch.zeros(64), token_texts=texts)
         keeper.put(evidence)
         marks.append(time.perf_counter())
