@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
-QUIET = 'localStorage.setItem("mlflow.assistant.panelOpen_v1", "false")'
+QUIET = """
+localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+"""
 """MLflow opens a panel beside the first page that one sees."""
 
 
