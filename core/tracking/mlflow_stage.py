@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -33,6 +34,7 @@ from posttrain.core.tracking.ranking import left_out
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
 from posttrain.core.tracking.traces import TracedResponse, write_trace
 
+logger = logging.getLogger(__name__)
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
 
 
@@ -49,6 +51,7 @@ class StageTracker(MlflowRun):
         self._last_step = 0
         self._restored: dict[int, set[str]] = {}
         self._tables: list[str] = []
+        self._traces_refused = False
         kept = journal.kept if journal else []
         for row in kept:
             self._restored.setdefault(row.step, set()).update(row.metrics)
@@ -113,10 +116,23 @@ class StageTracker(MlflowRun):
         client.set_tag(self.run_id, "mlflow.loggedArtifacts", logged_tables_tag(self._tables))
 
     def log_traces(self, responses: Sequence[TracedResponse]) -> None:
-        """Show single responses as traces of the run, in the background."""
+        """Show single responses as traces of the run, in the background.
+
+        Training goes on without them: what a server does not take is a warning in the log, told
+        once, and no more is tried.
+        """
         for traced in responses:
-            write = partial(write_trace, self._session, self.run_id, traced)
+            write = partial(self._write_trace, traced)
             self._session.writer.submit(f"a trace of step {traced.step}", write)
+
+    def _write_trace(self, traced: TracedResponse) -> None:
+        if self._traces_refused:
+            return
+        try:
+            write_trace(self._session, self.run_id, traced)
+        except MlflowException as error:
+            self._traces_refused = True
+            logger.warning("responses of run %s are not shown as traces: %s", self.run_id, error)
 
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.entities import Trace
+from mlflow.exceptions import MlflowException
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker, prepare_database
@@ -86,3 +87,20 @@ def test_each_turn_of_an_episode_is_a_span_of_its_own(tracker: PipelineTracker) 
     assert (root.span_type, root.outputs) == ("AGENT", "a<tool>b")
     assert [(turn.name, turn.outputs) for turn in turns] == [("turn 1", "a"), ("turn 2", "b")]
     assert {turn.parent_id for turn in turns} == {root.span_id}
+
+
+def test_a_server_that_takes_no_traces_is_told_of_once_and_the_run_goes_on(
+    tracker: PipelineTracker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**_: object) -> None:
+        raise MlflowException("no such endpoint")
+
+    monkeypatch.setattr("mlflow.log_feedback", refuse)
+    stage = tracker.stage("rl", "rl", {})
+    stage.log_traces(traced_responses(batch(), 1, ("accuracy",), 2))
+    stage.log_step(1, {"reward/mean": 0.5})
+    tracker.finish("FINISHED")
+    run = MlflowClient(tracking_uri=tracker.uri).get_run(stage.run_id)
+    assert run.info.status == "FINISHED" and run.data.metrics == {"reward/mean": 0.5}
+    told = [r.getMessage() for r in caplog.records if "are not shown as traces" in r.getMessage()]
+    assert len(told) == 1 and "no such endpoint" in told[0]
