@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.states import Failed
+from prefect.states import Cancelled, Failed
 
 from posttrain.core.artifacts import RunResult
 from posttrain.core.config.resolve import ResolvedRun
@@ -21,6 +21,7 @@ from posttrain.pipelines.cli.checks import check_inputs
 from posttrain.pipelines.cli.common import folders, resolve_configs, shared_store
 from posttrain.pipelines.flow_records import leave_results
 from posttrain.pipelines.logged import LogReporter
+from posttrain.pipelines.no_answer import cancelled_before
 from posttrain.pipelines.run import RunOptions, execute
 from posttrain.pipelines.run_requests import EvaluateRequest, RunRequest
 from posttrain.pipelines.shared_servers import require_shared_mlflow
@@ -47,6 +48,9 @@ def continual(request: RunRequest) -> State[None] | None:
 
 def _run(request: RunRequest) -> State[None] | None:
     """One request from its form to its record; what a user can mend fails with one sentence."""
+    cancelled = cancelled_before()
+    if cancelled is not None:
+        return Cancelled(message=f"the run that asked, {cancelled}, was cancelled or deleted")
     try:
         require_shared_mlflow()
         resolved, manager = resolve_configs(request.paths(), request.all_overrides())

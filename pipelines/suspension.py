@@ -18,6 +18,7 @@ from pydantic import Field
 
 from posttrain.core.approval import Answer, ApprovalRequest, approvals, keep_answer, kept_answer
 from posttrain.core.errors import ApprovalNeeded
+from posttrain.pipelines.no_answer import plan, unplan
 
 SEPARATOR = "-"
 """Between stage and gate key in the key of a suspension; a stage's name has none."""
@@ -47,22 +48,27 @@ def take_answers(home: Path) -> None:
             # This suspension is over, so Prefect hands out its answer instead of suspending again.
             form = suspend_flow_run(wait_for_input=ApprovalForm, key=pause)
             keep_answer(approvals(home), stage, key, form.answer())
+            unplan(context.flow_run, pause)
 
 
 def wait_for_answer(needed: ApprovalNeeded, home: Path) -> None:
     """Suspend this flow run until somebody answers: raises what ends the process.
 
-    A flow that no deployment made cannot be suspended: `needed` is raised, and ends it.
+    With a time limit, a run that applies what no answer means is planned for its end. A flow that
+    no deployment made cannot be suspended: `needed` is raised, and ends it.
     """
     request, context = needed.request, FlowRunContext.get()
     flow_run = None if context is None else context.flow_run
     if request is None or flow_run is None or flow_run.deployment_id is None:
         raise needed
     create_markdown_artifact(request.markdown, key=f"approval-{request.stage.replace('_', '-')}")
+    pause, seconds = f"{request.stage}{SEPARATOR}{request.key}", _seconds_left(request)
+    if seconds is not None:
+        plan(flow_run, pause, seconds)
     form = suspend_flow_run(
         wait_for_input=ApprovalForm.with_initial_data(description=request.markdown),
-        timeout=_seconds_left(request),
-        key=f"{request.stage}{SEPARATOR}{request.key}",
+        timeout=seconds,
+        key=pause,
     )
     keep_answer(approvals(home), request.stage, request.key, form.answer())
 

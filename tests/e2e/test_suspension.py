@@ -31,10 +31,11 @@ def trained(services: Services) -> set[str]:
     return {path.name for path in (services.home / "artifacts").glob("sft-*")}
 
 
-def begin(services: Services, deployment: str, steps: int) -> str:
+def begin(services: Services, deployment: str, steps: int, *overrides: str) -> str:
     """A flow run of the deployment with that many steps of learning; its id."""
     request = services.ask("GET", f"/deployments/{deployment}")["parameters"]["request"]
-    request["overrides"] = [*request.get("overrides", []), f"stages.sft.steps={steps}"]
+    wanted = [f"stages.sft.steps={steps}", *overrides]
+    request["overrides"] = [*request.get("overrides", []), *wanted]
     path = f"/deployments/{deployment}/create_flow_run"
     asked = services.ask("POST", path, {"parameters": {"request": request}})
     return str(asked["id"])
@@ -47,6 +48,13 @@ def suspended(services: Services, run: str) -> str:
     keys = found["state"]["state_details"]["run_input_keyset"]
     told: str = services.ask("GET", f"/flow_runs/{run}/input/{keys['description']}")
     return told
+
+
+def planned(services: Services, run: str) -> list[Any]:
+    """The runs that are to begin when the time for an answer to `run` is over."""
+    tags = {"tags": {"all_": [f"nobody-answered:{run}"]}}
+    found: list[Any] = services.ask("POST", "/flow_runs/filter", {"flow_runs": tags})
+    return found
 
 
 def resume(services: Services, run: str, answer: dict[str, str]) -> Any:
@@ -63,6 +71,7 @@ def test_a_suspended_run_waits_without_a_process_and_goes_on_with_the_answer(
     assert "95 % interval" in form and "before, " in form, "the difference, and samples"
     flows = [line for line in processes_of(services.home) if line not in before]
     assert not [line for line in flows if "flow_run" in line or "prefect.engine" in line], flows
+    assert [one["state_type"] for one in planned(services, run)] == ["SCHEDULED"]
     empty = resume(services, run, {})
     assert empty["status"] == "REJECT", "a decision has no default"
     nobody = resume(services, run, {"decision": "approve", "name": ""})
@@ -78,6 +87,7 @@ def test_a_suspended_run_waits_without_a_process_and_goes_on_with_the_answer(
     assert tags[-1]["posttrain.approval.reason"] == "reads well"
     assert client.get_model_version_by_alias("gated", "champion").version == "1"
     assert len(trained(services) - there) == 1, "not computed again when it was resumed"
+    assert planned(services, run) == [], "it was answered"
 
 
 def test_a_rejection_ends_the_run_and_what_was_computed_stays(
@@ -96,6 +106,46 @@ def test_a_rejection_ends_the_run_and_what_was_computed_stays(
     client = MlflowClient(services.mlflow_uri, registry_uri=services.mlflow_uri)
     assert approvals(client)[-1]["posttrain.approval.decision"] == "rejected"
     assert client.get_model_version_by_alias("gated", "champion").version == "1"
+
+
+SOON = ("stages.gate.timeout_hours=0.005", "stages.gate.on_timeout=approve")
+"""Eighteen seconds for an answer."""
+
+
+def test_no_answer_in_time_is_what_the_config_says_without_a_run_of_the_command(
+    services: Services, deployment: str
+) -> None:
+    there = trained(services)
+    run = begin(services, deployment, 3, *SOON)
+    suspended(services, run)
+    (follower,) = planned(services, run)
+    done = services.flow_run(follower["id"], ENDED, seconds=200)
+    assert done["state_type"] == "COMPLETED", (done["state"], services.log("worker")[-4000:])
+    asked = services.flow_run(run, ENDED, seconds=30)
+    assert asked["state_type"] == "FAILED" and "never resumed" in asked["state"]["message"]
+    assert len(trained(services) - there) == 1, "the model of the run that asked"
+    client = MlflowClient(services.mlflow_uri, registry_uri=services.mlflow_uri)
+    tags = approvals(client)[-1]
+    assert tags["posttrain.approval.decision"] == "approved"
+    assert tags["posttrain.approval.by"] == "nobody"
+    assert tags["posttrain.approval.given"] == "timeout"
+    again = services.ask("POST", f"/flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED"}})
+    assert again["status"] == "ACCEPT", again
+    retried = services.flow_run(run, ("COMPLETED", "CRASHED", "CANCELLED"), seconds=200)
+    assert retried["state_type"] == "COMPLETED", (retried["state"], services.log("worker")[-4000:])
+
+
+def test_a_cancelled_run_is_not_approved_by_the_end_of_its_time(
+    services: Services, deployment: str
+) -> None:
+    run = begin(services, deployment, 4, *SOON)
+    suspended(services, run)
+    cancel = {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True}
+    assert services.ask("POST", f"/flow_runs/{run}/set_state", cancel)["status"] == "ACCEPT"
+    (follower,) = planned(services, run)
+    done = services.flow_run(follower["id"], ENDED, seconds=200)
+    assert done["state_type"] == "CANCELLED", done["state"]
+    assert run in done["state"]["message"]
 
 
 def approvals(client: MlflowClient) -> list[dict[str, str]]:
