@@ -149,7 +149,7 @@ class RlLoop:
             return
         with self._timed("record_s"):
             critic = None if self.critic is None else self.critic.stored
-            weights = weight_tensors(self.learner.stored, critic)
+            weights = weight_tensors(self.learner.stored, critic, step)
             sink.put(step, StepTensors(rollout_tensors(self._trained_on), weights), self.metrics)
 
     def rollout(self, step: int) -> Rollout:

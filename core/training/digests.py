@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,26 @@ def tensor_digest(tensor: Tensor) -> str:
     return _hash(_octets(tensor.detach().reshape(-1)).cpu().numpy(), tensor)
 
 
-def block_digests(tensors: Mapping[str, Tensor], step: int) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The block that a step's digest reads, of a tensor of `shape` that is not here as a whole."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.values.dtype
+
+
+def block_bounds(numel: int, step: int) -> tuple[int, int]:
+    """Where the block of `step` begins and ends among the elements of a tensor."""
+    start = step % max(1, -(-numel // BLOCK)) * BLOCK
+    return start, min(start + BLOCK, numel)
+
+
+def block_digests(tensors: Mapping[str, Tensor | Block], step: int) -> dict[str, str]:
     """A digest by name of one block of each tensor: which one follows from `step`."""
     blocks = [_octets(_block(tensor, step)) for tensor in tensors.values()]
     if any(block.device.type != "cpu" for block in blocks):  # brought over in one piece
@@ -39,17 +59,18 @@ def block_digests(tensors: Mapping[str, Tensor], step: int) -> dict[str, str]:
     }
 
 
-def _block(tensor: Tensor, step: int) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    start = step % max(1, -(-flat.numel() // BLOCK)) * BLOCK
-    return flat[start : start + BLOCK]
+def _block(tensor: Tensor | Block, step: int) -> Tensor:
+    if isinstance(tensor, Block):
+        return tensor.values
+    start, stop = block_bounds(tensor.numel(), step)
+    return tensor.detach().reshape(-1)[start:stop]
 
 
 def _octets(flat: Tensor) -> Tensor:
     return flat.contiguous().view(torch.uint8)
 
 
-def _hash(octets: Octets, tensor: Tensor) -> str:
+def _hash(octets: Octets, tensor: Tensor | Block) -> str:
     """Of the sums of the bits as 64-bit words in columns, which no order of adding changes."""
     row = 8 * _COLUMNS
     cut = len(octets) // row * row

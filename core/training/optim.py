@@ -8,6 +8,7 @@ micro-batch's gradient is added in float32 in both cases.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.sharded import whole
 from posttrain.core.training.compact_adamw import CompactAdamW
+from posttrain.core.training.digests import Block
 from posttrain.core.training.optimizer_files import Kinds, read_kinds, write_kinds
 
 _MASTER = "master"
@@ -68,8 +70,11 @@ class StoredOptimizer(Protocol):
     def read(self, folder: Path, step_count: int) -> None:
         """Continue from what `write` wrote, also in the model's own weights."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name, as exactly as they are kept; none where ranks have them."""
+    def weights(self, step: int) -> Mapping[str, Tensor | Block]:
+        """The trained weights by name, as exactly as they are kept.
+
+        Of weights that lie in pieces on ranks the block that the digest of `step` reads.
+        """
 
     def close(self) -> None:
         """Free what it holds."""
@@ -141,8 +146,8 @@ class MasterOptimizer:
         for tensor in (*self._masters, *self._params):
             tensor.grad = None
 
-    def weights(self) -> dict[str, Tensor]:
-        """As in `StoredOptimizer`: the masters, not copied."""
+    def weights(self, step: int = 0) -> dict[str, Tensor]:
+        """As in `StoredOptimizer`: the masters, not copied; on a rank its pieces of them."""
         return dict(zip(self._names, self._masters, strict=True))
 
     def close(self) -> None:

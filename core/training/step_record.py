@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking.metric_names import find_metric
-from posttrain.core.training.digests import block_digests, tensor_digest
+from posttrain.core.training.digests import Block, block_digests, tensor_digest
 
 FOLDER = "replay"
 """Of the record in a stage's artifact, and among its checkpoints while it runs."""
@@ -35,11 +35,12 @@ _MEASURED = {"s", "ms", "GB", "1/s", "tokens/s"}
 class StepTensors:
     """The tensors of one step in the order they are computed: of the batch, then trained weights.
 
-    Names of weights begin with their model's, as `policy/model.norm.weight`.
+    Names of weights begin with their model's, as `policy/model.norm.weight`. Of weights that lie on
+    several ranks there are only the blocks whose digests are recorded.
     """
 
     batch: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor | Block]
 
 
 class StepSink(Protocol):
@@ -66,7 +67,7 @@ class StepRecord:
 
 def record_of(step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> StepRecord:
     """Digests of the step's tensors, and those of its metrics that the same step gives again."""
-    both = {**tensors.batch, **tensors.weights}
+    both: dict[str, Tensor | Block] = {**tensors.batch, **tensors.weights}
     return StepRecord(
         step=step,
         batch={name: tensor_digest(tensor) for name, tensor in tensors.batch.items()},

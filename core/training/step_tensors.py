@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair
+from posttrain.core.training.digests import Block
 from posttrain.core.training.optim import StoredOptimizer
 
 POLICY, CRITIC = "policy", "critic"
@@ -51,9 +52,14 @@ def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
     return [value for value in values if isinstance(value, tuple)]
 
 
-def weight_tensors(policy: StoredOptimizer, critic: StoredOptimizer | None) -> dict[str, Tensor]:
-    """Trained weights by name, those of the critic after those of the policy."""
-    found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights().items()}
+def weight_tensors(
+    policy: StoredOptimizer, critic: StoredOptimizer | None, step: int
+) -> dict[str, Tensor | Block]:
+    """Trained weights by name, those of the critic after those of the policy.
+
+    Of weights on ranks, the blocks that `step` records.
+    """
+    found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights(step).items()}
     if critic is not None:
-        found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights().items()}
+        found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights(step).items()}
     return found

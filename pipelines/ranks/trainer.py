@@ -21,6 +21,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.distributed.launch import RankProcesses
 from posttrain.core.runtime.device import is_cuda
+from posttrain.core.training.digests import Block
 from posttrain.core.training.optim import StoredOptimizer, precision_of
 from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
 from posttrain.pipelines.stages.inputs import StageInputs
@@ -188,9 +189,10 @@ class RankedOptimizer:
         self._trainer.call("read", self._of, folder, step_count)
         self._after_read()
 
-    def weights(self) -> dict[str, Tensor]:
-        """None: each rank has a piece of them."""
-        return {}
+    def weights(self, step: int) -> Mapping[str, Tensor | Block]:
+        """Each rank has a piece of them: the blocks of `step`, put together."""
+        found: dict[str, Block] = self._trainer.call("blocks", self._of, step)
+        return found
 
     def close(self) -> None:
         """End the ranks."""

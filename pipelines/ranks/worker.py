@@ -20,7 +20,9 @@ from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.device import is_cuda, peak_memory_gb, set_threads
 from posttrain.core.runtime.heap import keep_freed_memory
-from posttrain.core.training.ranks import ProcessGroup
+from posttrain.core.training.digests import Block
+from posttrain.core.training.rank_blocks import gather_blocks
+from posttrain.core.training.ranks import ProcessGroup, Ranks
 from posttrain.pipelines.ranks.methods import BUILDERS, Methods, Trained
 from posttrain.pipelines.ranks.trainer import RankSetup
 from posttrain.pipelines.stages.inputs import StageInputs
@@ -50,14 +52,17 @@ def build(setup: RankSetup) -> Methods:
         mesh=init_device_mesh(runtime.device.type, (ranks.size,)),
     )
     trained = BUILDERS[type(inputs.stage)](inputs, *setup.args)
-    return {**trained.methods, **_common(trained, ranks.rank)}
+    return {**trained.methods, **_common(trained, ranks)}
 
 
-def _common(trained: Trained, rank: int) -> Methods:
+def _common(trained: Trained, ranks: Ranks) -> Methods:
     """What every trainer can do."""
 
     def export(path: Path, dtype: torch.dtype) -> None:
-        write_trained(trained.model, path if rank == 0 else None, dtype)
+        write_trained(trained.model, path if ranks.rank == 0 else None, dtype)
+
+    def blocks(of: str, step: int) -> dict[str, Block]:
+        return gather_blocks(trained.optimizers[of].weights(), step, ranks)
 
     def write(of: str, folder: Path) -> None:
         trained.optimizers[of].write(folder)
@@ -71,6 +76,7 @@ def _common(trained: Trained, rank: int) -> Methods:
 
     return {
         "export": export,
+        "blocks": blocks,
         "write": write,
         "read": read,
         "step_count": lambda of: trained.optimizers[of].step_count,

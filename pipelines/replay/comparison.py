@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.core.training.digests import Block
 from posttrain.core.training.step_record import StepRecord, StepTensors, record_of, values_path
 
 Weights = Mapping[str, Tensor]
@@ -109,7 +110,7 @@ class Comparison:
         ]
 
     def _weights(
-        self, then: StepRecord, now: StepRecord, tensors: Mapping[str, Tensor]
+        self, then: StepRecord, now: StepRecord, tensors: Mapping[str, Tensor | Block]
     ) -> list[Difference]:
         """By digest of a block; of a step whose weights were kept, by all of their values."""
         kept = self.weights_of(then.step, tuple(tensors))
@@ -117,7 +118,7 @@ class Comparison:
         for name in {**now.weights, **then.weights}:
             same = now.weights.get(name) == then.weights.get(name)
             value, before = tensors.get(name), kept.get(name)
-            if before is not None and value is not None:
+            if before is not None and isinstance(value, Tensor):
                 same = same and torch.equal(value.detach().to(before.dtype).cpu(), before)
             if not same:
                 advice = "its values after this step were not kept (keep.every)"
@@ -126,7 +127,7 @@ class Comparison:
 
     @staticmethod
     def _difference(
-        then: StepRecord, name: str, now: Tensor | None, before: Tensor | None, advice: str
+        then: StepRecord, name: str, now: Tensor | Block | None, before: Tensor | None, advice: str
     ) -> Difference:
         """How far `now` is from `before`, as far as they are there."""
         recorded = tuple(then.shapes.get(name, ()))
@@ -138,6 +139,8 @@ class Comparison:
         if recorded != shape:
             note = f"its shape was {' x '.join(map(str, recorded))}"
             return Difference(then.step, name, shape, note=note)
+        if isinstance(now, Block):
+            return Difference(then.step, name, shape, note="its values lie on several ranks")
         if before is None:
             return Difference(then.step, name, shape, note=advice)
         now = now.detach().to(before.dtype).cpu()

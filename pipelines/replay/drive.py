@@ -149,8 +149,6 @@ class Replay:
             self.note(f"the record {source.folder} was changed after the run")
         if engine != "transformers":
             self.note(f"the engine '{engine}' does not promise the same samples a second time")
-        if self.resolved.config.limits.learner_ranks > 1:
-            self.note("weights are in several ranks: they are neither recorded nor compared")
 
     def _context(
         self,

@@ -62,7 +62,7 @@ class Steps:
         """
         sink = self.context.steps
         if sink is not None and sink.wants(step):
-            weights = weight_tensors(self.trainer.stored, None)
+            weights = weight_tensors(self.trainer.stored, None, step)
             sink.put(step, StepTensors(batch(), weights), metrics)
         self.context.log_step(step, metrics)
         self.history.append({"step": float(step), **metrics})

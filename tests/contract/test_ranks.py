@@ -12,6 +12,7 @@ import torch
 
 from posttrain.core.distributed.launch import RankProcesses
 from posttrain.core.errors import DataError, RunError
+from posttrain.core.training.digests import block_digests
 from tests.helpers.speed import (
     SPEED_FAMILIES,
     Options,
@@ -110,6 +111,30 @@ def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
     ranks.call("update", 2, check=nothing)
     for name, weight in ranks.call("weights", check=nothing).items():
         assert torch.equal(weight, wanted[name]), name
+
+
+@pytest.mark.parametrize("shape", [(301, 113), (1, 20_000), (3, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_blocks_of_pieces_are_those_of_the_whole(
+    ranks: RankProcesses, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Uneven pieces, a rank without any, blocks that begin on one rank and end on the other."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for step in range(4):
+        found = ranks.call("blocks_of", tensor, step, check=nothing)
+        wanted = block_digests({"cut": tensor, "whole": tensor}, step)
+        assert block_digests(found, step) == wanted
+
+
+def test_the_digests_of_trained_weights_in_pieces_are_those_of_the_whole(
+    ranks: RankProcesses,
+) -> None:
+    ranks.call("start", "llama", PLAIN, check=nothing)
+    ranks.call("update", 0, check=nothing)
+    weights = ranks.call("weights", check=nothing)
+    for step in (1, 2):
+        found = ranks.call("blocks", step, check=nothing)
+        assert block_digests(found, step) == block_digests(weights, step)
 
 
 def test_an_error_of_one_rank_is_the_caller_s() -> None:

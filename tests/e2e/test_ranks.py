@@ -90,6 +90,24 @@ def test_every_stage_makes_the_model_that_one_process_makes(
     done = run_command("run", str(config), "--set", RANKS, "--home", str(home), "--json")
     assert done.code == 0, done.text
     assert_same_models(done, alone)
+    (record,) = (home / "artifacts").glob("rl-*/replay/steps.jsonl")
+    row = next(r for r in map(json.loads, record.read_text().splitlines()) if r.get("step") == 3)
+    critic = [name for name in row["weights"] if name.startswith("critic/")]
+    again = replay(home, done, "3")
+    assert again.code == 0 and again.result["equal"], again.text
+    assert again.result["steps"][-1]["tensors"] == len(row["batch"]) + len(row["weights"])
+    assert 0 < len(critic) < len(row["weights"]), "the policy's, and the critic's"
+    record.write_text(record.read_text().replace(row["weights"][critic[2]], "0" * 16))
+    again = replay(home, done, "3")
+    assert again.code == 1, again.text
+    assert again.result["first_difference"]["name"] == critic[2]
+
+
+def replay(home: Path, run: Finished, step: str) -> Finished:
+    """The step of its rl stage, on two ranks as the run was."""
+    return run_command(
+        "replay", run.result["run_id"], "--step", step, "--home", str(home), "--json"
+    )
 
 
 def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Path) -> None:

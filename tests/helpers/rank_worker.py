@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from posttrain.core.distributed.endpoint import Methods, serve
 from posttrain.core.errors import DataError
 from posttrain.core.models.sharded import shard, whole
+from posttrain.core.training.digests import Block
+from posttrain.core.training.rank_blocks import gather_blocks
 from posttrain.core.training.ranks import ProcessGroup
 from tests.helpers.speed import Options, gradients, speed_batch, speed_learner, speed_model
 
@@ -40,6 +43,13 @@ def build(setup: object) -> Methods:
     def weights() -> dict[str, Tensor]:
         return {n: whole(p.detach()) for n, p in kept["learner"].model.named_parameters()}
 
+    def blocks(step: int) -> dict[str, Block]:
+        return gather_blocks(kept["learner"].optimizer.weights(), step, ranks)
+
+    def blocks_of(tensor: Tensor, step: int) -> dict[str, Block]:
+        cut = distribute_tensor(tensor, mesh, [Shard(0)])
+        return gather_blocks({"cut": cut, "whole": tensor}, step, ranks)
+
     def fail(rank: int) -> None:
         if rank == ranks.rank:
             raise DataError("there is no such row")
@@ -55,6 +65,8 @@ def build(setup: object) -> Methods:
         "start": start,
         "update": update,
         "weights": weights,
+        "blocks": blocks,
+        "blocks_of": blocks_of,
         "write": lambda folder: kept["learner"].optimizer.write(folder),
         "read": lambda folder, count: kept["learner"].optimizer.read(folder, count),
         "fail": fail,
