@@ -148,6 +148,13 @@ def test_two_homes_share_finished_stages(workspace: Path, first: Finished) -> No
     assert model.tags["posttrain.digest"] == done.result["stages"]["rl"]["artifacts"][0]["digest"]
     experiment = [done.result["mlflow_experiment_id"]]
     assert len(client.search_logged_models(experiment)) == 2, "sft's and rl's, once each"
+    # What the first home registered is in the store as well, but not in this registry.
+    registered = run(workspace, home)
+    assert registered.result["stages"]["register"]["status"] == "ran"
+    assert client.get_model_version_by_alias("tiny", "candidate").version == version.version
+    for home_name in ("one", "two"):
+        settled = run(workspace, workspace / home_name)
+        assert settled.result["stages"]["register"]["status"] == "cached"
     # Its run can be replayed too; the checkpoints are the other home's, so from the beginning.
     again = replay(workspace, home, done.result["run_id"], "--step", "2", "--stage", "rl")
     assert again.code == 0, again.text
