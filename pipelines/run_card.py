@@ -37,7 +37,7 @@ def card(pipeline: Pipeline, status: str) -> Report:
     """The card as a report."""
     config, results = pipeline.config, pipeline.results
     client = connect(pipeline.tracker.uri)
-    told = config.description or f"Pipeline {config.name}"
+    told = (config.description or f"Pipeline {config.name}").rstrip(".")
     notes = [f"{verdict(results)}", f"{told}; the run {_ended(status)}.", *pipeline.warnings]
     parts: list[Table | Picture] = [
         Table("What", ["", ""], list(_what(pipeline))),
