@@ -86,6 +86,7 @@ class Estimator:
             engine_rows=engine_rows,
             padded=runtime.attention != "stream",
             tokenizer_bytes=model.tokenizer_bytes,
+            device=runtime.device,
             bytes_each=2 if runtime.dtype == torch.bfloat16 and not runtime.autocast else 4,
         )
         fields = {} if isinstance(config.engine, str) else config.engine.fields()

@@ -41,7 +41,7 @@ from posttrain.core.costs.times import (
 from posttrain.core.costs.work import Rows, Work
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.logprobs import BLOCK, DEFAULT_CHUNK
+from posttrain.core.training.logprobs import block_rows
 
 BYTES_PER_DIGEST, DIGESTS_PER_LAYER = 110, 9
 """A line of a record names each weight twice: with its digest and with its shape."""
@@ -171,7 +171,8 @@ class Holder:
         if not head:
             return layers
         each = self.work.bytes_each
-        logits = min(DEFAULT_CHUNK, rows.at_once * rows.responses.mean) * each + 2 * BLOCK * FLOAT
+        logits = min(self.work.logit_rows, rows.at_once * rows.responses.mean) * each
+        logits += 2 * block_rows(self.work.device) * FLOAT
         # The vocabulary's gradient is made beside the sum that it is added to.
         matrix = 0 if lora is not None else each * shape.hidden
         return layers + shape.vocabulary * (logits + matrix)

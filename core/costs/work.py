@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection, LoraSection
 from posttrain.core.costs.lengths import Lengths, Responses, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
-from posttrain.core.training.logprobs import DEFAULT_CHUNK
+from posttrain.core.training.logprobs import chunk_rows
 
 SHARES_PROMPTS = frozenset({"transformers"})
 """Engines that read the prompt of a group once; the others read it for each response."""
@@ -84,6 +86,12 @@ class Work:
     padded: bool
     bytes_each: int
     tokenizer_bytes: int = 0
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def logit_rows(self) -> int:
+        """Tokens whose logits the learner makes at a time."""
+        return chunk_rows(self.device, self.shape.vocabulary * self.bytes_each)
 
     def rows(
         self, count: int, group: int, micro: int, responses: Responses, most_tokens: int | None
@@ -110,7 +118,7 @@ class Work:
     def _head_of(self, rows: Rows, lora: LoraSection | None) -> float:
         """The vocabulary for one micro-batch; all chunks but the last are projected twice."""
         tokens = rows.at_once * rows.responses.mean
-        again = (math.ceil(tokens / DEFAULT_CHUNK) - 1) * DEFAULT_CHUNK
+        again = max(0, math.ceil(tokens / self.logit_rows) - 1) * self.logit_rows
         line = self.rates.head("train" if lora is None else "frozen")
         return line.of(tokens) + self.rates.head("logits").each * again
 

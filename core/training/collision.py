@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.training.forward import head_weight, response_states, to_rows
-from posttrain.core.training.logprobs import DEFAULT_CHUNK
+
+CHUNK = 1024  # tokens whose float32 logits are held at a time
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def response_sum_pi_squared(
     hidden, ids, mask = response_states(model, batch, include_last=False)
     weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
     parts = []
-    for chunk in torch.split(chosen, DEFAULT_CHUNK):
+    for chunk in torch.split(chosen, CHUNK):
         logits = chunk @ weight.t()
         logits = logits if logits.dtype == torch.float64 else logits.float()
         parts.append(torch.softmax(logits / temperature, dim=-1).square().sum(dim=-1))

@@ -16,18 +16,23 @@ from torch import Tensor
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 
-DEFAULT_CHUNK = 1024
+# Bytes of logits that a CPU makes at a time: few chunks, because the backward pass makes all but
+# the last one's again and adds each one's gradient of the weight to a float32 sum. 49k words in
+# bfloat16 are 2,688 rows, 152k words 832.
+CPU_CHUNK_BYTES = 256 * 2**20
 # Each chunk of a GPU adds all of the weight's gradient to its float32 sum: a few large ones.
 GPU_CHUNK = 4096
-# Rows whose float32 log-softmax is held at a time: 49k words take 25 MB, a core's share of a cache.
-BLOCK = 128
+# Rows that are worked on in float32 at a time: 49k words take 13 MB, a core's share of a cache.
+BLOCK = 64
 # A GPU has no such cache, and each block is some ten kernels: 152k words take 311 MB.
 GPU_BLOCK = 512
 
 
-def chunk_rows(device: torch.device) -> int:
-    """Rows that are projected at a time on `device`."""
-    return GPU_CHUNK if device.type == "cuda" else DEFAULT_CHUNK
+def chunk_rows(device: torch.device, row_bytes: int) -> int:
+    """Rows that are projected at a time on `device`, whose logits take `row_bytes` each."""
+    if device.type == "cuda":
+        return GPU_CHUNK
+    return max(1, CPU_CHUNK_BYTES // row_bytes // BLOCK) * BLOCK
 
 
 def block_rows(device: torch.device) -> int:
@@ -35,12 +40,10 @@ def block_rows(device: torch.device) -> int:
     return GPU_BLOCK if device.type == "cuda" else BLOCK
 
 
-def _log_softmax(logits: Tensor, inv_temperature: float) -> Tensor:
-    """Log-softmax [n, V] of a block in at least float32 (float64 inputs stay float64)."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    if inv_temperature != 1.0:
-        wide = wide * inv_temperature
-    return torch.log_softmax(wide, dim=-1)
+def _scaled(logits: Tensor, inv_temperature: float) -> Tensor:
+    """A copy of a block [n, V] in at least float32 (float64 stays float64), at the temperature."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return wide if inv_temperature == 1.0 else wide.mul_(inv_temperature)
 
 
 def _blocks(start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -64,27 +67,35 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         cut: Cut,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, entropies, kept = [], [], []
+        logprobs, entropies, normalisers, kept = [], [], [], []
         for start in range(0, hidden.shape[0], chunk):
             logits = hidden[start : start + chunk] @ weight.t()
             for rows, block in _blocks(start, logits):
-                logp = _log_softmax(block, inv_temperature)
-                logprobs.append(logp.gather(1, targets[rows, None]).squeeze(1))
-                entropies.append(-torch.einsum("nv,nv->n", logp, logp.exp()))
+                shifted = _scaled(block, inv_temperature)
+                top = shifted.amax(dim=1, keepdim=True)
+                shifted -= top
+                probs = shifted.exp()
+                total = probs.sum(dim=1, keepdim=True)
+                log_total = total.log()
+                logprobs.append((shifted.gather(1, targets[rows, None]) - log_total).squeeze(1))
+                surprise = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
+                entropies.append((log_total - surprise).squeeze(1))
+                normalisers.append(top + log_total)
                 if cut:
-                    kept.append(log_kept_mass(logp, targets[rows], cut))
-        ctx.save_for_backward(hidden, weight, targets)
+                    kept.append(log_kept_mass(shifted.sub_(log_total), targets[rows], cut))
+        entropy = torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers), entropy)
         ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
         ctx.last = logits if any(ctx.needs_input_grad[:2]) else None
         masses = torch.cat(kept) if kept else hidden.new_zeros(0)
         ctx.mark_non_differentiable(masses)
-        return torch.cat(logprobs), torch.cat(entropies), masses
+        return torch.cat(logprobs), entropy, masses
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         use_entropy = bool(grad_entropy.any())
@@ -96,16 +107,18 @@ class _TokenLogprobs(torch.autograd.Function):
             kept = last if start == starts[-1] else None
             logits = hidden[here] @ weight.t() if kept is None else kept
             for rows, block in _blocks(start, logits):
-                logp = _log_softmax(block, ctx.inv_temperature)
-                probs = logp.exp()
+                logp = _scaled(block, ctx.inv_temperature).sub_(normaliser[rows])
                 if use_entropy:  # d H / d z = -p (log p + H)
-                    entropy = -torch.einsum("nv,nv->n", logp, probs)
-                    grad = logp.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[rows, None])
+                    probs = logp.exp()
+                    grad = logp.add_(entropy[rows, None])
+                    grad.mul_(probs).mul_(-grad_entropy[rows, None])
                     grad.addcmul_(probs, grad_logprobs[rows, None], value=-1)
                 else:
-                    grad = probs.mul_(-grad_logprobs[rows, None])
+                    grad = logp.exp_().mul_(-grad_logprobs[rows, None])
                 grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-                block.copy_(grad.mul_(ctx.inv_temperature))
+                if ctx.inv_temperature != 1.0:
+                    grad *= ctx.inv_temperature
+                block.copy_(grad)
             if grad_hidden is not None:
                 grad_hidden[here] = logits @ weight
             if need_weight:
@@ -168,8 +181,9 @@ def cut_logprobs(
     if hidden.shape[0] == 0:
         zero = hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
         return zero, zero, zero.detach()
+    rows = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk or chunk_rows(hidden.device), cut
+        hidden, weight, targets, 1.0 / temperature, chunk or rows, cut
     )
     return values, entropy, kept
 

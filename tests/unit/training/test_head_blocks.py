@@ -24,7 +24,9 @@ def values_and_gradients() -> list[Tensor]:
 def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = values_and_gradients()
     used: list[str] = []
-    monkeypatch.setattr(logprobs, "chunk_rows", lambda device: used.append("chunk") or 20)
+    monkeypatch.setattr(
+        logprobs, "chunk_rows", lambda device, row_bytes: used.append("chunk") or 20
+    )
     monkeypatch.setattr(logprobs, "block_rows", lambda device: used.append("block") or 6)
     for left, right in zip(whole, values_and_gradients(), strict=True):
         torch.testing.assert_close(left, right)
@@ -32,5 +34,14 @@ def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_takes_more_rows_at_a_time() -> None:
-    for rows in (logprobs.chunk_rows, logprobs.block_rows):
-        assert rows(torch.device("cuda")) > rows(torch.device("cpu"))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert logprobs.chunk_rows(gpu, 300_000) > logprobs.chunk_rows(cpu, 300_000)
+    assert logprobs.block_rows(gpu) > logprobs.block_rows(cpu)
+
+
+@pytest.mark.parametrize("row_bytes", [200, 98_304, 304_000, 10**9])
+def test_a_chunk_of_logits_is_bounded_by_its_bytes(row_bytes: int) -> None:
+    rows = logprobs.chunk_rows(torch.device("cpu"), row_bytes)
+    block = logprobs.block_rows(torch.device("cpu"))
+    assert rows % block == 0
+    assert rows == block or rows * row_bytes <= 256 * 2**20 < (rows + block) * row_bytes
