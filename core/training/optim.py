@@ -124,7 +124,11 @@ class MasterOptimizer:
         if not with_grad:
             return StepReport(0.0, False, rate, skipped=True)
         limit = self.section.max_grad_norm
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(with_grad, limit or float("inf"))))
+        grads = [m.grad for m in with_grad if m.grad is not None]
+        total = torch.nn.utils.get_total_norm(grads)
+        norm = float(whole(total))
+        if limit is not None and not norm <= limit:  # of NaN too
+            torch.nn.utils.clip_grads_with_norm_(with_grad, limit, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

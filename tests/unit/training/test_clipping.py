@@ -1,0 +1,49 @@
+"""Gradients are clipped to a norm over all weights, and left as they are below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.training.optim import MasterOptimizer, StepReport
+
+NORM = 5.0  # of gradients (3, 0) and (0, 4)
+
+
+def stepped(limit: float | None, factor: float = 1.0) -> tuple[StepReport, list[Tensor]]:
+    """The report of a step, and the gradients that AdamW was given."""
+    module = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+    section = OptimizerSection(learning_rate=0.1, max_grad_norm=limit)
+    optimizer = MasterOptimizer(module, section, 1)
+    seen: list[Tensor] = []
+
+    def look(adamw: torch.optim.Optimizer, *rest: Any) -> None:  # Any: torch's hook
+        seen.extend(p.grad.clone() for p in adamw.param_groups[0]["params"])
+
+    optimizer.optimizer.register_step_pre_hook(look)
+    gradients = torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * factor
+    for parameter, gradient in zip(module, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    return optimizer.step(), seen
+
+
+def test_a_larger_norm_is_scaled_down_to_the_limit() -> None:
+    report, seen = stepped(1.0)
+    torch.testing.assert_close(torch.stack(seen), torch.tensor([[0.6, 0.0], [0.0, 0.8]]))
+    assert report.grad_norm == pytest.approx(NORM) and report.grad_clipped
+
+
+@pytest.mark.parametrize("limit", [None, 5.0, 6.0])
+def test_a_norm_within_the_limit_changes_no_bit(limit: float | None) -> None:
+    report, seen = stepped(limit)
+    assert torch.equal(torch.stack(seen), torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    assert report.grad_norm == pytest.approx(NORM) and not report.grad_clipped
+
+
+def test_a_norm_that_is_no_number_is_not_hidden() -> None:
+    report, seen = stepped(1.0, float("nan"))
+    assert torch.stack(seen).isnan().all() and report.grad_norm != report.grad_norm
