@@ -14,7 +14,7 @@ from posttrain.core.training.optim import MasterOptimizer, StepReport
 NORM = 5.0  # of gradients (3, 0) and (0, 4)
 
 
-def stepped(limit: float | None, factor: float = 1.0) -> tuple[StepReport, list[Tensor]]:
+def stepped(limit: float | None, first: float = 3.0) -> tuple[StepReport, list[Tensor]]:
     """The report of a step, and the gradients that AdamW was given."""
     module = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
     section = OptimizerSection(learning_rate=0.1, max_grad_norm=limit)
@@ -25,7 +25,7 @@ def stepped(limit: float | None, factor: float = 1.0) -> tuple[StepReport, list[
         seen.extend(p.grad.clone() for p in adamw.param_groups[0]["params"])
 
     optimizer.optimizer.register_step_pre_hook(look)
-    gradients = torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * factor
+    gradients = torch.tensor([[first, 0.0], [0.0, 4.0]])
     for parameter, gradient in zip(module, gradients, strict=True):
         parameter.grad = gradient.clone()
     return optimizer.step(), seen
@@ -44,6 +44,6 @@ def test_a_norm_within_the_limit_changes_no_bit(limit: float | None) -> None:
     assert report.grad_norm == pytest.approx(NORM) and not report.grad_clipped
 
 
-def test_a_norm_that_is_no_number_is_not_hidden() -> None:
-    report, seen = stepped(1.0, float("nan"))
+def test_a_norm_that_is_no_number_reaches_every_weight() -> None:
+    report, seen = stepped(1.0, float("nan"))  # in one gradient of the two
     assert torch.stack(seen).isnan().all() and report.grad_norm != report.grad_norm
