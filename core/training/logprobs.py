@@ -78,8 +78,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 total = probs.sum(dim=1, keepdim=True)
                 log_total = total.log()
                 logprobs.append((shifted.gather(1, targets[rows, None]) - log_total).squeeze(1))
-                surprise = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
-                entropies.append((log_total - surprise).squeeze(1))
+                mean_logit = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
+                entropies.append((log_total - mean_logit).squeeze(1))
                 normalisers.append(top + log_total)
                 if cut:
                     kept.append(log_kept_mass(shifted.sub_(log_total), targets[rows], cut))
