@@ -69,6 +69,12 @@ class ModelSection(Section):
         description="in training, keep the inputs of layers only and compute the rest again: less "
         "memory, a third more time",
     )
+    compile: bool = Field(
+        default=False,
+        description="in training, run the layers under torch.compile: an update takes a seventh "
+        "less time and a fifth less memory, the first ones 10 to 30 s more; on a CPU it needs a "
+        "C++ compiler",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int = Field(
         default=1024, ge=8, description="tokens of prompt and response together, at most"

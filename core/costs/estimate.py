@@ -118,6 +118,10 @@ class Estimator:
             "not counted: the start of the run, loading models, rewards that are programs or "
             "judges, tools, groups drawn again; rows that teach nothing are counted",
         ]
+        if self.work.config.model.compile:
+            notes.append(
+                "layers are measured as they are without model.compile, so updates are at most that"
+            )
         if self.work.config.limits.learner_ranks > 1:
             notes.append("all figures are of one process, not of limits.learner_ranks")
         if self.work.engine not in SHARES_PROMPTS:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.runtime.compiler import check_compiler
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
 
 
@@ -26,6 +27,8 @@ class ModelRuntime:
     def from_config(cls, section: ModelSection) -> ModelRuntime:
         """The runtime a config asks for, on this machine."""
         device = choose_device(section)
+        if section.compile:
+            check_compiler(device)
         return cls(
             device, choose_dtype(section), choose_attention(section), section.dtype == "autocast"
         )

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from posttrain.core.models.autocast import casting
+from posttrain.core.models.layers import decoder_layers
 
 _ENTRY = "posttrain_backbone"
 
@@ -30,7 +31,7 @@ _ENTRY = "posttrain_backbone"
 def shard(model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
     """Spread the weights of `model` over the ranks of `mesh`; computes in `compute`."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for layer in _layers(model):
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
@@ -64,9 +65,3 @@ def put_away(model: PreTrainedModel) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, of which this rank may have a piece; all ranks must ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the longest list of modules that the backbone has."""
-    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return max(lists, key=len)

@@ -122,6 +122,8 @@ def stream_attention(
     return _by_grids(query, key, value, scaling, stream_layout), None
 
 
+# Each shape of the grids would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_grids(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, stream_layout: StreamLayout
 ) -> Tensor:

@@ -145,8 +145,9 @@ class Fisher:
         self, batch: RolloutBatch, chosen: Tensor, tangents: dict[str, Tensor]
     ) -> Tensor:
         """Directional derivative [N, H] of the chosen tokens' states."""
-        # Fused attention kernels have no forward-mode derivative.
-        with _ATTENTION, sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+        # Fused attention kernels have no forward-mode derivative, nor have compiled layers.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, _ATTENTION, sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
             duals = {
                 name: forward_ad.make_dual(param, tangents[name])  # type: ignore[no-untyped-call]
                 for name, param in self._named.items()

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models.compiling import compile_layers
 from posttrain.core.models.loading import load_policy, save_model
 from posttrain.core.models.lora import (
     add_adapter,
@@ -43,7 +44,7 @@ def reference_of(
 def start_training(
     stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None, what: str = "policy"
 ) -> None:
-    """Put the adapter in if the stage wants one; let layers be computed twice if asked for.
+    """Put the adapter in if the stage wants one; let layers be computed twice, or compiled.
 
     What ranks share is spread over them.
     """
@@ -51,6 +52,8 @@ def start_training(
         use_checkpointing(model)
     if lora is not None:
         add_adapter(model, lora, derive_seed(stage.run.seed, stage.name, "lora", what))
+    if stage.run.model.compile:
+        compile_layers(model)
     stage.place(model)
 
 

@@ -34,6 +34,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.data.packing import response_batch
+from posttrain.core.models.compiling import compile_layers
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import obtain
@@ -194,8 +195,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     batch = make_batch(options, learner.model.config.vocab_size)
     if options.compile:
         options.ways = [*options.ways, "compiled"]
-        for layer in learner.model.model.layers:
-            layer.compile(dynamic=True)
+        compile_layers(learner.model)
     times: dict[str, list[float]] = {way: [] for way in options.ways}
     first: dict[str, float] = {}
     peaks: dict[str, float] = {}

@@ -147,7 +147,7 @@ def ours(folder: Path, options: argparse.Namespace, engine: str) -> list[str]:
         "steps": options.rounds + 1,
         "prompts_per_step": options.prompts,
         "num_generations": options.generations,
-        "micro_batch_size": options.micro,
+        "micro_batch_size": options.our_micro or options.micro,
         "generation": {"max_response_length": options.tokens},
         "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         "skip_idle_rows": False,  # most rows of a model that knows nothing teach nothing
@@ -162,6 +162,7 @@ def ours(folder: Path, options: argparse.Namespace, engine: str) -> list[str]:
             "source": str(model_folder(options)),
             "dtype": options.dtype,
             "attention": options.attention,
+            "compile": options.compile,
             "max_model_len": 512,
         },
         "task": {"name": "arithmetic", "question": QUESTION},
@@ -279,7 +280,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "shape": f"{options.prompts} prompts x {options.generations} x {options.tokens} tokens",
         "dtype": options.dtype,
         "attention": options.attention,
-        "micro_batch": options.micro,
+        "compile": options.compile,
+        "micro_batch": {"ours": options.our_micro or options.micro, "trl": options.micro},
         "threads": options.threads,
         "load": round(os.getloadavg()[0], 2),
         "versions": {
@@ -310,7 +312,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--micro", type=int, default=32)
+    parser.add_argument("--micro", type=int, default=32, help="rows of a micro-batch")
+    parser.add_argument("--our-micro", type=int, default=0, help="ours; 0: as many as TRL's")
+    parser.add_argument("--compile", action="store_true", help="ours: model.compile: true")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--attention", choices=["auto", "stream", "eager"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

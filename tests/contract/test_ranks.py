@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
     ):
         found = ranks.call("gradient", family, options, check=nothing)
         assert_equal_gradients(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in SPEED_FAMILIES if f != "llama")],
+)
+def test_the_gradient_of_two_ranks_with_compiled_layers_is_the_plain_one(
+    ranks: RankProcesses, family: str
+) -> None:
+    for lora in (False, True):
+        wanted = plain_gradients(family, Options(lora=lora))
+        for options in (Options(True, lora=lora, compiled=True), replace(ALL, compiled=True)):
+            found = ranks.call("gradient", family, replace(options, lora=lora), check=nothing)
+            assert_equal_gradients(found, wanted)
 
 
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])

@@ -16,6 +16,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import LoraSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models.compiling import compile_layers
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sharded import shard, whole
 from posttrain.core.models.stream_attention import use_stream_attention
@@ -41,6 +42,7 @@ class Options:
     checkpointing: bool = False
     micro_batch_size: int = 100
     lora: bool = False
+    compiled: bool = False
 
 
 def combinations() -> Iterator[Options]:
@@ -66,6 +68,8 @@ def speed_model(family: str, options: Options) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.data = 0.05 * torch.randn(parameter.shape, generator=draw)
+    if options.compiled:
+        compile_layers(model)
     return model
 
 

@@ -1,0 +1,111 @@
+"""Layers under torch.compile give the gradients of plain ones, and are compiled once."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.sections import ModelSection
+from posttrain.core.errors import ResourceError
+from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.training.fisher import Fisher, WeightedTokens
+from posttrain.core.training.forward import response_states
+from tests.helpers.speed import (
+    SPEED_FAMILIES,
+    Options,
+    assert_equal_gradients,
+    gradients,
+    plain_gradients,
+    speed_batch,
+    speed_model,
+)
+
+ALONE = Options(compiled=True)
+STREAM = Options(stream=True, compiled=True)
+ALL = Options(True, True, True, True, 2, compiled=True)
+OTHERS = [
+    pytest.param(family, marks=pytest.mark.slow) for family in SPEED_FAMILIES if family != "llama"
+]
+
+
+def graphs() -> int:
+    """How many were compiled in this process."""
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
+@pytest.mark.parametrize("family", ["llama", *OTHERS])
+def test_the_gradient_is_the_plain_one(family: str, lora: bool) -> None:
+    wanted = plain_gradients(family, Options(lora=lora))
+    began = graphs()
+    for options in (ALONE, STREAM, ALL):
+        found = gradients(family, replace(options, lora=lora))
+        assert_equal_gradients(found, wanted)
+    assert graphs() > began, "something was compiled"
+
+
+def test_other_shapes_are_not_compiled_again() -> None:
+    model = speed_model("llama", STREAM)
+    batch = speed_batch()
+
+    def take(part: RolloutBatch) -> None:
+        hidden, _, _ = response_states(model, part, include_last=False)
+        hidden.sum().backward()
+
+    take(batch)
+    began = graphs()
+    assert began > 0
+    for rows in ([0, 1, 2, 3], [3, 4, 5], [1, 2, 6], [0, 3, 5, 6]):
+        take(batch.select(torch.tensor(rows)))
+    assert graphs() == began
+
+
+def test_a_trust_region_s_products_are_those_of_plain_layers() -> None:
+    batch = speed_batch()
+    weights = batch.mask / batch.mask.sum()
+
+    def product(compiled: bool) -> torch.Tensor:
+        model = speed_model("llama", Options(stream=True))
+        if compiled:
+            compile_layers(model)
+        fisher = Fisher(model, [WeightedTokens(batch, weights)], temperature=0.8)
+        count = sum(p.numel() for p in model.parameters())
+        draw = torch.Generator().manual_seed(3)
+        return fisher(torch.randn(count, generator=draw))
+
+    wanted = product(False)
+    assert (product(True) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_weights_keep_their_names() -> None:
+    model = speed_model("llama", Options())
+    names = [name for name, _ in model.named_parameters()]
+    compile_layers(model)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_a_missing_compiler_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = ModelSection(compile=True, device="cpu")
+    assert ModelRuntime.from_config(section).device.type == "cpu"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ResourceError, match=r"'no-such-compiler' is not on the path: install it"):
+        ModelRuntime.from_config(section)
+    ModelRuntime.from_config(ModelSection(device="cpu"))  # nobody asked for one
+    monkeypatch.setenv("CXX", sys.executable)
+    ModelRuntime.from_config(section)
+
+
+def test_missing_headers_are_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ResourceError, match=r"Python\.h does not exist: install them"):
+        ModelRuntime.from_config(ModelSection(compile=True, device="cpu"))
