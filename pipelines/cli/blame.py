@@ -54,7 +54,7 @@ def blame(
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
             past, walked = _blame(model, home, shared)
-        from posttrain.pipelines.blame import lines, to_json
+        from posttrain.pipelines.blame_text import lines, to_json
 
         console = text_console(as_json)
         for line in lines(past):

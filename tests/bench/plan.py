@@ -10,6 +10,8 @@ measured and their ratio (estimate / measured):
 - `memory_gb`: largest resident size of the run's process until the stage's end, read from /proc.
 - `disk_gb`: what the stage left in `artifacts/`.
 
+`accuracy` is what evaluations found, with its interval: the same run tells whether it learned.
+
     python tests/bench/plan.py quickstart --set stages.rl.steps=4 --set engine=transformers
     python tests/bench/plan.py --tiny
 """
@@ -171,6 +173,11 @@ def bench(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             "estimate": plan["total"]["seconds"],
             "measured": round(result["seconds"], 1),
             "ratio": round(plan["total"]["seconds"] / result["seconds"], 3),
+        },
+        "accuracy": {
+            name: [stage["metrics"][f"eval/greedy_{what}"] for what in ("accuracy", "low", "high")]
+            for name, stage in result["stages"].items()
+            if stage["kind"] == "evaluate"
         },
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
         "versions": {"torch": version("torch"), "transformers": version("transformers")},

@@ -1,4 +1,7 @@
-"""The whole DAG through the real command: real Prefect, real SQLite MLflow, a tiny random Llama."""
+"""The whole DAG through the real command: real Prefect, real SQLite MLflow, a tiny random Llama.
+
+Over 300 lines because one run, made once, is looked at from every side.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The services a user brings up, pipelines that report to them, and deployments that train."""
+"""The services a user brings up, pipelines that report to them, and deployments that train.
+
+Over 300 lines because all of it is of one set of services, which takes a minute to bring up.
+"""
 
 from __future__ import annotations
 
