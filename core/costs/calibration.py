@@ -53,6 +53,11 @@ ADAMW_FLOATS = 2**22
 COPIED_BYTES = 2**26
 DIGESTED_BYTES = 2**22
 """Floats and copied bytes: several times what a core holds in its caches."""
+EVICTED_BYTES = 2**27
+"""Written before each run on a CPU: what a model of many layers holds has left the caches."""
+STREAMED_BYTES = 2**26
+"""Weights of the layers that decode in a measurement, or they would be found in the caches: a token
+of a few sequences takes as long as reading the weights does."""
 AGREE = 1.1
 """Runs of a measurement that differ by less are taken for undisturbed."""
 FEW, MANY = 1, 3
@@ -179,11 +184,14 @@ class Calibration:
     def _decoding(self, cached: int, rows: int) -> Line:
         """Layers by their difference, at many sequences and at few."""
         most = max(2, min(rows, int(self._tokens)))
-        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
+        weights = self.runtime.dtype.itemsize * self.shape.in_layers / self.shape.layers
+        layers = min(max(MANY, FEW + math.ceil(STREAMED_BYTES / weights)), self.shape.layers)
+        layers = max(layers, FEW + 1)
+        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, layers)]
         points = []
         for count in (max(1, most // 8), most):
             few, many = (self._best(Decoder(model, count, cached).step) for model in models)
-            points.append((float(count), max(many - few, many / MANY) / (MANY - FEW)))
+            points.append((float(count), max((many - few) / (layers - FEW), 0.5 * many / layers)))
         return Line.through(points[0], points[1])
 
     def _head(self, work: HeadWork) -> Line:
@@ -293,6 +301,7 @@ class Calibration:
         work()
         taken: list[float] = []
         while len(taken) < 6:
+            self._others.neg_()
             self._finish()
             began = time.perf_counter()
             work()
@@ -301,6 +310,13 @@ class Calibration:
             if len(taken) > 1 and taken[1] < AGREE * taken[0]:
                 break
         return taken[0]
+
+    @cached_property
+    def _others(self) -> torch.Tensor:
+        """As large as the weights of all layers, but for those of large models."""
+        held = self.runtime.dtype.itemsize * self.shape.in_layers
+        on_cpu = self.runtime.device.type == "cpu"
+        return torch.ones(min(EVICTED_BYTES, int(held)) // 4 if on_cpu else 0)
 
     def _finish(self) -> None:
         if self.runtime.device.type == "cuda":

@@ -49,6 +49,9 @@ BYTES_PER_TOKEN, BYTES_PER_PROMPT_TOKEN = 32, 8
 """Of a recorded response (ids, masks, log-prob, version, advantage) and of its prompt."""
 LIBRARIES = 0.9e9
 """torch, transformers, Prefect and MLflow in a process that has run a pipeline of a tiny model."""
+HOLES = 0.2
+"""Of what training holds on a CPU, on top: buffers of ever new sizes leave holes in the heap, which
+grows by a tenth to a third before it is trimmed (`core/runtime/heap.py`)."""
 CURVES = 5e6
 """The page of a stage's learning curves, which carries its own plotly.js."""
 VLLM_LIBRARIES = 0.5e9
@@ -109,6 +112,9 @@ class Holder:
             trained = trained_parameters(self.work, stage.lora, head=head)
             passing["checkpoint"] = float(FLOAT * trained)
         passing["sampling"] = self._sampling(stage)
+        if isinstance(stage, TrainingStage) and not self.on_gpu:
+            own = StageMemory(held, passing).peak - held["libraries"]
+            held["holes of the heap"] = HOLES * own
         return StageMemory(held, passing)
 
     @property
