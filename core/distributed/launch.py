@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.core.distributed.messages import receive, send
 from posttrain.core.errors import RunError
+from posttrain.core.runtime.allocator import is_used, preloaded
 from posttrain.core.serving.process import ServerProcess
 
 START_LIMIT_S = 180.0
@@ -50,6 +51,7 @@ class RankProcesses:
             command,
             {
                 **os.environ,
+                **(preloaded(os.environ) if is_used() else {}),
                 **env,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 "PYTHONSAFEPATH": "1",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from posttrain.core.runtime.allocator import release_free_memory
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 2**31 - 1
 _FIRST_STEPS = 2  # moments are made in the first one, after its peak: the second needs more
@@ -40,7 +42,9 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Give glibc's free pages back to the kernel."""
+    """Give the allocator's free pages back to the kernel."""
+    if release_free_memory():
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

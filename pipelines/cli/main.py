@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from posttrain.core.runtime.allocator import use_allocator
 from posttrain.core.runtime.collector import command
 from posttrain.pipelines.cli import (
     blame,
@@ -77,6 +79,7 @@ app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
+    use_allocator(sys.argv[1:])
     with command():
         app()
 
