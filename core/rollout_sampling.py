@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.math.nucleus import Cut, nucleus
@@ -20,6 +21,8 @@ from posttrain.core.types import SamplingParams
 
 # 8 rows of a 49k vocabulary stay in the cache of a CPU: 9 x as fast as 128 rows at once.
 CPU_BLOCK_ROWS = 8
+# Weights that a draw sums up at once: their running sums are made of one such run alone.
+RUN = 256
 # What an engine is asked for where it does not tell whole distributions: vLLM's limit.
 ENTROPY_TOKENS = 20
 
@@ -155,23 +158,45 @@ def top_entropy(logprobs: Sequence[float], temperature: float) -> float:
 
 
 def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    scores = logits.float()
     if params.temperature == 0:
-        best, ids = scores.max(dim=-1)
-        return ids, best - scores.logsumexp(dim=-1)
-    scores = scores / params.temperature
+        best, ids = logits.float().max(dim=-1)
+        return ids, best - logits.float().logsumexp(dim=-1)
+    scores = logits.to(torch.float32, copy=True)
+    if params.temperature != 1:
+        scores /= params.temperature
     kept: Tensor | None = None
     if params.top_p < 1 or 0 < params.top_k < scores.shape[-1]:
         scores, kept = nucleus(scores, Cut(params.top_k, params.top_p))
     top = scores.amax(dim=-1, keepdim=True)
-    # float64: in float32 the sum over a large vocabulary would swallow the tail's probabilities.
-    cumulative = (scores - top).exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # right=True: the first entry *above* the target, so a token of probability 0 is never drawn.
-    choice = torch.searchsorted(cumulative, (uniforms * total)[:, None], right=True)
-    logprobs = (scores.gather(-1, choice) - top).squeeze(-1) - total.log().float()
+    choice, total = _invert(scores.sub_(top).exp_(), uniforms)
     ids = choice if kept is None else kept.gather(-1, choice)
-    return ids.squeeze(-1), logprobs
+    drawn = logits.gather(-1, ids).float() / params.temperature
+    return ids.squeeze(-1), (drawn - top).squeeze(-1) - total.log().float()
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of `weights` [N, V] exceeds `uniforms` [N] times their sum.
+
+    Returns the places [N, 1] and the sums [N]: first the run of `RUN` weights is found, then the
+    place within it. Sums are float64: in float32 that over a large vocabulary would swallow the
+    tail's probabilities.
+    """
+    rows, words = weights.shape
+    if words % RUN:
+        weights = functional.pad(weights, (0, -words % RUN))
+    runs = weights.view(rows, -1, RUN)
+    sums = runs.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = sums[:, -1]
+    targets = (uniforms * total)[:, None]
+    # right=True: the first entry *above* the target, so a token of probability 0 is never drawn.
+    run = torch.searchsorted(sums, targets, right=True)
+    before = functional.pad(sums, (1, 0)).gather(-1, run)
+    inner = runs.gather(1, run[:, :, None].expand(rows, 1, RUN)).squeeze(1)
+    cumulative = inner.cumsum(dim=-1, dtype=torch.float64)
+    # A target that rounding put at the run's very end is of the last weight above 0.
+    last = torch.nextafter(cumulative[:, -1:], torch.zeros_like(before))
+    place = torch.searchsorted(cumulative, torch.minimum(targets - before, last), right=True)
+    return run * RUN + place, total
 
 
 def checked_weights(

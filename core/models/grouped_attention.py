@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.models.shared_prompts import SharedPrompts, attention_over_prompts
+
 GROUPED = "posttrain_grouped"
 # Queries x keys from which SDPA with a mask beats the plain product on a CPU.
 LONG_PROMPT = 512 * 512
@@ -22,6 +24,7 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    shared_prompts: SharedPrompts | None = None,
     **kwargs: Any,  # Any: transformers passes what each model family has
 ) -> tuple[Tensor, None]:
     """Attention [N, S, H, D] of `query` [N, H, S, D] over `key`, `value` [N, K, L, D].
@@ -29,6 +32,9 @@ def grouped_attention(
     The heads that share a key head become rows of one product, so the cache is not repeated for
     each of them at every token: on a CPU, decoding is 1.5 to 2 x as fast as with eager and SDPA.
     """
+    if shared_prompts is not None:
+        layer: Any = module.layer_idx  # Any: torch knows of modules and tensors alone
+        return attention_over_prompts(query, key, value, scaling, shared_prompts, layer), None
     rows, heads, steps, _ = query.shape
     if steps * key.shape[2] > LONG_PROMPT:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

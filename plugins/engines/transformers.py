@@ -22,13 +22,13 @@ from torch import Tensor
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
-from posttrain.core.models.adapters import check_adapter
+from posttrain.core.models.decoding import DecodingMemory
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
+from posttrain.core.rollout.engine_weights import EngineWeights
 from posttrain.core.rollout.stop_strings import StopStrings
 from posttrain.core.rollout_sampling import (
     Chunk,
     check_request,
-    checked_weights,
     draw_tokens,
     plan_chunks,
     response_seeds,
@@ -39,12 +39,13 @@ from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # transformers takes seconds to import, and this module is imported whenever plugins are listed.
 if TYPE_CHECKING:
-    from transformers import DynamicCache
-
     from posttrain.core.data.tokenization import ChatTokenizer
 
 # Dropping rows copies the whole cache: worth it once a quarter of them is finished.
 DROP_BELOW = 0.75
+# Sequences of one length whose logits are held at once when they are scored.
+SCORED_TOGETHER = 8
+NOT_RUNNING = "the transformers engine is not running: call start() before using it"
 
 
 class TransformersEngineConfig(PluginConfig):
@@ -54,6 +55,11 @@ class TransformersEngineConfig(PluginConfig):
         default="auto",
         description="auto: on a CPU our own grouped product where the model allows it, else the "
         "model's default",
+    )
+    packed_weights: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="bfloat16 on a CPU: a second copy of the weights in the order that products "
+        "read fastest; auto: where it takes 1 GB at most",
     )
 
 
@@ -67,9 +73,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     Config = TransformersEngineConfig
     _setup: EngineSetup | None = None
     _model: Any = None  # Any: transformers' model classes are not typed
-    _own: dict[str, Tensor]  # the base weights by name, whatever wraps them
-    _adapter: Any = None  # Any: peft's, imported when one is synced
-    _tied: frozenset[str] = frozenset()
+    _weights: EngineWeights | None = None
     _version: str = ""
     _tokenizer: ChatTokenizer | None = None
 
@@ -105,10 +109,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         if self.config.attention == "auto" and setup.device.type == "cpu" and can_group(model):
             use_grouped_attention(model)
         self._model = model.to(setup.device).eval().requires_grad_(False)
-        parameters = {name for name, _ in self._model.named_parameters()}
-        buffers = {name for name, _ in self._model.named_buffers()}
-        self._tied = frozenset(set(self._model.state_dict()) - parameters - buffers)
-        self._own = {n: t for n, t in self._model.state_dict().items() if n not in self._tied}
+        self._weights = EngineWeights(self._model, self.config.packed_weights)
         self._setup, self._version, self.policy_version = setup, __version__, 0
 
     def generate(
@@ -149,7 +150,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         # [N, T], made from the seeds alone: a response is the same however it is batched.
         draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
         uniforms = torch.from_numpy(draws).to(device)
-        logits, cache, mask = self._prefill([prompts[p] for p in chunk.prompts], chunk, setup)
+        logits, memory = self._prefill([prompts[p] for p in chunk.prompts], chunk, width)
         rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
@@ -177,11 +178,9 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
                 break
             if num_running <= DROP_BELOW * len(rows):
                 keep = running.nonzero().squeeze(-1)
-                cache.batch_select_indices(keep)
-                rows, ids, mask = rows[keep], ids[keep], mask[keep]
-            positions = mask.sum(dim=-1, keepdim=True)
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
-            logits = self._forward(ids[:, None], mask, positions, cache)
+                memory.keep(keep)
+                rows, ids = rows[keep], ids[keep]
+            logits = self._forward(ids[:, None], **memory.next_token())
         return self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -195,32 +194,29 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         return StopStrings(self._tokenizer.decode_response, params.stop_strings)
 
     def _prefill(
-        self, prompts: Sequence[Sequence[int]], chunk: Chunk, setup: EngineSetup
-    ) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Last logits [N, V], cache and mask [N, L]: each prompt computed once, then repeated."""
+        self, prompts: Sequence[Sequence[int]], chunk: Chunk, max_tokens: int
+    ) -> tuple[Tensor, DecodingMemory]:
+        """Last logits [N, V] and memory: each prompt is computed once for its generations."""
         from transformers import DynamicCache
 
-        width = max(map(len, prompts))
+        setup = self._started()
+        width, repeats = max(map(len, prompts)), len(chunk.generations)
         padded = [[setup.pad_token_id] * (width - len(p)) + list(p) for p in prompts]
         present = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         mask = torch.tensor(present, device=setup.device)
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
-        logits = self._forward(torch.tensor(padded, device=setup.device), mask, positions, cache)
-        repeats = len(chunk.generations)
-        if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
-        return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits [N, V] after the last of `ids` [N, S]; `cache` grows by S."""
-        output = self._model.base_model(
-            input_ids=ids,
+        logits = self._forward(
+            torch.tensor(padded, device=setup.device),
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=(mask.cumsum(dim=-1) - 1).clamp(min=0),
             past_key_values=cache,
-            use_cache=True,
         )
+        memory = DecodingMemory.of_prompts(self._model, cache, mask, repeats, width + max_tokens)
+        return logits.repeat_interleave(repeats, 0), memory
+
+    def _forward(self, ids: Tensor, **given: Any) -> Tensor:  # Any: arguments of transformers'
+        """Logits [N, V] after the last of `ids` [N, S]; the given cache grows by S."""
+        output = self._model.base_model(input_ids=ids, use_cache=True, **given)
         # A strided last column sends bfloat16 products on some CPUs down a path 500 x slower.
         last = output.last_hidden_state[:, -1].contiguous()
         logits: Tensor = self._model.get_output_embeddings()(last)
@@ -255,70 +251,54 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
         setup = self._started()
-        values = []
-        for ids in sequences:
-            row = torch.tensor([list(ids)], device=setup.device)
-            logits = self._model(input_ids=row, use_cache=False).logits[0, :-1]
-            logprobs = logits.float().log_softmax(dim=-1)
-            values.append(logprobs.gather(-1, row[0, 1:, None]).squeeze(-1).tolist())
+        by_length: dict[int, list[int]] = {}
+        for index, ids in enumerate(sequences):
+            by_length.setdefault(len(ids), []).append(index)
+        values: list[list[float]] = [[] for _ in sequences]
+        for alike in by_length.values():
+            for start in range(0, len(alike), SCORED_TOGETHER):
+                some = alike[start : start + SCORED_TOGETHER]
+                rows = torch.tensor([list(sequences[i]) for i in some], device=setup.device)
+                logits = self._model(input_ids=rows, use_cache=False).logits[:, :-1]
+                logprobs = logits.float().log_softmax(dim=-1)
+                found = logprobs.gather(-1, rows[:, 1:, None]).squeeze(-1).tolist()
+                for index, row in zip(some, found, strict=True):
+                    values[index] = row
         return values
 
-    @torch.no_grad()
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Copy all weights in place and drop the adapter. Only a tied output layer may be left out.
 
         Raises `RunError` on a missing, unknown or misshaped weight and keeps the old weights.
         """
-        self._started()
-        given = checked_weights(weights, self._shapes(), self._tied)
-        self._drop_adapter()
-        for name, tensor in self._own.items():
-            tensor.copy_(given[name])
+        self._held().take(weights)
         self.policy_version = policy_version
 
-    @torch.no_grad()
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
         """Names of the weights that differ from the model's own; it holds them as they come."""
-        self._started()
-        own = self._own
-        return tuple(
-            name
-            for name, tensor in weights
-            if name in own and not torch.equal(own[name], tensor.to(own[name]))
-        )
+        return self._held().differing(weights)
 
     def sync_adapter(self, folder: Path, policy_version: int) -> None:
         """Put the adapter's layers around the base layers, in place of those before."""
-        setup = self._started()
-        check_adapter(folder, self._shapes())
-        from peft import PeftModel
-
-        self._drop_adapter()
-        self._adapter = PeftModel.from_pretrained(
-            self._model, folder, torch_device=str(setup.device)
-        )
+        self._held().take_adapter(folder)
         self.policy_version = policy_version
-
-    def _drop_adapter(self) -> None:
-        if self._adapter is not None:
-            self._adapter.unload()
-            self._adapter = None
-
-    def _shapes(self) -> dict[str, Sequence[int]]:
-        return {name: tensor.shape for name, tensor in self._own.items()}
 
     def close(self) -> None:
         """Free the model; may be called twice."""
-        self._model = self._setup = self._tokenizer = self._adapter = None
-        self._own = {}
+        self._model = self._setup = self._tokenizer = self._weights = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _started(self) -> EngineSetup:
         if self._setup is None:
-            raise RunError("the transformers engine is not running: call start() before using it")
+            raise RunError(NOT_RUNNING)
         return self._setup
+
+    def _held(self) -> EngineWeights:
+        if self._weights is None:
+            raise RunError(NOT_RUNNING)
+        return self._weights
 
 
 @hookimpl
