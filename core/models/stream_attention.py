@@ -234,8 +234,10 @@ def _later(length: int, device: torch.device) -> Tensor:
 def _softmax(scores: Tensor, hidden: Tensor, scaling: float) -> Tensor:
     """Weights over the last axis, 0 where `hidden`, made in at least float32."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    seen = (wide * scaling).masked_fill(hidden, float("-inf"))
-    return torch.softmax(seen, dim=-1).to(scores.dtype)
+    # Added, not filled in: filling has a pass of its own, and one more in the backward pass.
+    bias = torch.zeros(hidden.shape, dtype=wide.dtype, device=wide.device)
+    bias.masked_fill_(hidden, float("-inf"))
+    return torch.softmax(torch.add(bias, wide, alpha=scaling), dim=-1).to(scores.dtype)
 
 
 def use_stream_attention(model: Any) -> None:  # Any: transformers' model classes are not typed
