@@ -1,0 +1,123 @@
+"""Weights that an engine keeps packed are the weights that it was given last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.models import packed_linear
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.lora import add_adapter
+from posttrain.core.models.packed_linear import can_pack, packed_bytes, why_no_packing
+from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.rollout.weight_sync import send_policy
+from posttrain.core.types import SamplingParams
+from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from tests.helpers.engines import make_setup
+from tests.helpers.tiny import make_tiny_model
+
+CPU = torch.device("cpu")
+RUNTIME = ModelRuntime(CPU, torch.bfloat16, "eager")
+WHY_NOT = why_no_packing(torch.bfloat16, CPU)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no weights are packed: {WHY_NOT}")
+SEQUENCES = [[5, 9, 30, 41, 7], [8, 8, 61, 12, 90], [4, 20, 33]]
+# Of log-probs near -5 in bfloat16, whose sums are made in another order.
+NOISE = 0.06
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def packed(folder: Path) -> Iterator[TransformersEngine]:
+    yield from started(folder, "auto")
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[TransformersEngine]:
+    yield from started(folder, "never")
+
+
+def started(folder: Path, packed_weights: packed_linear.When) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(TransformersEngineConfig(packed_weights=packed_weights))
+    engine.start(replace(make_setup(folder), dtype=torch.bfloat16))
+    yield engine
+    engine.close()
+
+
+def train(model: PreTrainedModel) -> None:
+    """An optimizer step that moves log-probs by far more than noise."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    ids = torch.randint(4, 90, (4, 20), generator=torch.Generator().manual_seed(1))
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def gap(one: TransformersEngine, other: TransformersEngine) -> float:
+    """Largest difference of their log-probs."""
+    pairs = zip(one.score(SEQUENCES), other.score(SEQUENCES), strict=True)
+    return max(abs(a - b) for rows in pairs for a, b in zip(*rows, strict=True))
+
+
+def test_packed_layers_answer_as_plain_ones_after_every_sync(
+    folder: Path, packed: TransformersEngine, plain: TransformersEngine
+) -> None:
+    model = load_policy(folder, RUNTIME)
+    assert type(packed._model.lm_head) is not torch.nn.Linear
+    assert type(plain._model.lm_head) is torch.nn.Linear
+    assert gap(packed, plain) < NOISE
+    for version in (1, 2):
+        before = plain.score(SEQUENCES)[0]
+        train(model)
+        for engine in (packed, plain):
+            send_policy(engine, model, version)
+        after = plain.score(SEQUENCES)[0]
+        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 5 * NOISE
+        assert gap(packed, plain) < NOISE
+    drawn = packed.generate([[5, 9], [8]], SamplingParams(max_tokens=6, num_generations=4))
+    for prompt, group in zip(([5, 9], [8]), drawn, strict=True):
+        for one in group:
+            ids = [*prompt, *one.token_ids]
+            scored = plain.score([ids])[0][len(prompt) - 1 :]
+            assert max(abs(a - b) for a, b in zip(scored, one.logprobs, strict=True)) < NOISE
+
+
+def test_an_adapter_goes_around_packed_layers(
+    folder: Path, packed: TransformersEngine, plain: TransformersEngine
+) -> None:
+    model = load_policy(folder, RUNTIME)
+    add_adapter(model, LoraSection(rank=4), seed=1)
+    before = packed.score(SEQUENCES)[0]
+    train(model)
+    for engine in (packed, plain):
+        send_policy(engine, model, 1)
+    after = packed.score(SEQUENCES)[0]
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 5 * NOISE
+    assert gap(packed, plain) < NOISE
+
+
+def test_auto_stops_at_the_limit(packed: TransformersEngine) -> None:
+    model = packed._model
+    held = packed_bytes(model)
+    assert held == sum(
+        module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear)
+    )
+    assert can_pack(model, "auto")
+    assert not can_pack(model, "never")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_linear, "MOST_BYTES", held - 1)
+        assert not can_pack(model, "auto")
+        assert can_pack(model, "always")
+
+
+def test_only_bfloat16_on_a_cpu_is_packed() -> None:
+    assert "bfloat16 on a CPU" in str(why_no_packing(torch.float32, CPU))
+    assert "bfloat16 on a CPU" in str(why_no_packing(torch.bfloat16, torch.device("cuda")))
