@@ -67,10 +67,21 @@ T = TypeVar("T")
 
 
 class Calibration:
-    """Measured `Rates` of this machine for one model; `seconds` is what measuring has taken."""
+    """Measured `Rates` of this machine for one model; `seconds` is what measuring has taken.
 
-    def __init__(self, shape: ModelShape, runtime: ModelRuntime, *, checkpointing: bool) -> None:
+    `packed` when the engine packs its weights.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        runtime: ModelRuntime,
+        *,
+        checkpointing: bool,
+        packed: bool = False,
+    ) -> None:
         self.shape, self.runtime, self.checkpointing = shape, runtime, checkpointing
+        self.packed = packed
         self.seconds = 0.0
         self._known: dict[Hashable, object] = {}
         on_cpu = runtime.device.type == "cpu"
@@ -95,9 +106,10 @@ class Calibration:
         """The engine reads prompts of that many tokens."""
         return self._once(("prefill", _size(prompt)), lambda: self._prefill(prompt))
 
-    def decoding(self, cached: int, rows: int) -> Line:
-        """The engine's next token through one layer, by sequences, at most `rows`."""
-        return self._once(("decoding", _size(cached)), lambda: self._decoding(cached, rows))
+    def decoding(self, rows: Sequences, most: int) -> Line:
+        """The engine's next token through one layer, by sequences, which `most` is the most of."""
+        key = ("decoding", rows.group > 1, _size(rows.prompt + rows.response))
+        return self._once(key, lambda: self._decoding(rows, most))
 
     def head(self, work: HeadWork) -> Line:
         """The vocabulary's part, by tokens."""
@@ -178,20 +190,27 @@ class Calibration:
         return self._layers(models, rows, forward_pass)
 
     def _prefill(self, prompt: int) -> LayerCost:
-        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
-        return self._layers(models, Sequences(1, prompt, 1), read_prompts)
+        return self._layers(self._engines(MANY), Sequences(1, prompt, 1), read_prompts)
 
-    def _decoding(self, cached: int, rows: int) -> Line:
+    def _engines(self, many: int) -> list[PreTrainedModel]:
+        return [
+            few_engine_layers(self.shape.config, n, self.runtime, packed=self.packed)
+            for n in (FEW, many)
+        ]
+
+    def _decoding(self, rows: Sequences, most: int) -> Line:
         """Layers by their difference, at many sequences and at few."""
-        most = max(2, min(rows, int(self._tokens)))
+        most = max(2, min(most, int(self._tokens)))
         weights = self.runtime.dtype.itemsize * self.shape.in_layers / self.shape.layers
         layers = min(max(MANY, FEW + math.ceil(STREAMED_BYTES / weights)), self.shape.layers)
         layers = max(layers, FEW + 1)
-        models = [few_engine_layers(self.shape.config, n, self.runtime) for n in (FEW, layers)]
+        models = self._engines(layers)
         points = []
         for count in (max(1, most // 8), most):
-            few, many = (self._best(Decoder(model, count, cached).step) for model in models)
-            points.append((float(count), max((many - few) / (layers - FEW), 0.5 * many / layers)))
+            decoders = [Decoder(model, rows, count) for model in models]
+            few, many = (self._best(decoder.step) for decoder in decoders)
+            layer = max((many - few) / (layers - FEW), 0.5 * many / layers)
+            points.append((float(decoders[0].rows), layer))
         return Line.through(points[0], points[1])
 
     def _head(self, work: HeadWork) -> Line:
@@ -205,7 +224,8 @@ class Calibration:
             hidden = torch.full((count, self.shape.hidden), VALUE, **options)  # type: ignore[call-overload]
             hidden.requires_grad_(work in ("train", "frozen"))
             targets = torch.arange(count, device=hidden.device) % columns
-            seconds = self._best(head_pass(hidden, weight, targets, work))
+            packed = work == "engine" and self.packed
+            seconds = self._best(head_pass(hidden, weight, targets, work, packed=packed))
             points.append((float(count), share * seconds))
         return Line.through(points[0], points[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -16,6 +17,7 @@ from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
 from posttrain.core.costs.times import StageTime, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
+from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import derive_seed
@@ -77,11 +79,17 @@ class Estimator:
         seed = derive_seed(config.seed, "plan") % 2**31
         lengths = measured_lengths(task, model, config.model.system_prompt, seed)
         checkpointing = config.model.gradient_checkpointing
+        fields = {} if isinstance(config.engine, str) else config.engine.fields()
+        shape, when = model.shape, fields.get("packed_weights", "auto")
+        size = runtime.dtype.itemsize * (shape.in_layers + shape.vocabulary * shape.hidden)
+        packs_weights = packs(size, runtime.dtype, runtime.device, cast(When, when))
+        packed = size if engine == "transformers" and packs_weights else 0
         work = Work(
             config=config,
             shape=model.shape,
             lengths=lengths,
-            rates=rates or Calibration(model.shape, runtime, checkpointing=checkpointing),
+            rates=rates
+            or Calibration(shape, runtime, checkpointing=checkpointing, packed=packed > 0),
             engine=engine,
             engine_rows=engine_rows,
             padded=runtime.attention != "stream",
@@ -89,11 +97,10 @@ class Estimator:
             device=runtime.device,
             bytes_each=2 if runtime.dtype == torch.bfloat16 and not runtime.autocast else 4,
         )
-        fields = {} if isinstance(config.engine, str) else config.engine.fields()
         cache = fields.get("kv_cache_gb")
         bytes_of_cache = float(str(cache)) * 2**30 if cache else None
         on_gpu = runtime.device.type != "cpu"
-        return cls(work, Holder(work, manager, on_gpu, bytes_of_cache), manager)
+        return cls(work, Holder(work, manager, on_gpu, bytes_of_cache, packed), manager)
 
     def costs(self, names: Sequence[str]) -> dict[str, StageCost]:
         """Of the stages of that name, which run one after the other."""

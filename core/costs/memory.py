@@ -84,6 +84,7 @@ class Holder:
     manager: PluginManager
     on_gpu: bool
     engine_cache: float | None
+    packed: float = 0.0  # bytes of the engine's second copy of its weights
 
     def stage(self, stage: Stage, *, engine_runs: bool) -> StageMemory:
         """Memory of one stage; `engine_runs` when it, or a stage before it, needs the engine."""
@@ -125,7 +126,7 @@ class Holder:
     def _engine(self) -> dict[str, float]:
         if self.work.engine == "vllm_server":  # processes of their own
             return {}
-        held = {"engine": self._copy}
+        held = {"engine": self._copy + self.packed}
         if self.work.engine == "vllm" and not self.on_gpu:
             held["engine's cache"] = self.engine_cache or VLLM_CPU_CACHE
             held["vLLM"] = VLLM_LIBRARIES

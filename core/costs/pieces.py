@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, Parameter
 from transformers import DynamicCache, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -16,9 +18,11 @@ from posttrain.core.costs.rates import Groups, HeadWork, Sequences
 from posttrain.core.costs.shape import SMALL_VOCABULARY, make_model, truncated
 from posttrain.core.data.packing import response_batch
 from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.loading import attend_as
 from posttrain.core.models.lora import add_adapter
+from posttrain.core.models.packed_linear import pack
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.logprobs import token_logprobs
@@ -45,12 +49,20 @@ def few_layers(
     return model
 
 
-def few_engine_layers(config: Any, layers: int, runtime: ModelRuntime) -> PreTrainedModel:
+def few_engine_layers(
+    config: Any,  # Any: as above
+    layers: int,
+    runtime: ModelRuntime,
+    *,
+    packed: bool,
+) -> PreTrainedModel:
     """The same as the `transformers` engine holds it."""
     model = _made(config, layers, runtime)
     model.requires_grad_(False)
     if runtime.device.type == "cpu" and can_group(model):
         use_grouped_attention(model)
+    if packed:
+        pack(model)
     return model
 
 
@@ -125,38 +137,42 @@ def kept_bytes(model: PreTrainedModel, batch: RolloutBatch) -> int:
 
 
 class Decoder:
-    """A `transformers` engine in the middle of a rollout: `rows` sequences of `cached` tokens."""
+    """A `transformers` engine in the middle of a rollout: sequences as `form` has them.
 
-    def __init__(self, model: PreTrainedModel, rows: int, cached: int) -> None:
-        self.model, self.rows = model, rows
-        self.cache = DynamicCache(config=model.config)
-        prompt = torch.ones(1, cached, dtype=torch.int64, device=model.device)
-        self.mask = torch.ones(rows, cached, dtype=torch.int64, device=model.device)
-        self._forward(prompt, self.mask[:1])
-        self.cache.batch_repeat_interleave(rows)
-
-    def step(self) -> None:
-        """One more token of each sequence."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(self.rows, 1)], dim=1)
-        self._forward(self.mask[:, -1:], self.mask)
+    At most `most` of them, `rows` in all: whole groups, or a part of one.
+    """
 
     @torch.inference_mode()
-    def _forward(self, ids: Tensor, mask: Tensor) -> None:
-        positions = (mask.cumsum(dim=1) - 1)[:, -ids.shape[1] :]
-        self.model.base_model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+    def __init__(self, model: PreTrainedModel, form: Sequences, most: int) -> None:
+        group = min(form.group, most)
+        prompts, longest = most // group, form.prompt + form.response
+        shares = group > 1 and can_share(model, longest)
+        # What cannot be shared is as long for being read as a prompt.
+        ids = torch.ones(prompts, form.prompt if shares else longest, dtype=torch.int64)
+        mask, cache = ids.to(model.device), DynamicCache(config=model.config)
+        _read(model, mask, cache)
+        self.model, self.rows = model, prompts * group
+        self.memory = DecodingMemory.of_prompts(model, cache, mask, group, longest)
+        if self.memory.prompts is not None:
+            for layer, keys in enumerate(self.memory.prompts.keys):
+                so_far = keys.new_ones(self.rows, keys.shape[1], form.response, keys.shape[3])
+                self.memory.cache.update(so_far, so_far, layer)
+            self.memory.positions += form.response
+        self.ids = torch.ones(self.rows, 1, dtype=torch.int64, device=model.device)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One more token of each sequence."""
+        self.model.base_model(input_ids=self.ids, use_cache=True, **self.memory.next_token())
 
 
 @torch.inference_mode()
 def read_prompts(model: PreTrainedModel, batch: RolloutBatch) -> None:
     """The engine's first pass, over the prompts of all rows."""
-    ids = batch.prompt_ids.to(model.device)
-    cache = DynamicCache(config=model.config)
+    _read(model, batch.prompt_ids.to(model.device), DynamicCache(config=model.config))
+
+
+def _read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> None:
     model.base_model(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -167,14 +183,18 @@ def read_prompts(model: PreTrainedModel, batch: RolloutBatch) -> None:
 
 
 def head_pass(
-    hidden: Tensor, weight: Tensor, targets: Tensor, work: HeadWork
+    hidden: Tensor, weight: Tensor, targets: Tensor, work: HeadWork, *, packed: bool = False
 ) -> Callable[[], object]:
-    """The vocabulary's part, ready to be run."""
+    """The vocabulary's part, ready to be run; an engine's weight may be packed."""
+    if work in ("logits", "engine"):
+        columns, hidden_size = weight.shape
+        layer = Linear(hidden_size, columns, bias=False, device="meta")
+        layer.weight = Parameter(weight, requires_grad=False)
+        if packed:
+            pack(layer)
+        return torch.inference_mode()(partial(layer, hidden))
 
     def run() -> None:
-        if work == "logits":
-            torch.nn.functional.linear(hidden, weight)
-            return
         values, _ = token_logprobs(hidden, weight, targets)
         if values.requires_grad:
             values.sum().backward()  # type: ignore[no-untyped-call]

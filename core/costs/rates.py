@@ -13,9 +13,9 @@ from posttrain.core.config.sections import LoraSection
 
 Groups = Sequence[tuple[int, Sequence[int]]]
 """Rows of a micro-batch: of each group the tokens of its prompt and of each of its responses."""
-HeadWork = Literal["train", "frozen", "score", "logits"]
+HeadWork = Literal["train", "frozen", "score", "logits", "engine"]
 """The vocabulary's part: log-probs with gradients for states and weight, for states alone, without
-any; or bare logits, of which a token is drawn."""
+any; or bare logits, the learner's, or the engine's of which a token is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,11 @@ class Rates(Protocol):
     def prefill(self, prompt: int) -> LayerCost:
         """The engine reads prompts of that many tokens."""
 
-    def decoding(self, cached: int, rows: int) -> Line:
-        """The engine's next token through one layer, by sequences; `rows` is the most there are."""
+    def decoding(self, rows: Sequences, most: int) -> Line:
+        """The engine's next token through one layer, by sequences, which `most` is the most of.
+
+        Their responses have `rows.response` tokens so far.
+        """
 
     def head(self, work: HeadWork) -> Line:
         """The vocabulary's part, by tokens."""

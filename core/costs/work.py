@@ -155,13 +155,15 @@ class Work:
     ) -> float:
         """Sequences that are decoded together."""
         shares = self.engine in SHARES_PROMPTS
+        group = rows // prompts if shares else 1
         read = prompts if shares else rows
         prompt = round(self.lengths.prompt)
-        layers, logits = self.shape.layers, self.rates.head("logits")
+        layers, logits = self.shape.layers, self.rates.head("engine")
         draw = self.rates.draw(greedy=greedy)
         seconds = self.rates.prefill(prompt).of(read * prompt, layers)
         seconds += logits.of(read) + draw * rows
-        step = self.rates.decoding(prompt + round(responses.mean) // 2, self.engine_rows)
+        so_far = Sequences(group, prompt, max(1, round(responses.mean) // 2))
+        step = self.rates.decoding(so_far, self.engine_rows)
         batch = float(rows)
         for done in range(1, limit):
             running = rows * responses.running(done)
@@ -183,6 +185,6 @@ class Work:
 
     def few_tokens(self, counts: Sequence[int]) -> float:
         """Short forward passes of so many tokens each, with logits: weights are read each time."""
-        step, logits = self.rates.decoding(round(self.lengths.prompt), self.engine_rows), self.rates
-        head = logits.head("score")
+        alone = Sequences(1, round(self.lengths.prompt), 1)
+        step, head = self.rates.decoding(alone, self.engine_rows), self.rates.head("score")
         return sum(step.of(n) * self.shape.layers + head.of(n) for n in counts)

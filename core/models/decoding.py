@@ -41,10 +41,10 @@ class DecodingMemory:
         wider than its sliding window; else each sequence has a copy.
         """
         positions = mask.sum(dim=-1, keepdim=True).repeat_interleave(repeats, 0)
-        if repeats > 1 and _can_share(model, longest):
+        if repeats > 1 and can_share(model, longest):
             from transformers import DynamicCache
 
-            kept: list[Any] = cache.layers  # Any: `_can_share` knows that all have keys
+            kept: list[Any] = cache.layers  # Any: `can_share` knows that all have keys
             layers = [(layer.keys, layer.values) for layer in kept]
             owners = torch.arange(len(mask), device=mask.device).repeat_interleave(repeats)
             prompts = SharedPrompts.make(layers, mask.bool(), owners)
@@ -74,7 +74,8 @@ class DecodingMemory:
         return {**given, "attention_mask": self.mask}
 
 
-def _can_share(model: Any, longest: int) -> bool:  # Any: as above
+def can_share(model: Any, longest: int) -> bool:  # Any: as above
+    """Whether the prompts of `model` can be kept once for sequences of `longest` tokens."""
     if model.config._attn_implementation != GROUPED or why_no_stream(model) is not None:
         return False
     window = widest_window(model)

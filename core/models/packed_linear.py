@@ -53,9 +53,14 @@ def packed_bytes(model: Any) -> int:  # Any: transformers' model classes are not
 
 def can_pack(model: Any, when: When) -> bool:  # Any: as above
     """Whether an engine's `model` is to be packed, by its setting."""
-    if when == "never" or why_no_packing(model.dtype, model.device) is not None:
+    return packs(packed_bytes(model), model.dtype, model.device, when)
+
+
+def packs(size: int, dtype: torch.dtype, device: torch.device, when: When) -> bool:
+    """The same for a model whose linear layers have weights of `size` bytes."""
+    if when == "never" or why_no_packing(dtype, device) is not None:
         return False
-    return when == "always" or packed_bytes(model) <= MOST_BYTES
+    return when == "always" or size <= MOST_BYTES
 
 
 @torch.no_grad()

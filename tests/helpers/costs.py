@@ -47,7 +47,7 @@ class MadeUp:
     def prefill(self, prompt: int) -> LayerCost:
         return LayerCost(self.read)
 
-    def decoding(self, cached: int, rows: int) -> Line:
+    def decoding(self, rows: Sequences, most: int) -> Line:
         return Line(0.0, self.decoded)
 
     def head(self, work: HeadWork) -> Line:

@@ -72,9 +72,9 @@ def test_states_are_those_of_whole_sequences(
 ) -> None:
     model, plain = make_model(family), make_model(family)
     use_grouped_attention(model)
-    assert decoding._can_share(model, 20)
+    assert decoding.can_share(model, 20)
     if not shared:
-        monkeypatch.setattr(decoding, "_can_share", lambda *_: False)
+        monkeypatch.setattr(decoding, "can_share", lambda *_: False)
     # The softmax is of float32 in all of them.
     assert decoded_gap(model, plain, PROMPTS, max(PROMPTS) + TOKENS) < GAP
 
@@ -91,7 +91,7 @@ def test_a_window_narrower_than_a_sequence_has_prompts_copied(
     use_grouped_attention(model)
     assert decoded_gap(model, plain, PROMPTS, max(PROMPTS) + TOKENS) < GAP
     assert decoded_gap(model, plain, [3, 7, 1], 7 + TOKENS) < GAP
-    monkeypatch.setattr(decoding, "_can_share", lambda *_: True)
+    monkeypatch.setattr(decoding, "can_share", lambda *_: True)
     assert decoded_gap(model, plain, [3, 7, 1], 7 + TOKENS) > 1e-3
 
 
