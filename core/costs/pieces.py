@@ -148,9 +148,11 @@ class Decoder:
         prompts, longest = most // group, form.prompt + form.response
         shares = group > 1 and can_share(model, longest)
         # What cannot be shared is as long for being read as a prompt.
-        ids = torch.ones(prompts, form.prompt if shares else longest, dtype=torch.int64)
+        ids = torch.ones(1, form.prompt if shares else longest, dtype=torch.int64)
         mask, cache = ids.to(model.device), DynamicCache(config=model.config)
         _read(model, mask, cache)
+        cache.batch_repeat_interleave(prompts)  # reading them all would take longer than decoding
+        mask = mask.repeat(prompts, 1)
         self.model, self.rows = model, prompts * group
         self.memory = DecodingMemory.of_prompts(model, cache, mask, group, longest)
         if self.memory.prompts is not None:
