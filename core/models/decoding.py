@@ -13,7 +13,6 @@ from torch import Tensor
 
 from posttrain.core.models.grouped_attention import GROUPED
 from posttrain.core.models.shared_prompts import SharedPrompts
-from posttrain.core.models.sharing import why_no_stream, widest_window
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -76,6 +75,9 @@ class DecodingMemory:
 
 def can_share(model: Any, longest: int) -> bool:  # Any: as above
     """Whether the prompts of `model` can be kept once for sequences of `longest` tokens."""
+    # Imports transformers, which whoever lists plugins need not wait for.
+    from posttrain.core.models.sharing import why_no_stream, widest_window
+
     if model.config._attn_implementation != GROUPED or why_no_stream(model) is not None:
         return False
     window = widest_window(model)
