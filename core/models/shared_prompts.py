@@ -109,4 +109,4 @@ def attention_over_prompts(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     output = scatter(torch.matmul(gather(weights[..., :length]), prompt_values))
     output += torch.matmul(weights[..., length:], value)
-    return output.view(rows, 1, heads, size)
+    return output.reshape(rows, 1, heads, size)  # of one prompt it may be strided

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,6 +95,15 @@ def test_a_window_narrower_than_a_sequence_has_prompts_copied(
     assert decoded_gap(model, plain, [3, 7, 1], 7 + TOKENS) < GAP
     monkeypatch.setattr(decoding, "can_share", lambda *_: True)
     assert decoded_gap(model, plain, [3, 7, 1], 7 + TOKENS) > 1e-3
+
+
+@torch.no_grad()
+def test_one_prompt_with_several_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "KEPT", {2: [0, 2]})
+    for family in ("llama", "gemma3"):
+        model = make_model(family)
+        use_grouped_attention(model)
+        assert decoded_gap(model, make_model(family), [7], 7 + TOKENS) < GAP
 
 
 @torch.no_grad()
