@@ -169,6 +169,7 @@ class RlLoop:
         self.rollouts.take(rollout.step)
         self.metrics |= rollout.metrics | rollout.staleness()
         if rollout.batch is None:
+            rollout.forget_products()
             self.metrics |= {"train/updates": 0.0, "train/skipped_empty": 1.0}
         return rollout.batch is not None
 
@@ -186,7 +187,7 @@ class RlLoop:
         coef, batch = self.controller.coefficient(), rollout.rows
         with self._timed("advantage_s"):
             batch, dropped = drop_groups(batch, self.stage.drop_groups)
-            batch = self._fill_columns(batch, coef)
+            batch = self._fill_columns(rollout.with_rows(batch), coef)
             batch.require(self.estimator.required_columns(), f"advantage '{self.estimator.name}'")
             estimate = self.estimator.estimate(batch)
             ready = batch.with_columns(advantages=estimate.advantages)
@@ -199,13 +200,13 @@ class RlLoop:
         self.metrics |= {**advantage_metrics(ready), **estimate.metrics, **dropped, "kl/coef": coef}
         return rollout.with_rows(ready)
 
-    def _fill_columns(self, batch: RolloutBatch, kl_coef: float) -> RolloutBatch:
+    def _fill_columns(self, rollout: Rollout, kl_coef: float) -> RolloutBatch:
         """What the estimator reads beside rewards, and the KL penalty on the rewards."""
-        learner, check = self.learner, self.context.check
+        batch, learner, check = rollout.rows, self.learner, self.context.check
         needed = self.estimator.required_columns()
         in_reward = self.stage.kl.place == "reward" and kl_coef > 0
         if in_reward or needed & {"old_logprobs", "is_weight", "ref_logprobs"}:
-            batch = learner.with_old_logprobs(batch, check)
+            batch = learner.with_old_logprobs(batch, check, rollout.products)
         if in_reward:
             batch = batch.with_columns(ref_logprobs=learner.reference_logprobs(batch, check))
             self.metrics |= kl_of_batch(batch, self.kl)
@@ -238,9 +239,10 @@ class RlLoop:
             if self.critic is not None:
                 self.metrics |= self.critic.update(batch, step, self.context.check)
             if self.critic is None or not self.critic.pretraining:
-                result = self._update_policy(batch, step, coef)
+                result = self._update_policy(rollout, coef)
             else:
                 self.metrics |= self.learner.mismatch(batch, self.context.check)
+            rollout.forget_products()
             self._heap.step_done()
         if result is not None:
             self._keep_evidence(batch, step, coef, result)
@@ -253,10 +255,10 @@ class RlLoop:
         if every and (step == 1 or step % every == 0):
             tracker.log_traces(traced_responses(batch, step, self.scorer.names, TRACES))
 
-    def _update_policy(self, batch: RolloutBatch, step: int, kl_coef: float) -> UpdateResult:
+    def _update_policy(self, rollout: Rollout, kl_coef: float) -> UpdateResult:
         """The learner's part of an update with `kl_coef` in its loss, and what is told of it."""
-        kl = self.stage.kl
-        result = self.learner.update(batch, step, kl_coef, self.context.check)
+        kl, batch, step = self.stage.kl, rollout.rows, rollout.step
+        result = self.learner.update(batch, step, kl_coef, self.context.check, rollout.products)
         found = result.metrics
         if kl.place == "loss" and "kl/ref_k1" in found:
             per_token = found["kl/ref_k1"]

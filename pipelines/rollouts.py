@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
@@ -33,13 +34,14 @@ class Rollout:
     """The sampled groups of one step as a batch that grows, and what sampling measured.
 
     `metrics` belong to `step`, whatever step was trained on while they were taken. `batch` is None
-    when the sampler kept no group at all.
+    when the sampler kept no group at all. `products` are what the engine kept for the update.
     """
 
     step: int
     groups: Sequence[SampledGroup]
     batch: RolloutBatch | None
     metrics: dict[str, float]
+    products: SampledProducts | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> RolloutBatch:
@@ -51,6 +53,11 @@ class Rollout:
         """The same rollout with columns filled."""
         return replace(self, batch=batch)
 
+    def forget_products(self) -> None:
+        """The update has used them, or there is none."""
+        if self.products is not None:
+            self.products.forget()
+
     def staleness(self) -> dict[str, float]:
         """Age, in updates, of the policies that sampled the tokens, when `step` begins."""
         if self.batch is None:
@@ -61,7 +68,10 @@ class Rollout:
 
 @dataclass
 class Rollouts:
-    """Samples the rollouts of a stage, and keeps those that no update has used yet."""
+    """Samples the rollouts of a stage, and keeps those that no update has used yet.
+
+    With `keep_products` the engine keeps what it computes for the update, if it can.
+    """
 
     context: StageContext
     stage: RlStage
@@ -70,6 +80,7 @@ class Rollouts:
     sampler: Sampler[Any]
     prompts: PromptStream
     episodes: EpisodeRunner | None = None
+    keep_products: bool = False
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
@@ -120,7 +131,9 @@ class Rollouts:
             check=check,
             episodes=episodes,
         )
-        sampled = self.sampler.sample(request)
+        keeping = self.engine.keeping_products() if self.keep_products else nullcontext()
+        with keeping as products:
+            sampled = self.sampler.sample(request)
         batch = self._batch(sampled.groups)
         kept = 0.0 if batch is None else float(batch.response_mask.sum())
         seconds = time.perf_counter() - began
@@ -131,7 +144,7 @@ class Rollouts:
             "time/rollout_s": seconds,
             "throughput/rollout_tokens_per_s": tokens / seconds,
         }
-        return Rollout(step, sampled.groups, batch, metrics)
+        return Rollout(step, sampled.groups, batch, metrics, products)
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""

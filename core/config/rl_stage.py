@@ -189,6 +189,12 @@ class RlStage(StageBase):
         description="leave rows whose advantages are all 0 out of forward and backward where no "
         "other term reads them; the gradient is the same, metrics of tokens are of the other rows",
     )
+    reuse_products: bool = Field(
+        default=True,
+        description="keep what linear layers give while responses are sampled, up to 2 GB, for the "
+        "first update of the same policy; with the engine transformers on a CPU, full weights and "
+        "no reference model",
+    )
     max_staleness: int = Field(
         default=0,
         ge=0,

@@ -165,6 +165,9 @@ METRICS: dict[str, Metric] = {
     "train/idle_rows": Metric(
         "count", "rows left out of an update because their advantages are 0 and nothing else counts"
     ),
+    "train/reused_rows": Metric(
+        "count", "rows of which the update took what linear layers gave during sampling", "higher"
+    ),
     "train/skipped_empty": Metric("count", "updates skipped because no token took loss", "lower"),
     # held-out evaluation
     "eval/greedy_accuracy": Metric("fraction", "greedy held-out accuracy", "higher"),

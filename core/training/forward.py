@@ -6,6 +6,7 @@ Axes: B rows, L padded prompt width, T padded response width, P distinct prompts
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,20 @@ from transformers import DynamicCache, PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.autocast import compute_dtype
+from posttrain.core.models.given_products import products_given
+from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away, run_backbone
 from posttrain.core.models.sharing import why_no_shared_keys, widest_window
 from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.training.known_products import KnownProducts, known_products
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of
 
 UNCUT = Cut()
+States = tuple[Tensor, Tensor, Tensor]
+"""Hidden states, ids and mask of the responses, as `response_states` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,31 @@ def response_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float, cut: Cut = UNCUT
 ) -> ResponseForward:
     """Log-probs and entropy of each response token of `batch` at the sampling temperature."""
-    states = response_states(model, batch, include_last=False)
-    shape = batch.response_ids.shape
-    return project_states(model, states, shape, temperature=temperature, cut=cut)
+    return response_pass(model, batch, temperature=temperature, cut=cut)[1]
+
+
+def response_pass(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    *,
+    temperature: float,
+    cut: Cut = UNCUT,
+    known: KnownProducts | None = None,
+) -> tuple[States, ResponseForward]:
+    """What `response_states` gives, and what follows from it; what is `known` is used up."""
+    given: AbstractContextManager[None] = nullcontext()
+    if known is not None:
+        given = products_given(model, known.layers, known.places)
+    with given:
+        states = response_states(model, batch, include_last=False)
+    return states, project_states(
+        model,
+        states,
+        batch.response_ids.shape,
+        temperature=temperature,
+        cut=cut,
+        logits=None if known is None else known.logits,
+    )
 
 
 @torch.no_grad()
@@ -57,13 +85,18 @@ def forward_only(
     cut: Cut = UNCUT,
     max_tokens: int | None = None,
     ranks: Ranks = ALONE,
+    products: SampledProducts | None = None,
 ) -> ResponseForward:
-    """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches."""
+    """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches.
+
+    What `products` has of them is not computed again.
+    """
     order, rows, parts = micro_rows(batch, micro_batch_size, max_tokens, ranks.size), [], []
     for index, counts in ranks.share(order):
         check()
         micro = batch.select(index)
-        out = response_logprobs(model, micro, temperature=temperature, cut=cut)
+        known = None if products is None else known_products(products, micro, last=False)
+        _, out = response_pass(model, micro, temperature=temperature, cut=cut, known=known)
         if counts:
             rows.append(index)
             parts.append(out)
@@ -205,12 +238,18 @@ def project_states(
     *,
     temperature: float,
     cut: Cut = UNCUT,
+    logits: Tensor | None = None,
 ) -> ResponseForward:
-    """Log-probs and entropy of `shape` [B, T] from what `response_states` gave."""
+    """Log-probs and entropy of `shape` [B, T] from what `response_states` gave.
+
+    `logits` [R, V] of the R response tokens, row by row, where they are known: they are used up.
+    """
     hidden, ids, mask = states
     flat = mask.nonzero(as_tuple=True)
     chosen, head = hidden[:, : ids.shape[1]][flat], head_weight(model)
-    values, entropies, kept = cut_logprobs(chosen, head, ids[flat], cut, temperature=temperature)
+    values, entropies, kept = cut_logprobs(
+        chosen, head, ids[flat], cut, temperature=temperature, known=logits
+    )
     return ResponseForward(
         to_rows(values, mask, shape),
         to_rows(entropies, mask, shape),

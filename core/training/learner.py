@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.collision import response_sum_pi_squared
@@ -24,11 +25,12 @@ from posttrain.core.training.exact_kl import response_exact_kl
 from posttrain.core.training.forward import (
     UNCUT,
     ResponseForward,
+    States,
     forward_only,
-    project_states,
-    response_states,
+    response_pass,
 )
 from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.known_products import known_products
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Objective, PreparedMini
@@ -41,8 +43,8 @@ from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
 
 Check = Callable[[], None]
-States = tuple[Tensor, Tensor, Tensor]
-"""Hidden states, ids and mask of the responses, as `response_states` gives them."""
+# Neighbours, so that both have one prompt, mostly: each pass reads all weights as it is.
+AUDITED_ROWS = 2
 
 
 def _nothing() -> None:
@@ -80,23 +82,32 @@ class Learner:
         return self.optimizer
 
     def update(
-        self, batch: RolloutBatch, step: int, kl_coef: float, check: Check = _nothing
+        self,
+        batch: RolloutBatch,
+        step: int,
+        kl_coef: float,
+        check: Check = _nothing,
+        products: SampledProducts | None = None,
     ) -> UpdateResult:
         """All epochs and mini-batches over `batch`.
 
         Needs `advantages`, and fills `old_logprobs` itself: from a forward pass before the first
         update, or, when there is only one update and nothing else reads them, from that update's
         own forward, which is the same policy. `check` raises to stop, between micro-batches.
+        `products` are what the present policy computed when it sampled `batch`: its log-probs and
+        the first optimizer step do not compute it again. They are empty afterwards.
         """
         batch.require(["advantages", "mask"], "the learner")
         given = batch.columns()
-        batch, metrics = self._ready(batch, kl_coef, check)
+        # Of what the engine computed itself its difference from the trainer says nothing.
+        audited = self._audit(batch, step, check) if products is not None else {}
+        batch, metrics = self._ready(batch, kl_coef, check, products)
         columns = {name: batch.column(name) for name in batch.columns() - given}
-        settings, done = self.settings, Progress.of(batch)
+        settings, done = self.settings, Progress.of(batch, products)
         # An update without a row to learn from, or one that sees the policy only when it has moved.
         moved = self.objective.bypass_old and self.trust_region is not None
         unseen = moved or not (batch.mask.any(dim=1) & ~self._idle_rows(batch, kl_coef)).any()
-        if unseen:
+        if unseen and not audited:
             metrics |= self.mismatch(batch, check)
         parts = mini_rows(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
@@ -121,7 +132,9 @@ class Learner:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
-        if not unseen:
+        if audited:
+            metrics |= audited
+        elif not unseen:
             # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
             own = self.objective.bypass_old or batch.old_logprobs is None
             compared, seen = (done.first_mini, done.first_seen) if own else (batch, first)
@@ -149,7 +162,10 @@ class Learner:
         """
         own = MetricSums()
         idle = self._idle_rows(mini, kl_coef)
-        seen, entropy, log_kept = self._accumulate(mini, prepared, kl_coef, own, idle, check)
+        seen, entropy, log_kept = self._accumulate(
+            mini, prepared, kl_coef, own, idle, check, done.products
+        )
+        done.forget_products()
         own = self.ranks.merge(own)
         own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         if done.first_logprobs is None:
@@ -179,7 +195,11 @@ class Learner:
         return self.objective.idle_rows(batch, kl_coef)
 
     def _ready(
-        self, batch: RolloutBatch, kl_coef: float, check: Check
+        self,
+        batch: RolloutBatch,
+        kl_coef: float,
+        check: Check,
+        products: SampledProducts | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Fill `old_logprobs` and `ref_logprobs` where they are needed, and the correction."""
         objective = self.objective
@@ -190,20 +210,25 @@ class Learner:
             or self.trust_region is not None
         )
         if needs_old or objective.bypass_old:
-            batch = self.with_old_logprobs(batch, check)
+            batch = self.with_old_logprobs(batch, check, products)
         exact = objective.kl is not None and objective.kl.from_logits
         if kl_coef > 0 and objective.kl is not None and batch.ref_logprobs is None and not exact:
             batch = batch.with_columns(ref_logprobs=self.reference_logprobs(batch, check))
         corrected = batch.is_weight is not None or batch.correction_mask is not None
         return (batch, {}) if corrected else objective.correct(batch)
 
-    def with_old_logprobs(self, batch: RolloutBatch, check: Check = _nothing) -> RolloutBatch:
+    def with_old_logprobs(
+        self,
+        batch: RolloutBatch,
+        check: Check = _nothing,
+        products: SampledProducts | None = None,
+    ) -> RolloutBatch:
         """`batch` with `old_logprobs` and `entropy` of the present policy, unless it has them."""
         if batch.old_logprobs is not None:
             return batch
         if self.objective.bypass_old:
             return batch.with_columns(old_logprobs=batch.rollout_logprobs)
-        old = self.forward_only(self.model, batch, check, self.settings.cut)
+        old = self.forward_only(self.model, batch, check, self.settings.cut, products)
         batch = on_uncut_law(batch, old.log_kept)
         return batch.with_columns(old_logprobs=old.logprobs, entropy=old.entropy)
 
@@ -214,6 +239,14 @@ class Learner:
         old = self.forward_only(self.model, batch, check, self.settings.cut)
         batch = on_uncut_law(batch, old.log_kept)
         return mismatch_of(batch, old.logprobs, batch.response_mask)
+
+    def _audit(self, batch: RolloutBatch, step: int, check: Check) -> dict[str, float]:
+        """`mismatch` of a few rows, others at each step, by the trainer alone."""
+        count = min(AUDITED_ROWS, len(batch))
+        few = batch.select((torch.arange(count) + step * count) % len(batch))
+        own = self.forward_only(self.model, few, check, self.settings.cut)
+        few = on_uncut_law(few, own.log_kept)
+        return mismatch_of(few, own.logprobs, few.response_mask)
 
     def _prepare(
         self, mini: RolloutBatch, step: int, number: int, check: Check
@@ -257,13 +290,17 @@ class Learner:
         return self.forward_only(self.reference, batch, check).logprobs
 
     def forward_only(
-        self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing, cut: Cut = UNCUT
+        self,
+        model: PreTrainedModel,
+        batch: RolloutBatch,
+        check: Check = _nothing,
+        cut: Cut = UNCUT,
+        products: SampledProducts | None = None,
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
-        size, settings = self.settings.micro_batch_size, self.settings
-        return forward_only(
-            model, batch, size, settings.temperature, check, cut, settings.max_tokens, self.ranks
-        )
+        size, most = self.settings.micro_batch_size, self.settings.max_tokens
+        temperature = self.settings.temperature
+        return forward_only(model, batch, size, temperature, check, cut, most, self.ranks, products)
 
     def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
         """Row indices of each micro-batch, of all ranks."""
@@ -290,9 +327,11 @@ class Learner:
         sums: MetricSums,
         idle: Tensor,
         check: Check = _nothing,
+        products: SampledProducts | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
+        What `products` has of them is not computed again, and forgotten with the last of them.
         Returns log-probs and entropy [B, T] of the forward passes (rows without loss stay 0) and,
         when these are the old policy's too, the log mass that a cut of the rollout keeps.
         """
@@ -308,13 +347,12 @@ class Learner:
         for rows, counts in self.ranks.share(order):
             check()
             micro = mini.select(rows)
-            states = response_states(self.model, micro, include_last=False)
-            out = project_states(
-                self.model,
-                states,
-                micro.response_ids.shape,
-                temperature=self.settings.temperature,
-                cut=cut,
+            known = None
+            if products is not None:
+                known = known_products(products, micro, last=rows is order[-1])
+            temperature = self.settings.temperature
+            states, out = response_pass(
+                self.model, micro, temperature=temperature, cut=cut, known=known
             )
             if counts:
                 seen[rows] = out.logprobs.detach().to(seen)
@@ -335,6 +373,7 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro)
+                sums.add_scalar("train/reused_rows", 0.0 if known is None else len(rows))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
         add = self.ranks.add

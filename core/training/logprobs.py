@@ -66,10 +66,13 @@ class _TokenLogprobs(torch.autograd.Function):
         inv_temperature: float,
         chunk: int,
         cut: Cut,
+        known: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if known is not None:
+            chunk = len(known)
         logprobs, entropies, normalisers, kept = [], [], [], []
         for start in range(0, hidden.shape[0], chunk):
-            logits = hidden[start : start + chunk] @ weight.t()
+            logits = hidden[start : start + chunk] @ weight.t() if known is None else known
             for rows, block in _blocks(start, logits):
                 shifted = _scaled(block, inv_temperature)
                 top = shifted.amax(dim=1, keepdim=True)
@@ -94,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
         need_hidden, need_weight = ctx.needs_input_grad[:2]
@@ -123,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_hidden[here] = logits @ weight
             if need_weight:
                 sums.add(logits.t() @ hidden[here])
-        return grad_hidden, sums.total() if need_weight else None, None, None, None, None
+        return grad_hidden, sums.total() if need_weight else None, None, None, None, None, None
 
 
 class _WeightGradient:
@@ -172,18 +175,20 @@ def cut_logprobs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
+    known: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
 
     A log-prob less that mass is the one under the cut and renormalised distribution. The mass is
-    detached, and made chunk by chunk from the same logits.
+    detached, and made chunk by chunk from the same logits. Logits [N, V] that are `known` are not
+    made again in the forward pass, and overwritten in the backward pass.
     """
     if hidden.shape[0] == 0:
         zero = hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
         return zero, zero, zero.detach()
     rows = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk or rows, cut
+        hidden, weight, targets, 1.0 / temperature, chunk or rows, cut, known
     )
     return values, entropy, kept
 

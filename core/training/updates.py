@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import StepReport
 from posttrain.core.training.splitting import micro_rows
@@ -62,6 +63,7 @@ class Progress:
     """What the updates on one rollout batch have come to so far; begun by `of`.
 
     `first_mini` is the mini-batch of the first update and `first_seen` what its forward pass saw.
+    `products` are what is known of that pass.
     """
 
     first_logprobs: Tensor | None
@@ -75,13 +77,14 @@ class Progress:
     norm_sum: float = 0.0
     rate_factor: float = 1.0
     num_updates: int = 0
+    products: SampledProducts | None = None
 
     @classmethod
-    def of(cls, batch: RolloutBatch) -> Progress:
+    def of(cls, batch: RolloutBatch, products: SampledProducts | None = None) -> Progress:
         """Before the first update."""
         nothing = torch.full(batch.mask.shape, float("nan"))
         unread = torch.full((len(batch),), -1)
-        return cls(batch.old_logprobs, nothing, nothing.clone(), unread)
+        return cls(batch.old_logprobs, nothing, nothing.clone(), unread, products=products)
 
     def saw(self, rows: Tensor, logprobs: Tensor, entropy: Tensor | None, number: int) -> None:
         """Note what the update `number` read in `rows` [n] of the batch: both are [n, T]."""
@@ -94,6 +97,12 @@ class Progress:
     def mean_norm(self) -> float:
         """Mean norm of the gradients before clipping."""
         return self.norm_sum / self.num_updates
+
+    def forget_products(self) -> None:
+        """The first mini-batch has been through, and the policy moves."""
+        if self.products is not None:
+            self.products.forget()
+            self.products = None
 
     def took(self, report: StepReport) -> None:
         """Count an optimizer step."""

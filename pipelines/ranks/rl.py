@@ -11,6 +11,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy
+from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.training.critic import Critic
 from posttrain.core.training.forward import UNCUT, ResponseForward
 from posttrain.core.training.learner import Learner
@@ -59,9 +60,17 @@ class RankedLearner(Learner):
         return RankedOptimizer(trainer, "policy", section, lambda: trainer.refresh(self.model))
 
     def update(
-        self, batch: RolloutBatch, step: int, kl_coef: float, check: Check = _nothing
+        self,
+        batch: RolloutBatch,
+        step: int,
+        kl_coef: float,
+        check: Check = _nothing,
+        products: SampledProducts | None = None,
     ) -> UpdateResult:
-        """As in `Learner`; the ranks' losses keep the same state as the ones here."""
+        """As in `Learner`; the ranks' losses keep the same state as the ones here.
+
+        `products` are in this process, and ranks compute them anew.
+        """
         result, states = self._trainer.call("update", batch.bare(), step, kl_coef)
         for term, state in zip(self.objective.terms, states, strict=True):
             term.loss.load_state(state)
@@ -71,9 +80,14 @@ class RankedLearner(Learner):
         return result
 
     def forward_only(
-        self, model: PreTrainedModel, batch: RolloutBatch, check: Check = _nothing, cut: Cut = UNCUT
+        self,
+        model: PreTrainedModel,
+        batch: RolloutBatch,
+        check: Check = _nothing,
+        cut: Cut = UNCUT,
+        products: SampledProducts | None = None,
     ) -> ResponseForward:
-        """As in `Learner`, of the policy."""
+        """As in `Learner`, of the policy; `products` are not the ranks'."""
         found: ResponseForward = self._trainer.call("policy", batch.bare(), cut)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from posttrain.core.models.loading import load_policy, load_value_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings
 from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.known_products import why_nothing_known
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
@@ -36,6 +38,8 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.training.value_phase import ValuePhase
 from posttrain.pipelines.stages.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stages.trained import reference_of, start_training
+
+logger = logging.getLogger(__name__)
 
 
 def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Learner:
@@ -60,6 +64,31 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
     )
+
+
+def keeps_products(context: StageInputs, stage: RlStage, learner: Learner, in_turns: bool) -> bool:
+    """Whether the engine keeps what it computes for the update; the log says why not."""
+    run = context.run
+    if not stage.reuse_products:
+        return False
+    if stage.max_staleness:
+        reason: str | None = "rollouts are of an older policy than the one that is updated"
+    elif in_turns:
+        reason = "responses are sampled in turns"
+    elif learner.reference is not None:
+        # Of one policy the two must agree to the last bit: AdamW makes a full step of any gap.
+        reason = "a KL term compares the policy with a reference that the trainer computes"
+    elif learner.objective.correction is not None:
+        reason = "the rollout correction compares the engine with the trainer"
+    elif run.limits.learner_ranks > 1:
+        reason = "the model is trained by other processes"
+    elif stage.loss_terms and context.build(PolicyLoss, stage.loss_terms[0]).owns_update:
+        reason = "a trust region makes products of its own"
+    else:
+        reason = why_nothing_known(learner.model, context.runtime.dtype, run.model.max_model_len)
+    if reason is not None:
+        logger.info("the update makes all products of its forward pass: %s", reason)
+    return reason is None
 
 
 def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:

@@ -10,7 +10,8 @@ K key heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.models.decoding import DecodingMemory
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
+from posttrain.core.models.sampled_products import ProductKeeper, SampledProducts
 from posttrain.core.rollout.engine_weights import EngineWeights
 from posttrain.core.rollout.stop_strings import StopStrings
 from posttrain.core.rollout_sampling import (
@@ -74,6 +76,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     _setup: EngineSetup | None = None
     _model: Any = None  # Any: transformers' model classes are not typed
     _weights: EngineWeights | None = None
+    _keeper: ProductKeeper | None = None
     _version: str = ""
     _tokenizer: ChatTokenizer | None = None
 
@@ -132,6 +135,20 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             found.update(zip(where, rows, strict=True))
         return [[found[p, g] for g in range(params.num_generations)] for p in range(len(prompts))]
 
+    @contextmanager
+    def keeping_products(self) -> Iterator[SampledProducts | None]:
+        """As in the contract; an adapter's layers are not told from those that it is around."""
+        # A GPU's memory is scarce, and there another engine samples.
+        if self._started().device.type != "cpu" or self._held().has_adapter:
+            yield None
+            return
+        self._keeper = ProductKeeper(self._model)
+        try:
+            with self._keeper.listening() as products:
+                yield products
+        finally:
+            self._keeper = None
+
     @torch.inference_mode()
     def _decode(
         self,
@@ -150,7 +167,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         # [N, T], made from the seeds alone: a response is the same however it is batched.
         draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
         uniforms = torch.from_numpy(draws).to(device)
-        logits, memory = self._prefill([prompts[p] for p in chunk.prompts], chunk, width)
+        own = [prompts[p] for p in chunk.prompts]
+        keeper = self._keeper
+        if keeper is not None and not keeper.begin(own, len(seeds), width):
+            keeper = None
+        logits, memory = self._prefill(own, chunk, width)
         rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
@@ -180,8 +201,14 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
                 keep = running.nonzero().squeeze(-1)
                 memory.keep(keep)
                 rows, ids = rows[keep], ids[keep]
+            if keeper is not None:
+                keeper.feed(rows)
             logits = self._forward(ids[:, None], **memory.next_token())
-        return self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
+        found = self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
+        if keeper is not None:
+            owners = [n for n in range(len(own)) for _ in chunk.generations]
+            keeper.end(owners, [c.token_ids for c in found])
+        return found
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         """What ends responses by their text; the tokenizer is loaded when it is first needed."""

@@ -14,7 +14,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training import learner as learner_module
+from posttrain.core.training import forward
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -56,13 +56,13 @@ def parameters(learner: Learner) -> list[Tensor]:
 def rows_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the number of rows of each forward pass with gradient."""
     found: list[int] = []
-    whole = learner_module.response_states
+    whole = forward.response_states
 
     def counted(model: Any, batch: RolloutBatch, *, include_last: bool) -> Any:
         found.append(len(batch))
         return whole(model, batch, include_last=include_last)
 
-    monkeypatch.setattr(learner_module, "response_states", counted)
+    monkeypatch.setattr(forward, "response_states", counted)
     return found
 
 

@@ -1,0 +1,77 @@
+"""Rollouts of a tiny model by the transformers engine, with what the engine kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import EngineSetup
+from posttrain.core.data.packing import response_batch
+from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.types import Completion, SamplingParams
+from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from tests.unit.training.test_stream import FAMILIES
+
+PROMPTS = ([5, 9, 30, 41, 7], [8, 61, 12], [4, 20, 33, 9, 9, 71, 50, 3, 2])
+STOP = tuple(range(40, 60))  # of 100 tokens: responses of a random model end early
+
+
+def save_family(family: str, folder: Path) -> Path:
+    """A random model of `family` in `folder`."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def start_engine(
+    folder: Path, *, at_once: int = 64, dtype: torch.dtype = torch.float32
+) -> TransformersEngine:
+    """The engine on the model in `folder`; at most `at_once` sequences decode together."""
+    engine = TransformersEngine(TransformersEngineConfig())
+    engine.start(EngineSetup(folder, dtype, torch.device("cpu"), 64, at_once, STOP, 0, 0))
+    return engine
+
+
+@dataclass
+class Sampled:
+    """What an engine sampled, in groups, and kept."""
+
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    groups: list[list[Completion]] = field(default_factory=list)
+    products: SampledProducts | None = None
+
+    def batch(self, *, idle: Sequence[int] = ()) -> RolloutBatch:
+        """All rows, with an advantage for each token but for those of rows that are `idle`."""
+        rows = [(g, c) for g, group in enumerate(self.groups) for c in group]
+        batch = response_batch(
+            prompts=[self.prompts[g] for g, _ in rows],
+            responses=[c.token_ids for _, c in rows],
+            group_ids=[g for g, _ in rows],
+            pad_token_id=0,
+            problems=(),
+            response_logprobs=[c.logprobs for _, c in rows],
+        )
+        draw = torch.Generator().manual_seed(5)
+        shape = batch.response_ids.shape
+        advantages = torch.randn(shape[0], 1, generator=draw).expand(shape) * batch.mask
+        advantages[list(idle)] = 0.0
+        return batch.with_columns(advantages=advantages)
+
+
+def sample(engine: TransformersEngine, params: SamplingParams, *, calls: int = 1) -> Sampled:
+    """A group for each of `PROMPTS` in each of `calls` of the engine, all kept together."""
+    found = Sampled()
+    with engine.keeping_products() as products:
+        for _ in range(calls):
+            found.groups += engine.generate(PROMPTS, params)
+            found.prompts += PROMPTS
+            params = replace(params, seed=params.seed + 1)
+    found.products = products
+    return found

@@ -1,0 +1,346 @@
+"""An update that takes what sampling computed has the gradient of one that computes it again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.math.nucleus import Cut
+from posttrain.core.models import sampled_products
+from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.lora import add_adapter
+from posttrain.core.models.packed_linear import why_no_packing
+from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.rollout.weight_sync import send_policy
+from posttrain.core.training.known_products import known_products, why_nothing_known
+from posttrain.core.training.learner import Learner
+from posttrain.core.training.updates import UpdateResult
+from posttrain.core.types import SamplingParams
+from tests.helpers.sampled import PROMPTS, Sampled, sample, save_family, start_engine
+from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
+from tests.unit.training.test_stream import FAMILIES
+
+CPU = torch.device("cpu")
+FLOAT = ModelRuntime(CPU, torch.float32, "stream")
+PARAMS = SamplingParams(num_generations=4, max_tokens=12, temperature=0.7)
+# GPT-2's layers are no linear layers of torch's: nothing of them is kept.
+KEPT = [family for family in FAMILIES if family != "gpt2"]
+NO_BFLOAT16 = why_no_packing(torch.bfloat16, CPU)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each family."""
+    return {f: save_family(f, tmp_path_factory.mktemp(f)) for f in FAMILIES}
+
+
+def sampled_of(folder: Path, params: SamplingParams = PARAMS, **options: int) -> Sampled:
+    calls = options.pop("calls", 1)
+    engine = start_engine(folder, **options)
+    found = sample(engine, params, calls=calls)
+    engine.close()
+    return found
+
+
+def gradient(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    products: SampledProducts | None,
+    options: Options = Options(),  # noqa: B008 - frozen
+    cut: Cut = Cut(),  # noqa: B008 - frozen
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Of an update of `batch`, and what it counted before its optimizer step."""
+    learner = speed_learner(model, options)
+    learner.settings = replace(learner.settings, cut=cut)
+    counted: dict[str, float] = {}
+
+    def stop(rate_factor: float = 1.0) -> None:
+        raise GradientTaken
+
+    whole = learner._accumulate
+
+    def accumulate(mini, prepared, kl_coef, sums, *rest):  # type: ignore[no-untyped-def]
+        found = whole(mini, prepared, kl_coef, sums, *rest)
+        counted.update(sums.result())
+        return found
+
+    learner._accumulate = accumulate  # type: ignore[method-assign]
+    learner.optimizer.step = stop  # type: ignore[assignment,method-assign]
+    with pytest.raises(GradientTaken):
+        learner.update(batch, 1, 0.0, products=products)
+    named = zip(model.named_parameters(), learner.optimizer._masters, strict=True)
+    return {n: m.grad.clone() for (n, _), m in named if m.grad is not None}, counted
+
+
+def products_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every product of a linear layer."""
+    made: list[int] = []
+    whole = functional.linear
+
+    def counted(*given: Tensor) -> Tensor:
+        made.append(1)
+        return whole(*given)
+
+    monkeypatch.setattr(functional, "linear", counted)
+    return made
+
+
+@pytest.mark.parametrize("family", KEPT)
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(micro_batch_size=3), Options(packed=True, skip_idle=True)],
+    ids=["whole", "micro", "packed-idle"],
+)
+def test_the_gradient_is_the_same_and_no_linear_layer_computes(
+    folders: dict[str, Path], family: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = sampled_of(folders[family])
+    assert len({len(c.token_ids) for group in sampled.groups for c in group}) > 3, "ragged"
+    batch = sampled.batch(idle=[2, 5])
+    model = load_policy(folders[family], FLOAT)
+    wanted, counted = gradient(model, batch, None, options)
+    assert counted["train/reused_rows"] == 0
+    made = products_made(monkeypatch)
+    monkeypatch.setattr(Learner, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
+    model = load_policy(folders[family], FLOAT)
+    found, counted = gradient(model, batch, sampled.products, options)
+    assert_equal_gradients(found, wanted)
+    assert made == []
+    assert counted["train/reused_rows"] == len(batch) - 2 * options.skip_idle
+    assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+
+
+def test_a_model_without_torch_s_linear_layers_computes_all(folders: dict[str, Path]) -> None:
+    sampled = sampled_of(folders["gpt2"])
+    wanted, _ = gradient(load_policy(folders["gpt2"], FLOAT), sampled.batch(), None)
+    found, counted = gradient(
+        load_policy(folders["gpt2"], FLOAT), sampled.batch(), sampled.products
+    )
+    assert_equal_gradients(found, wanted)
+    assert counted["train/reused_rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "cut"),
+    [
+        ({"num_generations": 5}, {"at_once": 4}, Cut()),  # a prompt in several chunks
+        ({}, {"at_once": 4}, Cut()),  # a chunk for each prompt
+        ({}, {"calls": 2}, Cut()),  # as samplers do that draw again; prompts come twice
+        ({"max_tokens": 1}, {}, Cut()),  # a response is one token, which is fed to nothing
+        ({"num_generations": 1}, {}, Cut()),  # prompts are not shared
+        ({"top_k": 20, "top_p": 0.8}, {}, Cut(20, 0.8)),
+    ],
+)
+def test_however_it_was_sampled(
+    folders: dict[str, Path], params: dict[str, int], options: dict[str, int], cut: Cut
+) -> None:
+    sampled = sampled_of(folders["llama"], replace(PARAMS, **params), **options)
+    batch = sampled.batch()
+    model = load_policy(folders["llama"], FLOAT)
+    wanted, _ = gradient(model, batch, None, Options(micro_batch_size=7), cut)
+    model = load_policy(folders["llama"], FLOAT)
+    found, counted = gradient(model, batch, sampled.products, Options(micro_batch_size=7), cut)
+    assert counted["train/reused_rows"] == len(batch)
+    assert_equal_gradients(found, wanted)
+
+
+def test_with_compiled_layers(folders: dict[str, Path]) -> None:
+    for seed in (0, 1):  # the second finds other tensors of other shapes in the same graphs
+        sampled = sampled_of(folders["qwen3"], replace(PARAMS, seed=seed))
+        wanted, _ = gradient(load_policy(folders["qwen3"], FLOAT), sampled.batch(), None)
+        model = load_policy(folders["qwen3"], FLOAT)
+        compile_layers(model)
+        found, counted = gradient(model, sampled.batch(), sampled.products)
+        assert counted["train/reused_rows"] == len(sampled.batch())
+        assert_equal_gradients(found, wanted)
+
+
+def test_it_is_what_was_kept_that_is_taken(folders: dict[str, Path]) -> None:
+    for what in ("layers", "logits"):
+        sampled = sampled_of(folders["llama"])
+        kept = sampled.products
+        assert kept is not None
+        blocks = kept.logits if what == "logits" else kept.layers["model.layers.1.mlp.up_proj"]
+        for block in blocks:
+            block += torch.arange(block.shape[1]) / block.shape[1]
+        wanted, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), None)
+        found, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), kept)
+        with pytest.raises(AssertionError):
+            assert_equal_gradients(found, wanted)
+
+
+def test_rows_that_were_not_sampled_are_computed(folders: dict[str, Path]) -> None:
+    sampled = sampled_of(folders["llama"])
+    batch = sampled.batch()
+    ids = batch.response_ids.clone()
+    ids[5, 0] = 99 - ids[5, 0]
+    batch = replace(batch, response_ids=ids)
+    wanted, _ = gradient(load_policy(folders["llama"], FLOAT), batch, None)
+    options = Options(micro_batch_size=4)
+    found, counted = gradient(
+        load_policy(folders["llama"], FLOAT), batch, sampled.products, options
+    )
+    assert counted["train/reused_rows"] == len(batch) - 4, "its whole micro-batch is computed"
+    assert_equal_gradients(found, wanted)
+
+
+def test_a_row_with_tokens_of_others_is_not_known(folders: dict[str, Path]) -> None:
+    sampled = sampled_of(folders["llama"])
+    assert sampled.products is not None
+    batch = sampled.batch()
+    assert known_products(sampled.products, batch, last=False) is not None
+    row = int(batch.response_mask.sum(dim=1).argmax())
+    mask = batch.response_mask.clone()
+    mask[row, 1] = 0
+    assert known_products(sampled.products, replace(batch, response_mask=mask), last=True) is None
+    assert sampled.products.layers, "who cannot use them does not take them away"
+
+
+def updated(
+    folder: Path, sampled: Sampled, products: SampledProducts | None
+) -> tuple[PreTrainedModel, UpdateResult]:
+    """After two epochs of two mini-batches."""
+    model = load_policy(folder, FLOAT)
+    learner = speed_learner(model, Options(micro_batch_size=3), rate=1e-3)
+    learner.settings = replace(learner.settings, epochs=2, num_mini_batches=3)
+    return model, learner.update(sampled.batch(), 1, 0.0, products=products)
+
+
+def test_only_the_first_optimizer_step_takes_them(folders: dict[str, Path]) -> None:
+    sampled = sampled_of(folders["llama"])
+    assert sampled.products is not None
+    plain, computed = updated(folders["llama"], sampled, None)
+    model, result = updated(folders["llama"], sampled, sampled.products)
+    assert computed.metrics["train/reused_rows"] == 0
+    assert result.metrics["train/reused_rows"] == PARAMS.num_generations
+    assert not sampled.products.layers and not sampled.products.responses
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_old_logprobs_are_those_that_were_sampled(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = sampled_of(folders["llama"])
+    batch = sampled.batch()
+    learner = speed_learner(load_policy(folders["llama"], FLOAT), Options(micro_batch_size=5))
+    learner.settings = replace(learner.settings, temperature=1.0)
+    wanted = learner.with_old_logprobs(batch)
+    made = products_made(monkeypatch)
+    found = learner.with_old_logprobs(batch, products=sampled.products)
+    assert made == []
+    for name in ("old_logprobs", "entropy"):
+        torch.testing.assert_close(found.column(name), wanted.column(name), rtol=0, atol=1e-5)
+    assert sampled.products is not None and sampled.products.layers, "the update takes them too"
+
+
+def test_an_engine_that_is_off_shows_though_its_products_are_taken(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own products and logits the update agrees with the engine, whatever that did."""
+    right = sampled_of(folders["llama"])
+    engine = start_engine(folders["llama"])
+    with torch.no_grad():
+        engine._model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    wrong = sample(engine, PARAMS)
+    found = {}
+    for name, sampled in (("right", right), ("wrong", wrong)):
+        learner = speed_learner(load_policy(folders["llama"], FLOAT), Options())
+        found[name] = learner.update(sampled.batch(), 3, 0.0, products=sampled.products)
+        assert found[name].metrics["train/reused_rows"] == len(sampled.batch())
+    assert found["right"].metrics["mismatch/abs_max"] < 1e-4
+    assert found["wrong"].metrics["mismatch/abs_mean"] > 1e-3
+    gap = found["wrong"].old_logprobs - wrong.batch().rollout_logprobs
+    assert float(gap[wrong.batch().mask.bool()].abs().max()) < 1e-4, "the update itself saw none"
+
+
+def test_too_much_is_not_kept(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_engine(folders["llama"])
+    keeper = sampled_products.ProductKeeper
+    each = keeper(engine._model)._most_tokens
+    token_bytes = sampled_products.MOST_BYTES // each
+    tokens = len(PROMPTS) * 9 + len(PROMPTS) * 4 * 11
+    for most, kept in ((tokens * token_bytes, True), (tokens * token_bytes - 1, False)):
+        monkeypatch.setattr(sampled_products, "MOST_BYTES", most)
+        found = sample(engine, PARAMS).products
+        assert found is not None
+        assert bool(found.layers) == kept
+        assert bool(found.responses) == kept
+    monkeypatch.setattr(sampled_products, "MOST_BYTES", 2 * tokens * token_bytes - 1)
+    twice = sample(engine, PARAMS, calls=2).products
+    assert twice is not None and not twice.layers, "of all calls together"
+    monkeypatch.setattr(sampled_products, "MOST_BYTES", 10**9)
+    monkeypatch.setattr(sampled_products, "MOST_LOGITS_BYTES", 1000)
+    sampled = sample(engine, PARAMS)
+    assert sampled.products is not None and not sampled.products.logits
+    wanted, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), None)
+    found_without, counted = gradient(
+        load_policy(folders["llama"], FLOAT), sampled.batch(), sampled.products
+    )
+    assert counted["train/reused_rows"] == len(sampled.batch())
+    assert_equal_gradients(found_without, wanted)
+
+
+def test_an_engine_keeps_nothing_unasked_nor_around_an_adapter(folders: dict[str, Path]) -> None:
+    engine = start_engine(folders["llama"])
+    engine.generate(PROMPTS, PARAMS)
+    assert not any(layer._forward_hooks for layer in engine._model.modules())
+    with engine.keeping_products() as products:
+        engine.score([[5, 9, 30]])
+    assert products is not None and not products.layers
+    model = load_policy(folders["llama"], FLOAT)
+    add_adapter(model, LoraSection(rank=2), seed=0)
+    send_policy(engine, model, 1)
+    assert sample(engine, PARAMS).products is None
+    send_policy(engine, load_policy(folders["llama"], FLOAT), 2)
+    again = sample(engine, PARAMS).products
+    assert again is not None and again.layers
+
+
+@pytest.mark.skipif(NO_BFLOAT16 is not None, reason=f"no bfloat16 here: {NO_BFLOAT16}")
+def test_in_bfloat16_with_packed_weights_it_is_as_near_to_float32(
+    folders: dict[str, Path],
+) -> None:
+    engine = start_engine(folders["llama"], dtype=torch.bfloat16)
+    sampled = sample(engine, PARAMS)
+    low = ModelRuntime(CPU, torch.bfloat16, "stream")
+    exact, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), None)
+    plain, _ = gradient(load_policy(folders["llama"], low), sampled.batch(), None)
+    found, counted = gradient(load_policy(folders["llama"], low), sampled.batch(), sampled.products)
+    assert counted["train/reused_rows"] == len(sampled.batch())
+
+    def gap(one: dict[str, Tensor]) -> float:
+        parts = [(one[n].float() - exact[n]).square().sum() for n in exact]
+        whole = [exact[n].square().sum() for n in exact]
+        return float((sum(parts) / sum(whole)) ** 0.5)
+
+    assert gap(found) < 1.5 * gap(plain) < 0.05
+
+
+def test_why_an_update_makes_all_of_its_products(folders: dict[str, Path]) -> None:
+    def reason(runtime: ModelRuntime = FLOAT, family: str = "llama", longest: int = 32) -> str:
+        model = load_policy(folders[family], runtime)
+        return str(why_nothing_known(model, torch.float32, longest))
+
+    assert reason() == "None"
+    assert reason(family="mistral") == "None"
+    assert "window" in reason(family="mistral", longest=33)
+    assert "stream" in reason(ModelRuntime(CPU, torch.float32, "eager"))
+    assert "precision" in reason(ModelRuntime(CPU, torch.bfloat16, "stream"))
+    model = load_policy(folders["llama"], FLOAT)
+    use_checkpointing(model)
+    assert "checkpointing" in str(why_nothing_known(model, torch.float32, 32))
+    model = load_policy(folders["llama"], FLOAT)
+    add_adapter(model, LoraSection(rank=2), seed=0)
+    assert "adapter" in str(why_nothing_known(model, torch.float32, 32))
