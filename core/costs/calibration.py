@@ -32,38 +32,41 @@ from posttrain.core.costs.pieces import (
     head_pass,
     kept_bytes,
     made_up_batch,
+    products_of,
     ragged_batch,
     read_prompts,
+    reusing,
     training_pass,
 )
 from posttrain.core.costs.rates import Groups, HeadWork, Kept, LayerCost, Line, Sequences
 from posttrain.core.costs.shape import ModelShape
+from posttrain.core.costs.stopwatch import Stopwatch
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout_sampling import draw_tokens
 from posttrain.core.runtime.processor import has_bfloat16_instructions
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.types import SamplingParams
 
-CPU_WORK, SLOW_CPU_WORK, GPU_WORK = 8e9, 8e8, 3e12
-"""Operations of one layer's forward and backward pass in a measurement: some 40 ms on two cores,
+CPU_WORK, SLOW_CPU_WORK, GPU_WORK = 4e9, 4e8, 3e12
+"""Operations of one layer's forward and backward pass in a measurement: some 20 ms on two cores,
 also where bfloat16 products are emulated, and some 10 ms on a GPU."""
-LARGEST_MATRIX = 1e8
+LARGEST_MATRIX = 1.5e7
 """Elements of the vocabulary's matrix in a measurement; of larger ones a part is measured."""
 ADAMW_FLOATS = 2**22
 COPIED_BYTES = 2**26
 DIGESTED_BYTES = 2**22
 """Floats and copied bytes: several times what a core holds in its caches."""
-EVICTED_BYTES = 2**27
-"""Written before each run on a CPU: what a model of many layers holds has left the caches."""
-STREAMED_BYTES = 2**26
+LITTLE_ATTENTION = 0.05
+"""Share of a token's multiplications in attention: with less, who shares a prompt does not tell."""
+STREAMED_BYTES = 2**25
 """Weights of the layers that decode in a measurement, or they would be found in the caches: a token
 of a few sequences takes as long as reading the weights does."""
-AGREE = 1.1
-"""Runs of a measurement that differ by less are taken for undisturbed."""
 FEW, MANY = 1, 3
 """Layers of the two models that are compared."""
 
 T = TypeVar("T")
+Work = Callable[[PreTrainedModel, RolloutBatch], Callable[[], object]]
+"""A pass of a model over a batch, ready to be run."""
 
 
 class Calibration:
@@ -84,23 +87,30 @@ class Calibration:
         self.packed = packed
         self.seconds = 0.0
         self._known: dict[Hashable, object] = {}
+        self._models: dict[Hashable, PreTrainedModel] = {}
         on_cpu = runtime.device.type == "cpu"
+        self._watch = Stopwatch(runtime.device, runtime.dtype.itemsize * shape.in_layers)
         slow = runtime.dtype == torch.bfloat16 and not has_bfloat16_instructions()
         self._work = GPU_WORK if not on_cpu else SLOW_CPU_WORK if slow else CPU_WORK
 
     def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
         """Forward and backward, for a token that attends to as many as in `rows`."""
-        key = ("training", _like(rows), None if lora is None else lora.model_dump_json())
+        key = ("training", self._like(rows), None if lora is None else lora.model_dump_json())
         return self._once(key, lambda: self._training(rows, lora))
+
+    def reused(self, rows: Sequences) -> LayerCost:
+        """Forward and backward where linear layers are told what they give."""
+        return self._once(("reused", self._like(rows)), lambda: self._reused(rows))
 
     def kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
         """What the layers hold of a micro-batch from its forward to its backward pass."""
         key = ("kept", str(groups), None if lora is None else lora.model_dump_json())
         return self._once(key, lambda: self._kept(groups, lora))
 
-    def forward(self, rows: Sequences) -> LayerCost:
+    def forward(self, rows: Sequences, *, reused: bool = False) -> LayerCost:
         """Forward alone."""
-        return self._once(("forward", _like(rows)), lambda: self._forward(rows))
+        name = "forward reused" if reused else "forward"
+        return self._once((name, self._like(rows)), lambda: self._forward(rows, reused))
 
     def prefill(self, prompt: int) -> LayerCost:
         """The engine reads prompts of that many tokens."""
@@ -128,7 +138,7 @@ class Calibration:
     def digest_s(self) -> float:
         """sha256, seconds a byte."""
         data = bytes(DIGESTED_BYTES)
-        return self._once("digest", lambda: self._best(lambda: sha256(data)) / DIGESTED_BYTES)
+        return self._once("digest", lambda: self._watch.best(lambda: sha256(data)) / DIGESTED_BYTES)
 
     @cached_property
     def copy_s(self) -> float:
@@ -154,13 +164,18 @@ class Calibration:
         return {name: round(value, 3) for name, value in found.items()}
 
     def _training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
-        models = [
-            few_layers(
-                self.shape.config, n, self.runtime, checkpointing=self.checkpointing, lora=lora
-            )
-            for n in (FEW, MANY)
-        ]
-        return self._layers(models, rows, training_pass)
+        models = self._learners()
+        if lora is not None or self.checkpointing:
+            models = [
+                few_layers(
+                    self.shape.config, n, self.runtime, checkpointing=self.checkpointing, lora=lora
+                )
+                for n in (FEW, MANY)
+            ]
+        return self._layers(models, rows, _plainly(training_pass))
+
+    def _reused(self, rows: Sequences) -> LayerCost:
+        return self._layers(self._learners(), rows, _reusing(training_pass))
 
     def _kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
         """Of a stream on a CPU exactly, without memory; else by tokens, of fewer of them."""
@@ -185,18 +200,31 @@ class Calibration:
         layer = (many - few) / (MANY - FEW)
         return Kept(share * layer, share * (few - FEW * layer))
 
-    def _forward(self, rows: Sequences) -> LayerCost:
-        models = [few_layers(self.shape.config, n, self.runtime) for n in (FEW, MANY)]
-        return self._layers(models, rows, forward_pass)
+    def _forward(self, rows: Sequences, reused: bool) -> LayerCost:
+        prepared = _reusing if reused else _plainly
+        return self._layers(self._learners(), rows, prepared(forward_pass))
 
     def _prefill(self, prompt: int) -> LayerCost:
-        return self._layers(self._engines(MANY), Sequences(1, prompt, 1), read_prompts)
+        return self._layers(self._engines(MANY), Sequences(1, prompt, 1), _plainly(read_prompts))
+
+    def _learners(self) -> list[PreTrainedModel]:
+        return [
+            self._made(("learner", n), partial(few_layers, self.shape.config, n, self.runtime))
+            for n in (FEW, MANY)
+        ]
 
     def _engines(self, many: int) -> list[PreTrainedModel]:
+        make = partial(few_engine_layers, self.shape.config, runtime=self.runtime)
         return [
-            few_engine_layers(self.shape.config, n, self.runtime, packed=self.packed)
+            self._made(("engine", n), partial(make, layers=n, packed=self.packed))
             for n in (FEW, many)
         ]
+
+    def _made(self, key: Hashable, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+        """Made once: that takes as long as a measurement."""
+        if key not in self._models:
+            self._models[key] = make()
+        return self._models[key]
 
     def _decoding(self, rows: Sequences, most: int) -> Line:
         """Layers by their difference, at many sequences and at few."""
@@ -208,7 +236,7 @@ class Calibration:
         points = []
         for count in (max(1, most // 8), most):
             decoders = [Decoder(model, rows, count) for model in models]
-            few, many = (self._best(decoder.step) for decoder in decoders)
+            few, many = (self._watch.best(decoder.step, cold=True) for decoder in decoders)
             layer = max((many - few) / (layers - FEW), 0.5 * many / layers)
             points.append((float(decoders[0].rows), layer))
         return Line.through(points[0], points[1])
@@ -218,14 +246,15 @@ class Calibration:
         share = self.shape.vocabulary / columns
         options = {"dtype": self.runtime.dtype, "device": self.runtime.device}
         weight = torch.full((columns, self.shape.hidden), VALUE, **options)  # type: ignore[call-overload]
-        weight.requires_grad_(work == "train")
+        weight.requires_grad_(work in ("train", "reused"))
         points = []
-        for count in (16, 128):
+        for count in (16, 64):
             hidden = torch.full((count, self.shape.hidden), VALUE, **options)  # type: ignore[call-overload]
-            hidden.requires_grad_(work in ("train", "frozen"))
+            hidden.requires_grad_(work in ("train", "reused", "frozen"))
             targets = torch.arange(count, device=hidden.device) % columns
             packed = work == "engine" and self.packed
-            seconds = self._best(head_pass(hidden, weight, targets, work, packed=packed))
+            run = head_pass(hidden, weight, targets, work, packed=packed)
+            seconds = self._watch.best(run, cold=True)
             points.append((float(count), share * seconds))
         return Line.through(points[0], points[1])
 
@@ -235,7 +264,7 @@ class Calibration:
         logits = logits.to(self.runtime.dtype).repeat(rows, 1)
         chances = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
         params = SamplingParams(max_tokens=1, temperature=0.0 if greedy else 1.0)
-        return self._best(lambda: draw_tokens(logits, chances, params)) / rows
+        return self._watch.best(lambda: draw_tokens(logits, chances, params)) / rows
 
     def _adamw(self) -> float:
         module = Module()
@@ -248,12 +277,12 @@ class Calibration:
             optimizer.fill_gradients()
             optimizer.step()
 
-        return self._best(step) / ADAMW_FLOATS
+        return self._watch.best(step) / ADAMW_FLOATS
 
     def _copy(self) -> float:
         source = torch.ones(COPIED_BYTES // 4, device=self.runtime.device)
         target = torch.empty_like(source)
-        return self._best(lambda: target.copy_(source)) / COPIED_BYTES
+        return self._watch.best(lambda: target.copy_(source)) / COPIED_BYTES
 
     @property
     def _tokens(self) -> float:
@@ -278,7 +307,7 @@ class Calibration:
         self,
         models: Sequence[PreTrainedModel],
         rows: Sequences,
-        work: Callable[[PreTrainedModel, RolloutBatch], None],
+        prepared: Work,
     ) -> LayerCost:
         """From both models' times at many rows and at few.
 
@@ -289,12 +318,22 @@ class Calibration:
         points, beside = [], 0.0
         for count in sorted({max(1, most // 4), most}):
             batch = made_up_batch(form, count)
-            few, many = (self._best(partial(work, model, batch)) for model in models)
+            few, many = (self._watch.best(prepared(model, batch), cold=True) for model in models)
             layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
             points.append((form.tokens(count), layer))
             beside = max(0.0, few - layer)
         line = Line.through((0.0, 0.0), points[0]) if most == 1 else Line.through(*points)
         return LayerCost(self._longer(rows, form) * line.each, line.fixed, beside)
+
+    def _like(self, rows: Sequences) -> tuple[int, int, int]:
+        """The same for rows that are alike: measured once for all of them, for each token."""
+        return self._sharing(rows), _size(rows.prompt), _size(rows.response)
+
+    def _sharing(self, rows: Sequences) -> int:
+        """Rows that share a prompt; 0 where it does not tell."""
+        weights = self.shape.in_layers / self.shape.layers
+        little = 2 * self.shape.hidden * rows.attended < LITTLE_ATTENTION * weights
+        return 0 if little else rows.group
 
     def _longer(self, rows: Sequences, form: Sequences) -> float:
         """How much more a token costs in `rows` than in `form`, whose attention was cut short.
@@ -313,39 +352,15 @@ class Calibration:
         found: T = self._known[key]  # type: ignore[assignment]
         return found
 
-    def _best(self, work: Callable[[], object]) -> float:
-        """Seconds of the quickest run after one that warms up: two that agree, or one of six.
 
-        On a quiet machine the first two do; where others are at work some are held up.
-        """
-        work()
-        taken: list[float] = []
-        while len(taken) < 6:
-            self._others.neg_()
-            self._finish()
-            began = time.perf_counter()
-            work()
-            self._finish()
-            taken = sorted([*taken, time.perf_counter() - began])
-            if len(taken) > 1 and taken[1] < AGREE * taken[0]:
-                break
-        return taken[0]
-
-    @cached_property
-    def _others(self) -> torch.Tensor:
-        """As large as the weights of all layers, but for those of large models."""
-        held = self.runtime.dtype.itemsize * self.shape.in_layers
-        on_cpu = self.runtime.device.type == "cpu"
-        return torch.ones(min(EVICTED_BYTES, int(held)) // 4 if on_cpu else 0)
-
-    def _finish(self) -> None:
-        if self.runtime.device.type == "cuda":
-            torch.cuda.synchronize(self.runtime.device)
+def _plainly(work: Callable[[PreTrainedModel, RolloutBatch], None]) -> Work:
+    """A pass that needs nothing but model and batch."""
+    return lambda model, batch: partial(work, model, batch)
 
 
-def _like(rows: Sequences) -> tuple[int, int, int]:
-    """The same for rows that are alike: measured once for all of them, for each token."""
-    return rows.group, _size(rows.prompt), _size(rows.response)
+def _reusing(work: Callable[[PreTrainedModel, RolloutBatch], None]) -> Work:
+    """A pass whose linear layers are told what they give, as rollouts tell them."""
+    return lambda model, batch: partial(reusing, work, model, batch, products_of(model, batch))
 
 
 def _size(tokens: int) -> int:

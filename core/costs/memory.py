@@ -22,6 +22,7 @@ from posttrain.core.config.supervised_stages import (
 )
 from posttrain.core.costs.lengths import Responses
 from posttrain.core.costs.parts import has_reference, parts_of
+from posttrain.core.costs.reuse import kept_products, reuses_products
 from posttrain.core.costs.times import (
     FLOAT,
     TrainingStage,
@@ -113,6 +114,10 @@ class Holder:
             trained = trained_parameters(self.work, stage.lora, head=head)
             passing["checkpoint"] = float(FLOAT * trained)
         passing["sampling"] = self._sampling(stage)
+        if isinstance(stage, RlStage):
+            parts = parts_of(stage, self.manager)
+            if reuses_products(self.work, stage, parts):
+                passing["sampling"] += kept_products(self.work, stage)
         if isinstance(stage, TrainingStage) and not self.on_gpu:
             own = StageMemory(held, passing).peak - held["libraries"]
             held["holes of the heap"] = HOLES * own
@@ -167,6 +172,10 @@ class Holder:
     def _rl_passing(self, stage: RlStage) -> dict[str, float]:
         rows = rl_rows(self.work, stage, mini=True)
         found = {"training": self._pass(rows, stage.lora, head=True)}
+        if reuses_products(self.work, stage, parts_of(stage, self.manager)):
+            # Of the last micro-batch they become what is kept for its backward pass.
+            kept, share = kept_products(self.work, stage), 1 - rows.at_once / rows.count
+            found["training"] += kept * share
         if stage.critic is not None:
             found["critic"] = self._pass(rows, stage.critic.lora, head=False)
         return found

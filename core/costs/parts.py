@@ -18,9 +18,14 @@ from posttrain.core.plugin_manager import PluginManager
 
 @dataclass(frozen=True, slots=True)
 class RlParts:
-    """Forward passes of the policy and the reference in a step, and what the stage holds."""
+    """Forward passes of the policy and the reference in a step, and what the stage holds.
+
+    `old_logprobs` is one of the policy's passes; `corrects` tells of a rollout correction.
+    """
 
     policy_passes: int
+    old_logprobs: bool
+    corrects: bool
     reference_passes: int
     has_reference: bool
     reward_models: int
@@ -61,6 +66,8 @@ def parts_of(stage: RlStage, manager: PluginManager) -> RlParts:
     again = (stage.epochs * stage.num_mini_batches - 1) / stage.num_mini_batches if prepares else 0
     phases = any(loss.wants_phase_kl() for loss in losses)
     return RlParts(
+        old_logprobs=old,
+        corrects=corrects,
         policy_passes=int(old) + round(again) + int(phases) + int("sum_pi_squared" in reads),
         reference_passes=int(has_kl),
         has_reference=has_kl,

@@ -17,15 +17,18 @@ from posttrain.core.config.sections import LoraSection
 from posttrain.core.costs.rates import Groups, HeadWork, Sequences
 from posttrain.core.costs.shape import SMALL_VOCABULARY, make_model, truncated
 from posttrain.core.data.packing import response_batch
+from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.checkpointing import use_checkpointing
 from posttrain.core.models.decoding import DecodingMemory, can_share
+from posttrain.core.models.given_products import products_given
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.loading import attend_as
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import pack
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.sampled_products import linear_layers
 from posttrain.core.training.forward import response_states
-from posttrain.core.training.logprobs import token_logprobs
+from posttrain.core.training.logprobs import cut_logprobs
 
 VALUE = 0.01
 """Of all weights: far from the tiny numbers that processors are slow with."""
@@ -116,6 +119,33 @@ def training_pass(model: PreTrainedModel, batch: RolloutBatch) -> None:
     model.zero_grad()
 
 
+def products_of(model: PreTrainedModel, batch: RolloutBatch) -> dict[str, Tensor]:
+    """What the linear layers give for the stream of `batch`."""
+    found: dict[str, Tensor] = {}
+
+    def note(module: Any, given: Any, output: Tensor, name: str) -> None:  # Any: torch's hooks
+        found[name] = output.detach().flatten(0, -2)
+
+    layers = linear_layers(model)
+    hooks = [layer.register_forward_hook(partial(note, name=n)) for n, layer in layers.items()]
+    forward_pass(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def reusing(
+    work: Callable[[PreTrainedModel, RolloutBatch], None],
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    known: dict[str, Tensor],
+) -> None:
+    """A pass whose linear layers are told that they give what is `known`."""
+    rows = len(next(iter(known.values())))
+    with products_given(model, dict(known), torch.arange(rows)):
+        work(model, batch)
+
+
 def kept_bytes(model: PreTrainedModel, batch: RolloutBatch) -> int:
     """What the forward pass keeps for the backward pass, weights left out.
 
@@ -196,8 +226,11 @@ def head_pass(
             pack(layer)
         return torch.inference_mode()(partial(layer, hidden))
 
+    logits = (hidden @ weight.t()).detach() if work == "reused" else None
+
     def run() -> None:
-        values, _ = token_logprobs(hidden, weight, targets)
+        known = None if logits is None else logits.clone()  # they are used up
+        values, _, _ = cut_logprobs(hidden, weight, targets, Cut(), known=known)
         if values.requires_grad:
             values.sum().backward()  # type: ignore[no-untyped-call]
             hidden.grad = weight.grad = None

@@ -13,9 +13,10 @@ from posttrain.core.config.sections import LoraSection
 
 Groups = Sequence[tuple[int, Sequence[int]]]
 """Rows of a micro-batch: of each group the tokens of its prompt and of each of its responses."""
-HeadWork = Literal["train", "frozen", "score", "logits", "engine"]
-"""The vocabulary's part: log-probs with gradients for states and weight, for states alone, without
-any; or bare logits, the learner's, or the engine's of which a token is drawn."""
+HeadWork = Literal["train", "reused", "frozen", "score", "logits", "engine"]
+"""The vocabulary's part: log-probs with gradients for states and weight, the same of logits that
+are known, with gradients for states alone, without any; or bare logits, the learner's, or the
+engine's of which a token is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,14 @@ class Rates(Protocol):
     def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
         """Forward and backward."""
 
+    def reused(self, rows: Sequences) -> LayerCost:
+        """Forward and backward where linear layers are told what they give."""
+
     def kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
         """What the layers hold of a micro-batch from its forward to its backward pass."""
 
-    def forward(self, rows: Sequences) -> LayerCost:
-        """Forward alone."""
+    def forward(self, rows: Sequences, *, reused: bool = False) -> LayerCost:
+        """Forward alone; `reused` where linear layers are told what they give."""
 
     def prefill(self, prompt: int) -> LayerCost:
         """The engine reads prompts of that many tokens."""

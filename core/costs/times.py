@@ -25,6 +25,7 @@ from posttrain.core.config.supervised_stages import (
 )
 from posttrain.core.costs.lengths import CHARACTERS_PER_TOKEN, Responses
 from posttrain.core.costs.parts import RlParts, has_reference, parts_of
+from posttrain.core.costs.reuse import reuses_products
 from posttrain.core.costs.work import Rows, Work
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.preference_rows import read_preference_rows
@@ -137,14 +138,25 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
     checks = {"every": 1.0, "first": 1 / stage.steps, "never": 0.0}[stage.check_sync]
     phases = {
         "rollout": draw(group=group),
-        "score": parts.reward_models * work.forward(rows, head=False),
+        "score": 0.0,
         "advantage": advantage,
-        "update": beside * work.forward(rows, head=True) + _rl_update(work, stage, parts),
+        "update": _rl_update(work, stage, parts),
         "sync": work.copy_model(),
         "sync_check": checks * _sync_check(work),
         "evaluate": once * evaluations(stage) / stage.steps,
         "checkpoint": _checkpointing(work, stage),
     }
+    # What is not computed is not measured either.
+    reused = min(parts.old_logprobs, beside) if reuses_products(work, stage, parts) else 0
+    if reused:
+        phases["update"] += work.forward(rows, head=True, reused=True)
+    if beside > reused:
+        phases["update"] += (beside - reused) * work.forward(rows, head=True)
+    if parts.reward_models:
+        phases["score"] += parts.reward_models * work.forward(rows, head=False)
+    if reuses_products(work, stage, parts):
+        kept = rows.form.tokens(rows.count) * work.product_bytes
+        phases["rollout"] += kept * work.rates.copy_s
     return StageTime(stage.steps, phases, once + work.write(saved_bytes(work, stage)))
 
 
@@ -219,7 +231,13 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
     """All epochs and mini-batches, the critic's too."""
     rows = rl_rows(work, stage, mini=True)
     trained = trained_parameters(work, stage.lora, head=True)
-    one = work.train(rows, stage.lora, trained, head=True)
+    updates = stage.epochs * stage.num_mini_batches
+    reusing = int(reuses_products(work, stage, parts))  # the first of them
+    one = 0.0
+    if reusing:
+        one += reusing / updates * work.train_reused(rows, trained)
+    if reusing < updates:
+        one += (1 - reusing / updates) * work.train(rows, stage.lora, trained, head=True)
     if parts.pretraining_rows:
         texts = work.lengths.responses(work.config.model.max_model_len, learnt=True)
         more = work.rows(parts.pretraining_rows, 1, stage.micro_batch_size, texts, None)
@@ -229,7 +247,7 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
         one *= 1 + FISHER_PASSES * config.cg_iters * config.fvp_token_fraction
         one += work.forward(rows, head=True)  # the step is looked at before it is taken
     one += work.adamw(trained)
-    seconds = stage.epochs * stage.num_mini_batches * one
+    seconds = updates * one
     critic = stage.critic
     if critic is not None:
         whole = rl_rows(work, stage, mini=False)

@@ -17,6 +17,7 @@ from posttrain.core.config.sections import EvaluationSection, LoraSection
 from posttrain.core.costs.lengths import Lengths, Responses, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
+from posttrain.core.models.sampled_products import MOST_LOGITS_BYTES
 from posttrain.core.training.logprobs import chunk_rows
 
 SHARES_PROMPTS = frozenset({"transformers"})
@@ -115,17 +116,38 @@ class Work:
         added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
         return each * rows.count / rows.at_once + added
 
+    def train_reused(self, rows: Rows, trained: int) -> float:
+        """`train` where linear layers, and the head if it can, are told what they give."""
+        cost = self.rates.reused(rows.form)
+        each = cost.of(rows.form.tokens(rows.at_once), self.shape.layers)
+        if rows.count * rows.responses.mean <= self.most_known_logits:
+            each += self.rates.head("reused").of(rows.at_once * rows.responses.mean)
+        else:
+            each += self._head_of(rows, None)
+        added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
+        return each * rows.count / rows.at_once + added
+
+    @property
+    def most_known_logits(self) -> float:
+        """Tokens whose logits are kept from sampling, at most."""
+        return MOST_LOGITS_BYTES / (self.bytes_each * self.shape.vocabulary)
+
+    @property
+    def product_bytes(self) -> float:
+        """What linear layers give for a token."""
+        return float(self.bytes_each * self.shape.linear_outputs)
+
     def _head_of(self, rows: Rows, lora: LoraSection | None) -> float:
         """The vocabulary for one micro-batch; all chunks but the last are projected twice."""
         tokens = rows.at_once * rows.responses.mean
         again = max(0, math.ceil(tokens / self.logit_rows) - 1) * self.logit_rows
-        line = self.rates.head("train" if lora is None else "frozen")
-        return line.of(tokens) + self.rates.head("logits").each * again
+        seconds = self.rates.head("train" if lora is None else "frozen").of(tokens)
+        return seconds + (self.rates.head("logits").each * again if again else 0.0)
 
-    def forward(self, rows: Rows, *, head: bool) -> float:
+    def forward(self, rows: Rows, *, head: bool, reused: bool = False) -> float:
         """One pass without gradient over all rows."""
         tokens = rows.form.tokens(rows.at_once)
-        each = self.rates.forward(rows.form).of(tokens, self.shape.layers)
+        each = self.rates.forward(rows.form, reused=reused).of(tokens, self.shape.layers)
         if head:
             each += self.rates.head("score").of(rows.at_once * rows.responses.mean)
         return each * rows.count / rows.at_once

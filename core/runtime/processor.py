@@ -29,3 +29,13 @@ def processor_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
+
+
+def cache_bytes(otherwise: int) -> int:
+    """What the largest cache of a core holds, as Linux says it; else `otherwise`."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        number = path.read_text("utf-8").strip().removesuffix("K")
+        if number.isdecimal():
+            sizes.append(int(number) * 1024)
+    return max(sizes, default=otherwise)

@@ -25,7 +25,9 @@ class MadeUp:
     """A second for each piece of work that is given one; nothing for all else."""
 
     trained: float = 0.0
+    trained_reused: float = 0.0
     scored: float = 0.0
+    scored_reused: float = 0.0
     read: float = 0.0
     decoded: float = 0.0
     drawn: float = 0.0
@@ -37,12 +39,15 @@ class MadeUp:
     def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
         return LayerCost(self.trained)
 
+    def reused(self, rows: Sequences) -> LayerCost:
+        return LayerCost(self.trained_reused)
+
     def kept(self, groups: Groups, lora: LoraSection | None) -> Kept:
         tokens = sum(prompt + sum(responses) - len(responses) for prompt, responses in groups)
         return Kept(self.held * tokens)
 
-    def forward(self, rows: Sequences) -> LayerCost:
-        return LayerCost(self.scored)
+    def forward(self, rows: Sequences, *, reused: bool = False) -> LayerCost:
+        return LayerCost(self.scored_reused if reused else self.scored)
 
     def prefill(self, prompt: int) -> LayerCost:
         return LayerCost(self.read)
@@ -59,7 +64,9 @@ class MadeUp:
 
 ALL = MadeUp(
     trained=3e-6,
+    trained_reused=2e-6,
     scored=1e-6,
+    scored_reused=0.5e-6,
     read=1e-6,
     decoded=1e-6,
     drawn=1e-6,

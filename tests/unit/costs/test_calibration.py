@@ -25,6 +25,7 @@ from posttrain.core.models.runtime import ModelRuntime
 from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
+STREAM = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
 ROWS = Sequences(4, 12, 6)
 
 
@@ -40,8 +41,10 @@ def test_everything_is_measured_once_and_is_a_time(shape: ModelShape) -> None:
     made = Calibration(shape, RUNTIME, checkpointing=False)
     layers = [made.training(ROWS, None), made.training(ROWS, LoraSection(rank=2))]
     layers += [made.forward(ROWS), made.prefill(12)]
+    stream = Calibration(shape, STREAM, checkpointing=False)
+    layers += [stream.reused(ROWS), stream.forward(ROWS, reused=True)]
     lines = [made.decoding(ROWS, 8), made.decoding(Sequences(1, 12, 6), 8)]
-    lines += [made.head(w) for w in ("train", "frozen", "score", "logits", "engine")]
+    lines += [made.head(w) for w in ("train", "reused", "frozen", "score", "logits", "engine")]
     times = [cost.of(64, 2) for cost in layers] + [line.of(64) for line in lines]
     times += [made.draw(greedy=True), made.draw(greedy=False)]
     times += [made.adamw_s, made.copy_s, made.digest_s]
@@ -108,12 +111,13 @@ def test_what_a_layer_costs_whatever_the_tokens_is_told_apart(
         tokens = rows.tokens(len(batch))
         return 5 + model.config.num_hidden_layers * (2 + 0.01 * tokens)
 
-    def timed(work: partial[None]) -> float:
+    def timed(work: partial[None], *, cold: bool) -> float:
+        assert cold
         asked.append(work.args)
         return cost(*work.args)
 
-    monkeypatch.setattr(made, "_best", timed)
-    found = made._layers(models, rows, forward_pass)
+    monkeypatch.setattr(made._watch, "best", timed)
+    found = made._layers(models, rows, lambda *given: partial(forward_pass, *given))
     assert len(asked) == 4
     assert (found.pass_s, found.layer_s, found.token_s) == pytest.approx((5, 2, 0.01))
     assert found.of(1000, 30) == pytest.approx(5 + 30 * (2 + 10))

@@ -17,6 +17,7 @@ from tests.helpers.tiny import make_tiny_model
 
 SFT: dict[str, Any] = {"kind": "sft", "inputs": {"model": "base"}}
 RL: dict[str, Any] = {
+    "reuse_products": False,
     "kind": "rl",
     "inputs": {"model": "base"},
     "kl": {"controller": {"name": "fixed", "coef": 0.1}},
@@ -100,6 +101,19 @@ def test_larger_micro_batches_keep_more_for_the_backward_pass(model: Path) -> No
         cost(model, {**RL, "micro_batch_size": n}).memory.passing["training"] for n in (8, 32)
     )
     assert many > 2 * few
+
+
+def test_products_of_sampling_are_kept_until_the_last_micro_batch(model: Path) -> None:
+    for micro, left in ((32, 0.0), (8, 0.75)):
+        stage = {**RL, "micro_batch_size": micro, "prompts_per_step": 4, "num_generations": 8}
+        stage["kl"] = {"controller": {"name": "fixed", "coef": 0.0}}
+        without, with_them = (
+            cost(model, {**stage, "reuse_products": reuse}).memory.passing
+            for reuse in (False, True)
+        )
+        kept = with_them["sampling"] - without["sampling"]
+        assert kept > 0
+        assert with_them["training"] - without["training"] == pytest.approx(left * kept)
 
 
 def test_the_engine_stays_once_it_was_needed(model: Path) -> None:

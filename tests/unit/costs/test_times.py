@@ -14,6 +14,7 @@ from tests.helpers.costs import ALL, MadeUp, estimator, run_config
 from tests.helpers.tiny import make_tiny_model
 
 RL: dict[str, Any] = {
+    "reuse_products": False,
     "kind": "rl",
     "inputs": {"model": "base"},
     "prompts_per_step": 4,
@@ -91,6 +92,37 @@ def test_micro_batches_change_no_time_but_that_of_adding_up(model: Path) -> None
     whole, parts = (rl(model, free, micro_batch_size=n).phases["update"] for n in (16, 4))
     assert whole == pytest.approx(parts)
     assert rl(model, micro_batch_size=4).phases["update"] > rl(model).phases["update"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reused"),
+    [
+        ({}, 1.0),
+        ({"num_mini_batches": 2}, 0.5),
+        ({"num_mini_batches": 2, "epochs": 2}, 0.25),
+        ({"reuse_products": False}, 0.0),
+        ({"max_staleness": 1}, 0.0),
+        ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, 0.0),
+        ({"lora": {"rank": 2}}, 0.0),
+        ({"generation": {"max_response_length": 200}, "num_generations": 50_000}, 0.0),  # 6 GB
+    ],
+)
+def test_the_first_update_takes_what_sampling_computed(
+    model: Path, fields: dict[str, Any], reused: float
+) -> None:
+    given = {"reuse_products": True, **fields}
+    taken, made = (
+        rl(model, MadeUp(**{name: 1.0}), **given).phases["update"]
+        for name in ("trained_reused", "trained")
+    )
+    assert taken == pytest.approx(reused * (taken + made))
+    assert made == pytest.approx((1 - reused) * (taken + made))
+
+
+def test_no_engine_but_transformers_keeps_products(model: Path) -> None:
+    kept = MadeUp(trained_reused=1.0)
+    assert rl(model, kept, reuse_products=True).phases["update"] > 0
+    assert rl(model, kept, "vllm", reuse_products=True).phases["update"] == 0
 
 
 def test_time_grows_with_steps_and_evaluations_come_on_top(model: Path) -> None:

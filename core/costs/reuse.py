@@ -1,0 +1,40 @@
+"""Whether an rl stage's updates take what sampling computed, as the stage itself decides."""
+
+from __future__ import annotations
+
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.costs.parts import RlParts
+from posttrain.core.costs.work import Work
+from posttrain.core.models.sampled_products import MOST_BYTES
+from posttrain.core.models.sharing import widest_window
+
+
+def reuses_products(work: Work, stage: RlStage, parts: RlParts) -> bool:
+    """Whether the first update on a rollout takes what linear layers gave in sampling."""
+    run, shape = work.config, work.shape
+    window = widest_window(shape)
+    return (
+        stage.reuse_products
+        and work.engine == "transformers"
+        and work.device.type == "cpu"
+        and not work.padded
+        and not stage.max_staleness
+        and stage.environment is None
+        and stage.lora is None
+        and parts.trust_region is None
+        and not parts.corrects
+        and not parts.has_reference
+        and run.limits.learner_ranks == 1
+        and run.model.dtype != "autocast"
+        and not run.model.gradient_checkpointing
+        and (window is None or window >= run.model.max_model_len)
+        and 0 < kept_products(work, stage) <= MOST_BYTES
+    )
+
+
+def kept_products(work: Work, stage: RlStage) -> float:
+    """Bytes that the engine sets aside for what linear layers give in a step's rollouts."""
+    rows = stage.prompts_per_step * stage.num_generations
+    tokens = stage.prompts_per_step * max(work.lengths.prompts)
+    tokens += rows * (stage.generation.max_response_length - 1)
+    return tokens * work.product_bytes
