@@ -135,11 +135,7 @@ class Learner:
         if audited:
             metrics |= audited
         elif not unseen:
-            # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
-            own = self.objective.bypass_old or batch.old_logprobs is None
-            compared, seen = (done.first_mini, done.first_seen) if own else (batch, first)
-            assert compared is not None and seen is not None
-            metrics |= mismatch_of(compared, seen, compared.mask)
+            metrics |= self._seen_mismatch(batch, done, first)
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
         return UpdateResult(
             metrics, first, done.seen_logprobs, done.seen_entropy, done.seen_by, columns
@@ -239,6 +235,16 @@ class Learner:
         old = self.forward_only(self.model, batch, check, self.settings.cut)
         batch = on_uncut_law(batch, old.log_kept)
         return mismatch_of(batch, old.logprobs, batch.response_mask)
+
+    def _seen_mismatch(
+        self, batch: RolloutBatch, done: Progress, first: Tensor
+    ) -> dict[str, float]:
+        """Engine against the policy that sampled, as the passes of this update saw it."""
+        # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
+        own = self.objective.bypass_old or batch.old_logprobs is None
+        compared, seen = (done.first_mini, done.first_seen) if own else (batch, first)
+        assert compared is not None and seen is not None
+        return mismatch_of(compared, seen, compared.mask)
 
     def _audit(self, batch: RolloutBatch, step: int, check: Check) -> dict[str, float]:
         """`mismatch` of a few rows, others at each step, by the trainer alone."""
