@@ -161,17 +161,17 @@ def _draw_block(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     if params.temperature == 0:
         best, ids = logits.float().max(dim=-1)
         return ids, best - logits.float().logsumexp(dim=-1)
-    scores = logits.to(torch.float32, copy=True)
+    scores, kept = logits, None
     if params.temperature != 1:
-        scores /= params.temperature
-    kept: Tensor | None = None
+        scores = scores.float() / params.temperature
     if params.top_p < 1 or 0 < params.top_k < scores.shape[-1]:
-        scores, kept = nucleus(scores, Cut(params.top_k, params.top_p))
-    top = scores.amax(dim=-1, keepdim=True)
-    choice, total = _invert(scores.sub_(top).exp_(), uniforms)
+        scores, kept = nucleus(scores.float(), Cut(params.top_k, params.top_p))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    choice, total = _invert(weights, uniforms)
     ids = choice if kept is None else kept.gather(-1, choice)
-    drawn = logits.gather(-1, ids).float() / params.temperature
-    return ids.squeeze(-1), (drawn - top).squeeze(-1) - total.log().float()
+    # A sum of float32 weights is not quite 1.
+    chance = weights.gather(-1, choice).squeeze(-1) / total
+    return ids.squeeze(-1), chance.log().float()
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
