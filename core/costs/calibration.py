@@ -4,7 +4,7 @@ Nothing is taken from a peak rate. Models of one and of three layers are made in
 precision, and go through the learner's and the engine's own code (`core/costs/pieces.py`): the
 difference is two layers, whatever is in them, and the rest is what a pass costs beside them. Each
 piece is measured when it is first asked for, on as many tokens as fit into its share of the time.
-Over 300 lines by a little: a short method for each piece of work.
+Over 300 lines: a short method for each piece of work.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from posttrain.core.costs.rates import Groups, HeadWork, Kept, LayerCost, Line, 
 from posttrain.core.costs.shape import ModelShape
 from posttrain.core.costs.stopwatch import Stopwatch
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.rollout.engine_weights import EngineWeights
 from posttrain.core.rollout_sampling import draw_tokens
 from posttrain.core.runtime.processor import has_bfloat16_instructions
 from posttrain.core.training.optim import MasterOptimizer
@@ -144,6 +145,11 @@ class Calibration:
     def copy_s(self) -> float:
         """Copying memory on the device, seconds a byte."""
         return self._once("copy", self._copy)
+
+    @cached_property
+    def sync_s(self) -> float:
+        """The engine takes weights, and packs them if it does; seconds a byte."""
+        return self._once("sync", self._sync)
 
     def told(self) -> dict[str, float]:
         """What was measured so far, in units that people compare machines by."""
@@ -283,6 +289,13 @@ class Calibration:
         source = torch.ones(COPIED_BYTES // 4, device=self.runtime.device)
         target = torch.empty_like(source)
         return self._watch.best(lambda: target.copy_(source)) / COPIED_BYTES
+
+    def _sync(self) -> float:
+        model = self._engines(MANY)[1]
+        own = EngineWeights(model, "always" if self.packed else "never")
+        sent = {name: weight.clone() for name, weight in model.state_dict().items()}
+        seconds = self._watch.best(lambda: own.take(sent.items()), cold=True)
+        return seconds / sum(int(weight.nbytes) for weight in sent.values())
 
     @property
     def _tokens(self) -> float:

@@ -128,3 +128,7 @@ class Rates(Protocol):
     @property
     def copy_s(self) -> float:
         """Copying memory, seconds a byte."""
+
+    @property
+    def sync_s(self) -> float:
+        """The engine `transformers` takes the policy's weights, seconds a byte of them."""

@@ -141,7 +141,7 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
         "score": 0.0,
         "advantage": advantage,
         "update": _rl_update(work, stage, parts),
-        "sync": work.copy_model(),
+        "sync": work.sync_weights(),
         "sync_check": checks * _sync_check(work),
         "evaluate": once * evaluations(stage) / stage.steps,
         "checkpoint": _checkpointing(work, stage),

@@ -164,6 +164,12 @@ class Work:
         """The weights copied once."""
         return self.rates.copy_s * self.bytes_each * self.shape.total
 
+    def sync_weights(self) -> float:
+        """All weights given to the engine once."""
+        if self.engine != "transformers":
+            return self.copy_model()
+        return self.rates.sync_s * self.bytes_each * self.shape.total
+
     def generate(
         self, prompts: int, group: int, responses: Responses, limit: int, *, greedy: bool = False
     ) -> float:

@@ -33,6 +33,7 @@ class MadeUp:
     drawn: float = 0.0
     adamw_s: float = 0.0
     copy_s: float = 0.0
+    sync_s: float = 0.0
     digest_s: float = 0.0
     held: float = 0.0
 
@@ -72,6 +73,7 @@ ALL = MadeUp(
     drawn=1e-6,
     adamw_s=1e-9,
     copy_s=1e-10,
+    sync_s=3e-10,
     digest_s=1e-9,
     held=1000.0,
 )

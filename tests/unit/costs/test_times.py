@@ -54,6 +54,13 @@ def test_a_prompt_is_read_once_a_group_or_for_each_response(model: Path) -> None
     assert each == pytest.approx(4 * once)
 
 
+def test_an_engine_of_our_own_takes_weights_as_long_as_it_was_seen_to(model: Path) -> None:
+    """Another one's copies are taken for plain ones."""
+    rates = MadeUp(sync_s=3.0, copy_s=1.0)
+    ours, other = (rl(model, rates, name).phases["sync"] for name in ("transformers", "vllm"))
+    assert ours == pytest.approx(3 * other) and other > 0
+
+
 def test_an_update_computes_each_prompt_once_and_no_last_token(model: Path) -> None:
     config = run_config(model, {"rl": RL})
     made = estimator(config, MadeUp(trained=1.0))
