@@ -13,7 +13,6 @@ import torch
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, EngineSetup, PolicyLoss, RolloutCorrection
-from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy
@@ -26,6 +25,7 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import SamplingParams
 from tests.helpers.engines import AnyEngine, make_engine
+from tests.helpers.rollouts import batch_of_groups
 
 MAX_LEN = 256
 
@@ -45,19 +45,9 @@ class Rig:
 
     def sample(self) -> RolloutBatch:
         """A rollout with advantages of both signs."""
-        groups = self.engine.generate(self.prompts, self.params)
-        rows = [(g, c) for g, group in enumerate(groups) for c in group]
-        batch = response_batch(
-            prompts=[self.prompts[g] for g, _ in rows],
-            responses=[c.token_ids for _, c in rows],
-            group_ids=[g for g, _ in rows],
-            pad_token_id=0,
-            problems=(),
-            response_logprobs=[c.logprobs for _, c in rows],
-            policy_versions=[c.policy_version for _, c in rows],
-        )
+        batch = batch_of_groups(self.prompts, self.engine.generate(self.prompts, self.params))
         generator = torch.Generator().manual_seed(self.version)
-        advantages = torch.randn((len(rows), 1), generator=generator)
+        advantages = torch.randn((len(batch), 1), generator=generator)
         return batch.with_columns(advantages=advantages.expand(batch.mask.shape).contiguous())
 
     def step(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.packing import response_batch
-from posttrain.core.types import Problem
+from posttrain.core.types import Completion, Problem
 
 PROBLEM = Problem("k", "p", "a", "w")
 
@@ -27,6 +27,22 @@ def load_tiny(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedMod
         folder, dtype=dtype, attn_implementation="sdpa"
     )
     return model.eval()
+
+
+def batch_of_groups(
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]
+) -> RolloutBatch:
+    """A row for each completion that an engine gave, in the groups of their prompts."""
+    rows = [(g, c) for g, group in enumerate(groups) for c in group]
+    return response_batch(
+        prompts=[prompts[g] for g, _ in rows],
+        responses=[c.token_ids for _, c in rows],
+        group_ids=[g for g, _ in rows],
+        pad_token_id=0,
+        problems=(),
+        response_logprobs=[c.logprobs for _, c in rows],
+        policy_versions=[c.policy_version for _, c in rows],
+    )
 
 
 def ragged_batch(prompt_lengths: Sequence[int], group_size: int, seed: int = 0) -> RolloutBatch:

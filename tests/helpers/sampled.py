@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import EngineSetup
-from posttrain.core.data.packing import response_batch
 from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.types import Completion, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from tests.helpers.rollouts import batch_of_groups
 from tests.unit.training.test_stream import FAMILIES
 
 PROMPTS = ([5, 9, 30, 41, 7], [8, 61, 12], [4, 20, 33, 9, 9, 71, 50, 3, 2])
@@ -49,15 +49,7 @@ class Sampled:
 
     def batch(self, *, idle: Sequence[int] = ()) -> RolloutBatch:
         """All rows, with an advantage for each token but for those of rows that are `idle`."""
-        rows = [(g, c) for g, group in enumerate(self.groups) for c in group]
-        batch = response_batch(
-            prompts=[self.prompts[g] for g, _ in rows],
-            responses=[c.token_ids for _, c in rows],
-            group_ids=[g for g, _ in rows],
-            pad_token_id=0,
-            problems=(),
-            response_logprobs=[c.logprobs for _, c in rows],
-        )
+        batch = batch_of_groups(self.prompts, self.groups)
         draw = torch.Generator().manual_seed(5)
         shape = batch.response_ids.shape
         advantages = torch.randn(shape[0], 1, generator=draw).expand(shape) * batch.mask

@@ -191,7 +191,8 @@ def test_the_prepare_pass_sees_the_policy_at_the_start_of_each_update(
     batch = ragged_batch([5, 4, 6, 3], group_size=3)
     results = []
     for micro in (12, 2):
-        model = load_tiny(model_dir, torch.float32)
+        # In float32 AdamW makes much of the rounding of a gradient near 0, by the processor.
+        model = load_tiny(model_dir)
         learner = make_learner(
             model, manager, losses=[("bapo", {}, 1.0)], epochs=3, micro=micro, rate=3e-2
         )
