@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -116,6 +117,14 @@ def plan_chunks(lengths: Sequence[int], num_generations: int, max_batch_size: in
         Chunk(tuple(order[start : start + per_chunk]), range(num_generations))
         for start in range(0, len(order), per_chunk)
     ]
+
+
+def common_start(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all of `prompts` begin with, each with one or more of its own after them."""
+    first, last = min(map(tuple, prompts)), max(map(tuple, prompts))  # the least alike
+    most = min(map(len, prompts)) - 1
+    alike = (left == right for left, right in zip(first[:most], last, strict=False))
+    return sum(takewhile(bool, alike))
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

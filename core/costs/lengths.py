@@ -15,6 +15,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.costs.shape import KnownModel
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import PosttrainError
+from posttrain.core.rollout_sampling import common_start
 from posttrain.core.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,14 @@ CHARACTERS_PER_TOKEN = 4
 class Lengths:
     """Tokens of prompts and of worked answers (their end included) of a sample of problems.
 
-    `worked` is empty where the task has none; `known` says where the figures are from.
+    `worked` is empty where the task has none; `known` says where the figures are from. The first
+    `shared` tokens of a prompt are those of all prompts, as far as that is known.
     """
 
     prompts: tuple[int, ...]
     worked: tuple[int, ...]
     known: str
+    shared: int = 0
 
     @property
     def prompt(self) -> float:
@@ -98,13 +101,18 @@ def measured_lengths(
     if tokenizer is None:
         return _by_characters(problems)
     worked = [tokenizer.encode_response(p.worked) for p in problems if p.worked]
+    prompts = [tokenizer.encode_prompt(problem) for problem in problems]
     found = Lengths(
-        tuple(len(tokenizer.encode_prompt(problem)) for problem in problems),
+        tuple(map(len, prompts)),
         tuple(map(len, worked)) if len(worked) == len(problems) else (),
         "",
+        common_start(prompts) if len(prompts) > 1 else 0,
     )
     answers = f", worked answers of {_mean(found.worked):.0f}" if found.worked else ""
-    told = f"prompts of {found.prompt:.0f} tokens{answers} (mean of {len(problems)} problems)"
+    alike = f", {found.shared} of them the same in all" if found.shared else ""
+    told = (
+        f"prompts of {found.prompt:.0f} tokens{alike}{answers} (mean of {len(problems)} problems)"
+    )
     return replace(found, known=told)
 
 

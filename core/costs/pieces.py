@@ -83,23 +83,35 @@ def _made(config: Any, layers: int, runtime: ModelRuntime) -> PreTrainedModel:  
     return model
 
 
+def unlike(number: int, length: int) -> list[int]:
+    """A text of that many tokens, which no other number's begins like."""
+    return [1 + number % (SMALL_VOCABULARY - 1)] * length
+
+
 def made_up_batch(rows: Sequences, count: int) -> RolloutBatch:
-    """`count` rows of that form; prompts of one group are equal."""
-    ids = [1 + i % (SMALL_VOCABULARY - 1) for i in range(max(rows.prompt, rows.response))]
+    """`count` rows of that form; prompts of one group are equal, and nothing else is.
+
+    But for the first `shared` tokens of prompts: tokens with the same history are one.
+    """
+    groups = [row // rows.group for row in range(count)]
     return response_batch(
-        prompts=[ids[: rows.prompt]] * count,
-        responses=[ids[: rows.response]] * count,
-        group_ids=[row // rows.group for row in range(count)],
+        prompts=[[1] * rows.shared + unlike(group, rows.prompt - rows.shared) for group in groups],
+        responses=[unlike(row, rows.response) for row in range(count)],
+        group_ids=groups,
         pad_token_id=0,
         problems=(),
     )
 
 
 def ragged_batch(groups: Groups) -> RolloutBatch:
-    """Rows of those lengths, of one token each."""
+    """Rows of those lengths, no two of which begin alike but by the prompt of a group."""
+    prompts = [unlike(group, prompt) for group, (prompt, _) in enumerate(groups)]
+    lengths = [response for _, responses in groups for response in responses]
     return response_batch(
-        prompts=[[1] * prompt for prompt, responses in groups for _ in responses],
-        responses=[[1] * response for _, responses in groups for response in responses],
+        prompts=[
+            ids for ids, (_, responses) in zip(prompts, groups, strict=True) for _ in responses
+        ],
+        responses=[unlike(row, length) for row, length in enumerate(lengths)],
         group_ids=[group for group, (_, responses) in enumerate(groups) for _ in responses],
         pad_token_id=0,
         problems=(),

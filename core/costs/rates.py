@@ -42,17 +42,21 @@ class Line:
 class Sequences:
     """Rows that go through the layers together: `group` rows share a prompt.
 
-    `prompt` and `response` are tokens; the response's last token goes through no layer.
+    `prompt` and `response` are tokens; the response's last token goes through no layer. The first
+    `shared` tokens of all prompts are the same, and go through the layers once.
     """
 
     group: int
     prompt: int
     response: int
+    shared: int = 0
 
     def tokens(self, rows: float) -> float:
         """Tokens that the layers see, of `rows` rows: each prompt once a group."""
-        groups = max(1.0, rows / self.group) if rows else 0.0
-        return groups * self.prompt + rows * (self.response - 1)
+        if not rows:
+            return 0.0
+        prompts = self.shared + max(1.0, rows / self.group) * (self.prompt - self.shared)
+        return prompts + rows * (self.response - 1)
 
     @property
     def attended(self) -> float:

@@ -35,6 +35,7 @@ def reuses_products(work: Work, stage: RlStage, parts: RlParts) -> bool:
 def kept_products(work: Work, stage: RlStage) -> float:
     """Bytes that the engine sets aside for what linear layers give in a step's rollouts."""
     rows = stage.prompts_per_step * stage.num_generations
-    tokens = stage.prompts_per_step * max(work.lengths.prompts)
+    shared = work.lengths.shared if stage.prompts_per_step > 1 else 0
+    tokens = shared + stage.prompts_per_step * (max(work.lengths.prompts) - shared)
     tokens += rows * (stage.generation.max_response_length - 1)
     return tokens * work.product_bytes

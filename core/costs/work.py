@@ -36,6 +36,7 @@ class Rows:
     prompts: tuple[int, ...]
     responses: Responses
     padded: bool
+    shared: int
 
     @property
     def prompt(self) -> float:
@@ -47,14 +48,18 @@ class Rows:
         """One micro-batch's rows as the layers see them: padded to their longest, or not."""
         mean = max(1, round(self.responses.mean))
         width = self.responses.longest_of(self.micro) if self.padded else mean
-        return Sequences(self.group, round(self.prompt), width)
+        return Sequences(self.group, round(self.prompt), width, self.shared)
 
     @property
     def heaviest(self) -> Groups:
-        """A micro-batch that has the longest prompt and the longest response in it."""
+        """A micro-batch that has the longest prompt and the longest response in it.
+
+        What prompts share is counted for the first of them alone.
+        """
         responses = self.responses.spread(self.at_once)
         starts = range(0, self.at_once, self.group)
-        prompts = spread(self.prompts, len(starts))
+        own = [length - self.shared for length in spread(self.prompts, len(starts))]
+        prompts = [own[0] + self.shared, *own[1:]]
         return [
             (prompt, responses[start : start + self.group])
             for prompt, start in zip(prompts, starts, strict=True)
@@ -101,9 +106,9 @@ class Work:
         prompt = self.lengths.prompt
         if most_tokens is not None:
             micro = min(micro, max(1, int(most_tokens / (responses.mean + prompt / group))))
-        return Rows(
-            count, group, max(1, min(micro, count)), self.lengths.prompts, responses, self.padded
-        )
+        micro, shared = max(1, min(micro, count)), 0 if self.padded else self.lengths.shared
+        prompts = self.lengths.prompts
+        return Rows(count, group, micro, prompts, responses, self.padded, shared)
 
     def train(self, rows: Rows, lora: LoraSection | None, trained: int, *, head: bool) -> float:
         """Forward and backward over all rows, gradients added up; `trained` parameters."""
@@ -186,9 +191,11 @@ class Work:
         group = rows // prompts if shares else 1
         read = prompts if shares else rows
         prompt = round(self.lengths.prompt)
+        shared = self.lengths.shared if shares and prompts > 1 else 0
         layers, logits = self.shape.layers, self.rates.head("engine")
         draw = self.rates.draw(greedy=greedy)
-        seconds = self.rates.prefill(prompt).of(read * prompt, layers)
+        tokens = shared + read * (prompt - shared)
+        seconds = self.rates.prefill(prompt).of(tokens, layers)
         seconds += logits.of(read) + draw * rows
         so_far = Sequences(group, prompt, max(1, round(responses.mean) // 2))
         step = self.rates.decoding(so_far, self.engine_rows)

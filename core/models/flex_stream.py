@@ -1,7 +1,7 @@
 """Attention over a stream by FlexAttention, on CUDA: one fused kernel, no grids, no copies.
 
-A prompt's token sees its prompt up to itself; a response's token sees its whole prompt and its own
-response up to itself. Blocks of queries and keys that see nothing of each other are skipped.
+A token sees those of its own history: of its prompt and its response, up to itself. Blocks of
+queries and keys that see nothing of each other are skipped.
 Axes: S tokens, H heads, K key heads, D head size.
 """
 
@@ -48,31 +48,31 @@ def say_once(reason: str | None) -> None:
     logger.info("the stream's attention is by %s", how)
 
 
-def token_places(layout: StreamLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token [S]: its document, the document of its prompt, its position in the document.
+def histories(layout: StreamLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [P + P x G, L + R] of tokens, and each token's [S] row and column: those of its place.
 
-    A document is a prompt (numbers from 0, in the grid's order) or a response (numbers after them).
+    A row is a prompt, or a prompt and a response; -1 stands where a prompt has no response.
     """
     prompts, longest, rows, length = layout.shape
     edge = prompts * longest
-    beyond = (layout.back - edge).clamp(min=0)
-    own = beyond // max(1, length)
+    own = (layout.back - edge).clamp(min=0)
     is_prompt = layout.back < edge
-    of_prompt = layout.back // longest
-    documents = torch.where(is_prompt, of_prompt, prompts + own)
-    origins = torch.where(is_prompt, of_prompt, own // max(1, rows))
-    positions = torch.where(is_prompt, layout.back % longest, beyond % max(1, length))
-    return documents, origins, positions
+    row = torch.where(is_prompt, layout.back // longest, prompts + own // max(1, length))
+    column = torch.where(is_prompt, layout.back % longest, longest + own % max(1, length))
+    of_prompts = layout.places[:edge].view(prompts, longest)
+    of_own = layout.places[edge:].view(prompts * rows, length)
+    alone = torch.cat([of_prompts, of_own.new_full((prompts, length), -1)], dim=1)
+    answered = torch.cat([of_prompts.repeat_interleave(rows, 0), of_own], dim=1)
+    return torch.cat([alone, answered]), row, column
 
 
 def stream_mask(layout: StreamLayout) -> MaskMod:
     """Whether a query sees a key, by their places in the stream."""
-    documents, origins, positions = token_places(layout)
+    tokens, rows, columns = histories(layout)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents[query] == documents[key]
-        before = positions[query] >= positions[key]
-        return torch.where(same, before, documents[key] == origins[query])
+        before = columns[key] <= columns[query]
+        return before & (tokens[rows[query], columns[key]] == key)
 
     return sees
 

@@ -40,7 +40,7 @@ class SampledProducts:
     layers: dict[str, list[Tensor]] = field(default_factory=dict)
     logits: list[Tensor] = field(default_factory=list)
     """Empty where there were too many to keep."""
-    prompts: dict[Ids, range] = field(default_factory=dict)
+    prompts: dict[Ids, Tensor] = field(default_factory=dict)
     """Where a prompt's tokens lie among K."""
     responses: dict[tuple[Ids, Ids], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Of a prompt and a response: where its tokens but the last lie among K, and the places among
@@ -97,12 +97,14 @@ class ProductKeeper:
             for hook in hooks:
                 hook.remove()
 
-    def begin(self, prompts: Sequence[Sequence[int]], rows: int, max_tokens: int) -> bool:
-        """`prompts`, padded on the left, are fed next, then `rows` sequences token by token.
-
-        False when nothing of it is kept.
+    def begin(
+        self, prompts: Sequence[Sequence[int]], common: int, rows: int, max_tokens: int
+    ) -> bool:
+        """The `common` first tokens of all `prompts` are fed next, then what follows, padded on the
+        left, then `rows` sequences token by token. False when nothing of it is kept.
         """
-        call = _Call(prompts, rows * (max_tokens - 1), self._num_tokens, self._num_logits)
+        most_fed = rows * (max_tokens - 1)
+        call = _Call(prompts, common, most_fed, self._num_tokens, self._num_logits)
         self._num_tokens += call.num_tokens
         self._num_logits += call.num_logits
         if self._num_logits > self._most_logits:
@@ -160,11 +162,16 @@ class _Call:
     """One call of the engine: the blocks that it fills, and which sequences each row is of."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], most_fed: int, first_token: int, first_logits: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        common: int,
+        most_fed: int,
+        first_token: int,
+        first_logits: int,
     ) -> None:
         self.prompts = [tuple(prompt) for prompt in prompts]
-        self._width = max(map(len, prompts))
-        self._num_prompt_tokens = len(prompts) * self._width
+        self._common, self._width = common, max(map(len, prompts)) - common
+        self._num_prompt_tokens = common + len(prompts) * self._width
         self.num_tokens = self._num_prompt_tokens + most_fed
         self.num_logits = len(prompts) + most_fed
         self._first_token, self._first_logits = first_token, first_logits
@@ -187,10 +194,15 @@ class _Call:
         """Whether all tokens went through the layer, one by one and in order."""
         return self._filled[name] == self._num_prompt_tokens + sum(map(len, self.fed))
 
-    def prompt_places(self) -> dict[Ids, range]:
+    def prompt_places(self) -> dict[Ids, Tensor]:
         """The places of prompts among all tokens."""
-        ends = [self._first_token + (n + 1) * self._width for n in range(len(self.prompts))]
-        return {p: range(end - len(p), end) for p, end in zip(self.prompts, ends, strict=True)}
+        start = torch.arange(self._first_token, self._first_token + self._common)
+        own_start = self._first_token + self._common
+        ends = [own_start + (n + 1) * self._width for n in range(len(self.prompts))]
+        return {
+            prompt: torch.cat([start, torch.arange(end - len(prompt) + self._common, end)])
+            for prompt, end in zip(self.prompts, ends, strict=True)
+        }
 
     def response_places(
         self, owners: Sequence[int], responses: Sequence[Ids]

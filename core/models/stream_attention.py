@@ -1,8 +1,9 @@
 """Attention over one stream of tokens: P prompts, then all responses, each with its own prompt.
 
-Every other layer of a model runs on the stream [1, S] as it is, so nothing is padded, and a prompt
-is computed once for all its responses. Tokens are laid out in grids for the products of queries and
-keys alone; the responses' queries meet the prompt's keys as one product, without a copy for each.
+Every other layer of a model runs on the stream [1, S] as it is, so nothing is padded, and tokens
+that rows begin with alike are computed once for all of them. Tokens are laid out in grids for the
+products of queries and keys alone; the responses' queries meet the prompt's keys as one product,
+without a copy for each.
 Axes: S tokens, P prompts, L longest prompt, G most responses of a prompt, R longest response, H
 heads, K key heads, D head size.
 """
@@ -28,16 +29,31 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Repeats:
+    """The tokens [U] that several places of the grids hold, these places, and which each holds."""
+
+    tokens: Tensor  # [U], in the stream
+    places: Tensor  # [D]
+    which: Tensor  # [D], in U
+
+    def to(self, device: torch.device) -> Repeats:
+        """The same on `device`."""
+        return Repeats(self.tokens.to(device), self.places.to(device), self.which.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class StreamLayout:
     """Where tokens of the stream lie in two grids laid one after the other, prompts and responses.
 
     `places` [P x L + P x G x R] is the token at each place, 0 where there is none; `back` [S] is
-    each token's place. Tokens stand at the front of a row, so that causality hides what follows.
+    the first place of each token, whose attention is the token's; the others are `repeats`. Tokens
+    stand at the front of a row, so that causality hides what follows.
     """
 
     shape: tuple[int, int, int, int]  # P, L, G, R
     places: Tensor
     back: Tensor
+    repeats: Repeats | None
     prompt_lengths: Tensor  # [P]
     longest: int  # tokens of the longest prompt and response together
     made: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -49,33 +65,48 @@ class StreamLayout:
             self.shape,
             self.places.to(device),
             self.back.to(device),
+            None if self.repeats is None else self.repeats.to(device),
             self.prompt_lengths.to(device),
             self.longest,
         )
 
 
 class _ToGrids(torch.autograd.Function):
-    """Stream [S, ...] to grids [places, ...]; empty places, which nobody sees, get no gradient."""
+    """Stream [S, ...] to grids [places, ...]; empty places, which nobody sees, get no gradient.
+
+    Nor do queries at other places than a token's first; keys and values sum those of `repeats`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, places: Tensor, back: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, stream: Tensor, places: Tensor, back: Tensor, repeats: Repeats | None
+    ) -> Tensor:
         ctx.save_for_backward(back)
         ctx.save_for_forward(places)
+        ctx.repeats = repeats
         return stream.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return grad.index_select(0, back), None, None
+        found = grad.index_select(0, back)
+        repeats: Repeats | None = ctx.repeats
+        if repeats is not None:
+            parts = grad.index_select(0, repeats.places)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            sums = parts.new_zeros((len(repeats.tokens), *parts.shape[1:]), dtype=wide)
+            sums.index_add_(0, repeats.which, parts.to(wide))
+            found[repeats.tokens] = sums.to(grad.dtype)
+        return found, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, stream: Tensor, places: None, back: None) -> Tensor:
+    def jvp(ctx: Any, stream: Tensor, places: None, back: None, repeats: None) -> Tensor:
         (places_of,) = ctx.saved_tensors
         return stream.index_select(0, places_of)
 
 
 class _ToStream(torch.autograd.Function):
-    """Grids [places, ...] to stream [S, ...]; what stands at empty places is dropped."""
+    """Grids [places, ...] to stream [S, ...]; what stands at places not in `back` is dropped."""
 
     @staticmethod
     def forward(ctx: Any, grids: Tensor, back: Tensor) -> Tensor:
@@ -130,9 +161,10 @@ def _by_grids(
     """`stream_attention` by products on grids of tokens."""
     prompts, longest, rows, length = stream_layout.shape
     edge = prompts * longest
+    places, back, repeats = stream_layout.places, stream_layout.back, stream_layout.repeats
     q, k, v = (
-        _ToGrids.apply(x[0].transpose(0, 1), stream_layout.places, stream_layout.back)  # type: ignore[no-untyped-call]
-        for x in (query, key, value)
+        _ToGrids.apply(x[0].transpose(0, 1), places, back, again)  # type: ignore[no-untyped-call]
+        for x, again in ((query, None), (key, repeats), (value, repeats))
     )
     groups, heads, size = key.shape[1], query.shape[1], query.shape[3]
     shared = heads // groups
@@ -149,7 +181,7 @@ def _by_grids(
         lengths = stream_layout.prompt_lengths
         out = _responses(q_own, (k_prompt, v_prompt), (k_own, v_own), lengths, scaling)
         parts.append(out.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, size))
-    stream: Tensor = _ToStream.apply(torch.cat(parts), stream_layout.back)  # type: ignore[no-untyped-call]
+    stream: Tensor = _ToStream.apply(torch.cat(parts), back)  # type: ignore[no-untyped-call]
     return stream.unsqueeze(0)
 
 

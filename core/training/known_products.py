@@ -17,7 +17,7 @@ from posttrain.core.models.lora import is_adapted
 from posttrain.core.models.sampled_products import Ids, SampledProducts
 from posttrain.core.models.sharing import widest_window
 from posttrain.core.models.stream_attention import STREAM
-from posttrain.core.training.stream import distinct_prompts
+from posttrain.core.training.stream import distinct_prompts, stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ def known_products(
     if places is None:
         return None
     fed, drawn = places
+    fed = fed[stream_of(batch, include_last=False).kept]
     layers = {name: _join(blocks) for name, blocks in products.layers.items()}
     logits = _join(products.logits).index_select(0, drawn) if products.logits else None
     if last:
@@ -78,16 +79,16 @@ def _join(blocks: list[Tensor]) -> Tensor:
 
 
 def _places(products: SampledProducts, batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
-    """Where the stream's tokens [S] lie, and the logits of the response tokens [R]."""
+    """Where the tokens of prompts and responses [A] lie, and the logits of response tokens [R]."""
     firsts, _ = distinct_prompts(batch.group_id)
     texts = [text for row in range(len(batch)) if (text := _text(batch, row)) is not None]
     known = [text for text in texts if text in products.responses]
     if not products.layers or len(known) < len(batch):
         return None
-    ranges = [products.prompts[known[row][0]] for row in firsts.tolist()]
+    prompts = [products.prompts[known[row][0]] for row in firsts.tolist()]
     found = [products.responses[text] for text in known]
     return (
-        torch.cat([*(torch.arange(r.start, r.stop) for r in ranges), *(fed for fed, _ in found)]),
+        torch.cat([*prompts, *(fed for fed, _ in found)]),
         torch.cat([drawn for _, drawn in found]),
     )
 

@@ -1,6 +1,7 @@
-"""A rollout batch as one stream of tokens: each distinct prompt once, then every response.
+"""A rollout batch as one stream of tokens: prompts, then responses, what begins alike once.
 
-Axes: B rows, T padded response width, n longest response, P distinct prompts, S tokens in all.
+Axes: B rows, T padded response width, n longest response, P groups' prompts, A tokens of these and
+of all responses, S distinct ones among them: tokens with the same history are one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.models.stream_attention import StreamLayout
+from posttrain.core.models.stream_attention import Repeats, StreamLayout
+from posttrain.core.training.histories import first_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,8 @@ class TokenStream:
     """`token_ids` and `positions` [S], how they lie, and where each response token's state is.
 
     `picks` [B, n (+ 1)] is the token of the stream whose state predicts token t; `ids` and `mask`
-    are [B, n].
+    are [B, n]. `kept` [S] says which of the A tokens, a prompt once a group and then row by row,
+    are in it.
     """
 
     token_ids: Tensor
@@ -28,6 +31,7 @@ class TokenStream:
     picks: Tensor
     ids: Tensor
     mask: Tensor
+    kept: Tensor
 
 
 def stream_of(batch: RolloutBatch, *, include_last: bool) -> TokenStream:
@@ -56,27 +60,31 @@ def stream_of(batch: RolloutBatch, *, include_last: bool) -> TokenStream:
     later = own_places[:, : width if include_last else max(0, width - 1)]
     picks = torch.cat([ends[:, None], torch.where(is_input[:, : later.shape[1]], later, 0)], dim=1)
     own_positions = prompt_lengths[row_to_prompt][:, None] + torch.arange(width)[None, :]
+    token_ids = torch.cat([batch.prompt_ids[first_rows][prompt_mask], ids[is_input]])
+    positions = torch.arange(in_prompt.shape[1]).expand_as(in_prompt)[in_prompt]
+    positions = torch.cat([positions, own_positions[is_input]])
+    prompt_grid = torch.where(in_prompt, prompt_places, -1)
+    own_grid = torch.where(is_input, own_places, -1)[:, : int(inputs.max())]
+    first = first_alike(token_ids, prompt_grid, own_grid, row_to_prompt)
+    kept, place = torch.unique(first, return_inverse=True)
     return TokenStream(
-        token_ids=torch.cat([batch.prompt_ids[first_rows][prompt_mask], ids[is_input]]),
-        positions=torch.cat(
-            [
-                torch.arange(in_prompt.shape[1]).expand_as(in_prompt)[in_prompt],
-                own_positions[is_input],
-            ]
-        ),
-        layout=_layout(
-            torch.where(in_prompt, prompt_places, -1),
-            torch.where(is_input, own_places, -1)[:, : int(inputs.max())],
-            row_to_prompt,
-        ),
-        picks=picks,
+        token_ids=token_ids[kept],
+        positions=positions[kept],
+        layout=_layout(prompt_grid, own_grid, row_to_prompt, kept, place),
+        picks=place[picks],
         ids=ids,
         mask=mask,
+        kept=kept,
     )
 
 
-def _layout(prompt_places: Tensor, own_places: Tensor, row_to_prompt: Tensor) -> StreamLayout:
-    """Grids of the places [P, L] and [B, R] of tokens in the stream, -1 where there is none."""
+def _layout(
+    prompt_places: Tensor, own_places: Tensor, row_to_prompt: Tensor, kept: Tensor, place: Tensor
+) -> StreamLayout:
+    """Grids of the A tokens, [P, L] and [B, R], -1 where there is none.
+
+    The tokens `kept` [S] of them are in the stream; `place` [A] is where each, or its like, is.
+    """
     num_prompts, longest = prompt_places.shape
     length = own_places.shape[1]
     counts = torch.bincount(row_to_prompt, minlength=num_prompts)
@@ -86,19 +94,31 @@ def _layout(prompt_places: Tensor, own_places: Tensor, row_to_prompt: Tensor) ->
     rows = int(counts.max())
     grid = own_places.new_full((num_prompts, rows, length), -1)
     grid[row_to_prompt, rank] = own_places
-    places = torch.cat([prompt_places.flatten(), grid.flatten()])
-    real = (places >= 0).nonzero().squeeze(1)
+    tokens = torch.cat([prompt_places.flatten(), grid.flatten()])
+    real = (tokens >= 0).nonzero().squeeze(1)
     back = torch.empty_like(real)
-    back[places[real]] = real
+    back[tokens[real]] = real
     lengths = (prompt_places >= 0).sum(dim=1)
     own_lengths = (own_places >= 0).sum(dim=1)
     return StreamLayout(
         shape=(num_prompts, longest, rows, length),
-        places=places.clamp(min=0),
-        back=back,
+        places=place[tokens.clamp(min=0)],
+        back=back[kept],
+        repeats=_repeats(real, place[tokens[real]]) if len(kept) < len(real) else None,
         prompt_lengths=lengths,
         longest=int((lengths[row_to_prompt] + own_lengths).max()),
     )
+
+
+def _repeats(real: Tensor, places: Tensor) -> Repeats:
+    """The tokens that several of the places `real` of the grids hold; each holds that at `places`.
+
+    Both are [A].
+    """
+    several = torch.bincount(places) > 1
+    these = several[places]
+    tokens, which = torch.unique(places[these], return_inverse=True)
+    return Repeats(tokens, real[these], which)
 
 
 def distinct_prompts(group_id: Tensor) -> tuple[Tensor, Tensor]:

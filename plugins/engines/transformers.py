@@ -1,8 +1,9 @@
 """Rollouts with plain transformers: the engine that is always there, and the reference for others.
 
 Over 120 lines because the decode loop is our own instead of `generate`: a prompt's keys and values
-are computed once for its whole group, finished rows leave the batch, log-probs come with the draw,
-and every response has its own random numbers, so neither batching nor order changes a result.
+are computed once for its whole group, what all prompts begin with (a system prompt) once for all of
+them, finished rows leave the batch, log-probs come with the draw, and every response has its own
+random numbers, so neither batching nor order changes a result.
 Axes: N sequences (prompts x generations), T response tokens, L keys, S queries, H heads,
 K key heads, D head size, V vocabulary.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
-from posttrain.core.models.decoding import DecodingMemory
+from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.sampled_products import ProductKeeper, SampledProducts
 from posttrain.core.rollout.engine_weights import EngineWeights
@@ -31,6 +32,7 @@ from posttrain.core.rollout.stop_strings import StopStrings
 from posttrain.core.rollout_sampling import (
     Chunk,
     check_request,
+    common_start,
     draw_tokens,
     plan_chunks,
     response_seeds,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 # Dropping rows copies the whole cache: worth it once a quarter of them is finished.
 DROP_BELOW = 0.75
+# Prompt tokens that must be spared before a pass for the common ones by themselves is worth it.
+LEAST_SPARED = 64
 # Sequences of one length whose logits are held at once when they are scored.
 SCORED_TOGETHER = 8
 NOT_RUNNING = "the transformers engine is not running: call start() before using it"
@@ -168,10 +172,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
         uniforms = torch.from_numpy(draws).to(device)
         own = [prompts[p] for p in chunk.prompts]
+        common = self._common(own, width)
         keeper = self._keeper
-        if keeper is not None and not keeper.begin(own, len(seeds), width):
+        if keeper is not None and not keeper.begin(own, common, len(seeds), width):
             keeper = None
-        logits, memory = self._prefill(own, chunk, width)
+        logits, memory = self._prefill(own, common, chunk, width)
         rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
@@ -220,25 +225,41 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             self._tokenizer = ChatTokenizer.load(self._started().model_dir)
         return StopStrings(self._tokenizer.decode_response, params.stop_strings)
 
+    def _common(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+        """Tokens that all `prompts` begin with and that are read once for all; 0 for none."""
+        common = common_start(prompts)
+        longest = max(map(len, prompts)) + max_tokens
+        worth = common * (len(prompts) - 1) >= LEAST_SPARED
+        return common if worth and can_share(self._model, longest) else 0
+
     def _prefill(
-        self, prompts: Sequence[Sequence[int]], chunk: Chunk, max_tokens: int
+        self, prompts: Sequence[Sequence[int]], common: int, chunk: Chunk, max_tokens: int
     ) -> tuple[Tensor, DecodingMemory]:
-        """Last logits [N, V] and memory: each prompt is computed once for its generations."""
+        """Last logits [N, V] and memory: each prompt is computed once for its generations.
+
+        The `common` first tokens of all are computed once for all; padding comes after them.
+        """
         from transformers import DynamicCache
 
         setup = self._started()
-        width, repeats = max(map(len, prompts)), len(chunk.generations)
-        padded = [[setup.pad_token_id] * (width - len(p)) + list(p) for p in prompts]
-        present = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-        mask = torch.tensor(present, device=setup.device)
         cache = DynamicCache(config=self._model.config)
+        if common:
+            start = torch.tensor([prompts[0][:common]], device=setup.device)
+            self._model.base_model(input_ids=start, past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(len(prompts))
+        own = [list(prompt[common:]) for prompt in prompts]
+        width, repeats = max(map(len, own)), len(chunk.generations)
+        padded = [[setup.pad_token_id] * (width - len(ids)) + ids for ids in own]
+        present = [[1] * common + [0] * (width - len(ids)) + [1] * len(ids) for ids in own]
+        mask = torch.tensor(present, device=setup.device)
         logits = self._forward(
             torch.tensor(padded, device=setup.device),
             attention_mask=mask,
-            position_ids=(mask.cumsum(dim=-1) - 1).clamp(min=0),
+            position_ids=(mask.cumsum(dim=-1) - 1).clamp(min=0)[:, common:],
             past_key_values=cache,
         )
-        memory = DecodingMemory.of_prompts(self._model, cache, mask, repeats, width + max_tokens)
+        longest = common + width + max_tokens
+        memory = DecodingMemory.of_prompts(self._model, cache, mask, repeats, longest)
         return logits.repeat_interleave(repeats, 0), memory
 
     def _forward(self, ids: Tensor, **given: Any) -> Tensor:  # Any: arguments of transformers'

@@ -18,6 +18,9 @@ from tests.helpers.rollouts import batch_of_groups
 from tests.unit.training.test_stream import FAMILIES
 
 PROMPTS = ([5, 9, 30, 41, 7], [8, 61, 12], [4, 20, 33, 9, 9, 71, 50, 3, 2])
+# Enough in common for an engine to read it once; the second goes on a little like the first.
+START = tuple(5 + 7 * i % 89 for i in range(34))
+ALIKE = ((*START, 9, 30), (*START, 9, 31, 12), (*START, 70, 9, 9, 71, 50))
 STOP = tuple(range(40, 60))  # of 100 tokens: responses of a random model end early
 
 
@@ -57,13 +60,19 @@ class Sampled:
         return batch.with_columns(advantages=advantages)
 
 
-def sample(engine: TransformersEngine, params: SamplingParams, *, calls: int = 1) -> Sampled:
-    """A group for each of `PROMPTS` in each of `calls` of the engine, all kept together."""
+def sample(
+    engine: TransformersEngine,
+    params: SamplingParams,
+    *,
+    calls: int = 1,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> Sampled:
+    """A group for each of `prompts` in each of `calls` of the engine, all kept together."""
     found = Sampled()
     with engine.keeping_products() as products:
         for _ in range(calls):
-            found.groups += engine.generate(PROMPTS, params)
-            found.prompts += PROMPTS
+            found.groups += engine.generate(prompts, params)
+            found.prompts += prompts
             params = replace(params, seed=params.seed + 1)
     found.products = products
     return found

@@ -48,10 +48,18 @@ def test_the_layers_decode_all_tokens_but_the_last(model: Path) -> None:
 
 
 def test_a_prompt_is_read_once_a_group_or_for_each_response(model: Path) -> None:
-    once, each = (
-        rl(model, MadeUp(read=1.0), engine).phases["rollout"] for engine in ("transformers", "vllm")
-    )
-    assert each == pytest.approx(4 * once)
+    """And what all begin with once."""
+    config = run_config(model, {"rl": RL})
+    found = {}
+    for engine in ("transformers", "vllm"):
+        made = estimator(config, MadeUp(read=1.0), engine)
+        time = made.costs(["rl"])["rl"].time
+        assert time is not None
+        found[engine] = time.phases["rollout"]
+    prompt, shared = round(made.work.lengths.prompt), made.work.lengths.shared
+    assert prompt > shared > 0
+    assert found["transformers"] == pytest.approx(2 * (shared + 4 * (prompt - shared)))
+    assert found["vllm"] == pytest.approx(2 * 16 * prompt)
 
 
 def test_an_engine_of_our_own_takes_weights_as_long_as_it_was_seen_to(model: Path) -> None:
@@ -64,10 +72,11 @@ def test_an_engine_of_our_own_takes_weights_as_long_as_it_was_seen_to(model: Pat
 def test_an_update_computes_each_prompt_once_and_no_last_token(model: Path) -> None:
     config = run_config(model, {"rl": RL})
     made = estimator(config, MadeUp(trained=1.0))
-    prompt = round(made.work.lengths.prompt)
+    prompt, shared = round(made.work.lengths.prompt), made.work.lengths.shared
     update = made.costs(["rl"])["rl"].time
-    assert update is not None
-    assert update.phases["update"] == pytest.approx(2 * (4 * prompt + 16 * 7))
+    assert update is not None and shared > 0
+    prompts = shared + 4 * (prompt - shared)
+    assert update.phases["update"] == pytest.approx(2 * (prompts + 16 * 7))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +103,11 @@ def test_what_asks_for_more_takes_longer(model: Path, fields: dict[str, Any], ph
     assert more.phases[phase] > rl(model).phases[phase]
 
 
-def test_micro_batches_change_no_time_but_that_of_adding_up(model: Path) -> None:
+def test_micro_batches_add_up_and_each_reads_what_prompts_share(model: Path) -> None:
     free = MadeUp(trained=1.0)
     whole, parts = (rl(model, free, micro_batch_size=n).phases["update"] for n in (16, 4))
-    assert whole == pytest.approx(parts)
+    shared = estimator(run_config(model, {"rl": RL})).work.lengths.shared
+    assert parts - whole == pytest.approx(2 * 3 * shared) and shared > 0
     assert rl(model, micro_batch_size=4).phases["update"] > rl(model).phases["update"]
 
 
@@ -174,4 +184,5 @@ def test_padding_and_sharing_of_rows() -> None:
     assert (rows.longest_of(1), rows.longest_of(64), rows.mean) == (6, 8, 5)
     assert [rows.running(n) for n in (1, 2, 7, 8)] == [1.0, 0.75, 0.25, 0.0]
     assert Sequences(4, 10, 5).tokens(8) == 2 * 10 + 8 * 4
+    assert Sequences(4, 10, 5, shared=6).tokens(8) == 6 + 2 * 4 + 8 * 4
     assert Lengths((4, 6), (), "").responses(9, learnt=True).lengths == (9,)

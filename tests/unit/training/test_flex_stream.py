@@ -18,7 +18,10 @@ LAYOUTS = {
     "mixed order": ([4, 6], [(1, 3), (0, 5), (1, 1), (0, 2)]),
     "longer than a block": ([150, 20], [(0, 140), (1, 3), (0, 30)]),
     "nothing but prompts": ([4, 2], [(0, 1), (1, 1)]),
+    "equal prompts": ([6, 6, 6], [(0, 3), (1, 3), (2, 5), (2, 5)]),
 }
+FIRST_WORDS = {"alike": (10, 10), "unlike": (10, 50)}
+"""The first token of the first and of the second prompt; the n-th is as far on again."""
 HEADS = {
     "grouped heads": (4, 2, 16, 0.25),
     "plain heads": (2, 2, 16, 0.1),
@@ -26,10 +29,15 @@ HEADS = {
 }
 
 
-def batch_of(name: str) -> RolloutBatch:
+def batch_of(name: str, words: str = "unlike") -> RolloutBatch:
     prompts, rows = LAYOUTS[name]
+    first, second = FIRST_WORDS[words]
+    starts = [first + group * (second - first) for group, _ in rows]
     return response_batch(
-        prompts=[list(range(10, 10 + prompts[group])) for group, _ in rows],
+        prompts=[
+            list(range(start, start + prompts[group]))
+            for start, (group, _) in zip(starts, rows, strict=True)
+        ],
         responses=[list(range(4, 4 + length)) for _, length in rows],
         group_ids=[group for group, _ in rows],
         pad_token_id=0,
@@ -37,43 +45,44 @@ def batch_of(name: str) -> RolloutBatch:
     )
 
 
-def who_sees_whom(batch: RolloutBatch, *, include_last: bool) -> Tensor:
-    """[S, S], token by token from what the stream is made of: prompts, then responses, in order."""
-    groups = list(dict.fromkeys(batch.group_id.tolist()))
-    firsts = [batch.group_id.tolist().index(group) for group in groups]
-    tokens = [
-        ("prompt", place, i)
-        for place, row in enumerate(firsts)
-        for i in range(int(batch.prompt_mask[row].sum()))
+def histories(batch: RolloutBatch, *, include_last: bool) -> list[tuple[int, ...]]:
+    """What each token of the stream ends: prompts, then responses, each token of a text once."""
+    groups = batch.group_id.tolist()
+    prompts = [
+        tuple(ids[mask.bool()].tolist())
+        for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
     ]
-    for row, group in enumerate(batch.group_id.tolist()):
+    firsts = [groups.index(group) for group in dict.fromkeys(groups)]
+    found = [prompts[row][: i + 1] for row in firsts for i in range(len(prompts[row]))]
+    for row, prompt in enumerate(prompts):
         count = int(batch.response_mask[row].sum()) - (not include_last)
-        tokens += [(f"response {row}", groups.index(group), i) for i in range(count)]
-    return torch.tensor(
-        [
-            [p == q and (k == "prompt" or k == d) and (i >= j or d != k) for (k, q, j) in tokens]
-            for (d, p, i) in tokens
-        ]
-    )
+        ids = tuple(batch.response_ids[row].tolist())
+        found += [prompt + ids[: i + 1] for i in range(count)]
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("words", FIRST_WORDS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_mask_is_that_of_prompts_and_responses(name: str, include_last: bool) -> None:
-    batch = batch_of(name)
-    layout = stream_of(batch, include_last=include_last).layout
-    count = len(layout.back)
-    at = torch.arange(count)
-    found = flex_stream.stream_mask(layout)(at[:1], at[:1], at[:, None], at[None, :])
-    assert torch.equal(found, who_sees_whom(batch, include_last=include_last))
+def test_the_mask_shows_a_token_its_history(name: str, words: str, include_last: bool) -> None:
+    batch = batch_of(name, words)
+    stream = stream_of(batch, include_last=include_last)
+    texts = histories(batch, include_last=include_last)
+    assert stream.token_ids.tolist() == [text[-1] for text in texts]
+    assert stream.positions.tolist() == [len(text) - 1 for text in texts]
+    at = torch.arange(len(texts))
+    found = flex_stream.stream_mask(stream.layout)(at[:1], at[:1], at[:, None], at[None, :])
+    wanted = torch.tensor([[q[: len(k)] == k for k in texts] for q in texts])
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("words", FIRST_WORDS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_values_are_those_of_the_grids(name: str, heads: str) -> None:
+def test_values_are_those_of_the_grids(name: str, words: str, heads: str) -> None:
     queries, keys, size, scaling = HEADS[heads]
-    layout = stream_of(batch_of(name), include_last=True).layout
+    layout = stream_of(batch_of(name, words), include_last=True).layout
     numbers = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, count, len(layout.back), size, generator=numbers)

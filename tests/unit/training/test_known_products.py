@@ -25,9 +25,10 @@ from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.training.known_products import known_products, why_nothing_known
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.stream import stream_of
 from posttrain.core.training.updates import UpdateResult
 from posttrain.core.types import SamplingParams
-from tests.helpers.sampled import PROMPTS, Sampled, sample, save_family, start_engine
+from tests.helpers.sampled import ALIKE, PROMPTS, Sampled, sample, save_family, start_engine
 from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
 from tests.unit.training.test_stream import FAMILIES
 
@@ -151,6 +152,25 @@ def test_however_it_was_sampled(
     wanted, _ = gradient(model, batch, None, Options(micro_batch_size=7), cut)
     model = load_policy(folders["llama"], FLOAT)
     found, counted = gradient(model, batch, sampled.products, Options(micro_batch_size=7), cut)
+    assert counted["train/reused_rows"] == len(batch)
+    assert_equal_gradients(found, wanted)
+
+
+def test_of_prompts_that_begin_alike(folders: dict[str, Path]) -> None:
+    """The engine read their start once, in a block of its own."""
+    engine = start_engine(folders["qwen2"])
+    params = replace(PARAMS, temperature=0.05)  # so that responses begin alike as well
+    sampled = sample(engine, params, prompts=ALIKE)
+    engine.close()
+    assert sampled.products is not None
+    batch = sampled.batch()
+    stream = stream_of(batch, include_last=False)
+    known = next(iter(sampled.products.layers.values()))
+    assert len(stream.kept) < sum(map(len, known)) < int(batch.prompt_mask.sum())
+    model = load_policy(folders["qwen2"], FLOAT)
+    wanted, _ = gradient(model, batch, None, Options(micro_batch_size=7))
+    model = load_policy(folders["qwen2"], FLOAT)
+    found, counted = gradient(model, batch, sampled.products, Options(micro_batch_size=7))
     assert counted["train/reused_rows"] == len(batch)
     assert_equal_gradients(found, wanted)
 

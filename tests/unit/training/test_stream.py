@@ -63,11 +63,12 @@ def make_model(family: str) -> PreTrainedModel:
     return model.eval()
 
 
-def make_batch() -> RolloutBatch:
+def make_batch(words: int = 95) -> RolloutBatch:
+    """With few `words` many rows begin alike."""
     numbers = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(4, 99, (count,), generator=numbers).tolist())
+        return tuple(torch.randint(4, 4 + words, (count,), generator=numbers).tolist())
 
     prompts = [tokens(length) for length in PROMPTS]
     return response_batch(
@@ -113,16 +114,17 @@ def with_gradients(model: PreTrainedModel, states: Tensor) -> tuple[Tensor, dict
     return states.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("words", [95, 2])
 @pytest.mark.parametrize("include_last", [False, True])
 @pytest.mark.parametrize("kernel", ["products", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_whole_sequences(
-    family: str, kernel: str, include_last: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, kernel: str, include_last: bool, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "sdpa":
         monkeypatch.setattr(stream_attention, "LONG_PROMPT", 0)
         monkeypatch.setattr(stream_attention, "LONG_RESPONSE", 0)
-    model, batch = make_model(family), make_batch()
+    model, batch = make_model(family), make_batch(words)
     wanted = with_gradients(model, whole_states(model, batch, include_last=include_last))
     assert why_no_stream(model) is None
     use_stream_attention(model)

@@ -1,0 +1,48 @@
+"""Tokens that follow the same tokens are one token, whatever rows they are of.
+
+In a causal model a token's state depends on it and on what came before it, so rows that begin alike
+(by a system prompt, by the question of their group, by the same first words of an answer) have
+these states in common. Source: this project; a prompt that a group shares is the case that peers
+know. Axes: S tokens, N rows, W columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Above any token id, so that a place and an id make one number.
+MOST_WORDS = 2**31
+
+
+def first_alike(
+    token_ids: Tensor, prompt_places: Tensor, own_places: Tensor, row_to_prompt: Tensor
+) -> Tensor:
+    """For each token of `token_ids` [S] the first of them with the same history, maybe itself.
+
+    `prompt_places` [P, L] and `own_places` [B, R] are the tokens of prompts and of the responses
+    to them, -1 where a row has ended; S is in the order of both. A response is not looked for in
+    prompts.
+    """
+    first = torch.arange(len(token_ids))
+    _merge(first, token_ids, prompt_places, torch.full((len(prompt_places),), -1))
+    lengths = (prompt_places >= 0).sum(dim=1)
+    ends = first[prompt_places.gather(1, (lengths - 1)[:, None]).squeeze(1)]
+    _merge(first, token_ids, own_places, ends[row_to_prompt])
+    return first
+
+
+def _merge(first: Tensor, token_ids: Tensor, places: Tensor, before: Tensor) -> None:
+    """Fill `first` for rows of `places` [N, W] that follow the tokens `before` [N]."""
+    rows = torch.arange(len(places))
+    for column in places.t():
+        rows = rows[column[rows] >= 0]
+        tokens = column[rows]
+        histories = before[rows] * MOST_WORDS + token_ids[tokens]
+        _, index, group = np.unique(histories.numpy(), return_index=True, return_inverse=True)
+        if len(index) == len(rows):
+            return  # rows that differ stay different
+        alike = tokens[torch.from_numpy(index)[torch.from_numpy(group)]]
+        first[tokens] = alike
+        before[rows] = alike
