@@ -142,6 +142,12 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tup
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
+def of_rows(logits: Tensor, rows: Tensor) -> Tensor:
+    """`logits` [R, V] of the row of each response, [n, V]; as they are where that is in order."""
+    in_order = torch.arange(len(logits), device=logits.device)
+    return logits if torch.equal(rows, in_order) else logits[rows]
+
+
 def row_entropies(logits: Tensor) -> Tensor:
     """Entropy [N] (float32 nats) of softmax(logits [N, V]), in blocks as `draw_tokens`."""
     block = CPU_BLOCK_ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])

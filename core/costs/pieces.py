@@ -196,7 +196,8 @@ class Decoder:
         cache.batch_repeat_interleave(prompts)  # reading them all would take longer than decoding
         mask = mask.repeat(prompts, 1)
         self.model, self.rows = model, prompts * group
-        self.memory = DecodingMemory.of_prompts(model, cache, mask, group, longest)
+        self.memory = DecodingMemory.of_prompts(model, cache, mask, longest, several=group > 1)
+        self.memory.keep(torch.arange(prompts).repeat_interleave(group).to(model.device))
         if self.memory.prompts is not None:
             for layer, keys in enumerate(self.memory.prompts.keys):
                 so_far = keys.new_ones(self.rows, keys.shape[1], form.response, keys.shape[3])

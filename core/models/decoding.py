@@ -32,30 +32,29 @@ class DecodingMemory:
 
     @classmethod
     def of_prompts(
-        cls, model: Any, cache: DynamicCache, mask: Tensor, repeats: int, longest: int
+        cls, model: Any, cache: DynamicCache, mask: Tensor, longest: int, *, several: bool
     ) -> DecodingMemory:  # Any: transformers' model classes are not typed
-        """`repeats` sequences for each of the prompts that `cache` and `mask` [P, L] hold.
+        """A sequence for each of the prompts that `cache` and `mask` [P, L] hold.
 
-        Prompts are shared where the model lets them be and no sequence, of `longest` tokens, is
-        wider than its sliding window; else each sequence has a copy.
+        Where a prompt is to have `several` (see `keep`), prompts are shared if the model lets them
+        be and no sequence, of `longest` tokens, is wider than its sliding window; else each
+        sequence has a copy.
         """
-        positions = mask.sum(dim=-1, keepdim=True).repeat_interleave(repeats, 0)
-        if repeats > 1 and can_share(model, longest):
+        positions = mask.sum(dim=-1, keepdim=True)
+        if several and can_share(model, longest):
             from transformers import DynamicCache
 
             kept: list[Any] = cache.layers  # Any: `can_share` knows that all have keys
             layers = [(layer.keys, layer.values) for layer in kept]
-            owners = torch.arange(len(mask), device=mask.device).repeat_interleave(repeats)
+            owners = torch.arange(len(mask), device=mask.device)
             prompts = SharedPrompts.make(layers, mask.bool(), owners)
             # Models hand a mask of four axes on as it is, and attention over prompts needs none.
             nothing = torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=mask.device)
             return cls(DynamicCache(), nothing, positions, prompts)
-        if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
-        return cls(cache, mask.repeat_interleave(repeats, 0), positions)
+        return cls(cache, mask, positions)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all sequences but `rows` (ascending)."""
+        """Sequences become those of `rows` (ascending): others are forgotten, equal ones copied."""
         self.cache.batch_select_indices(rows)
         self.positions = self.positions[rows]
         if self.prompts is None:

@@ -4,7 +4,7 @@ An update begins with a forward pass over tokens that sampling has just been thr
 weights: what its linear layers give is known, a third of the update's products. Here it is kept,
 layer by layer and token by token, and found again by what prompts and responses say, so that
 nothing is known of a row that this policy did not sample.
-Axes: K tokens kept, N sequences that are fed together, P prompts, V vocabulary.
+Axes: K tokens kept, N sequences that are sampled together, P prompts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -116,10 +116,13 @@ class ProductKeeper:
         self._call = call
         return True
 
-    def feed(self, rows: Tensor) -> None:
-        """The sequences `rows` [n] (numbers among all of this call) are fed their next token."""
+    def feed(self, sequences: Tensor, rows: Tensor, num_rows: int) -> None:
+        """The `sequences` [n] (numbers among all of this call) are fed their next token.
+
+        They are in these of the `num_rows` rows that go through the layers; several may be in one.
+        """
         assert self._call is not None, "begin() comes first"
-        self._call.fed.append(rows.cpu())
+        self._call.fed.append((sequences.cpu(), rows.cpu(), num_rows))
 
     def end(self, owners: Sequence[int], responses: Sequence[Ids]) -> None:
         """All have ended: row i answered prompt `owners[i]` of the call with `responses[i]`."""
@@ -177,7 +180,7 @@ class _Call:
         self._first_token, self._first_logits = first_token, first_logits
         self.blocks: dict[str, Tensor] = {}
         self._filled: Counter[str] = Counter()
-        self.fed: list[Tensor] = []
+        self.fed: list[tuple[Tensor, Tensor, int]] = []
 
     def put(self, name: str, output: Tensor, room: int) -> None:
         """The next rows of a block of `room` rows."""
@@ -192,7 +195,9 @@ class _Call:
 
     def is_whole(self, name: str) -> bool:
         """Whether all tokens went through the layer, one by one and in order."""
-        return self._filled[name] == self._num_prompt_tokens + sum(map(len, self.fed))
+        return self._filled[name] == self._num_prompt_tokens + sum(
+            count for _, _, count in self.fed
+        )
 
     def prompt_places(self) -> dict[Ids, Tensor]:
         """The places of prompts among all tokens."""
@@ -222,7 +227,7 @@ class _Call:
         """[N, T]: where token t of a sequence lies among all that were fed; -1 where it was not."""
         found = torch.full((rows, len(self.fed)), -1)
         start = 0
-        for step, fed in enumerate(self.fed):
-            found[fed, step] = torch.arange(start, start + len(fed))
-            start += len(fed)
+        for step, (sequences, places, count) in enumerate(self.fed):
+            found[sequences, step] = start + places
+            start += count
         return found

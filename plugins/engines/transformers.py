@@ -28,12 +28,14 @@ from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.sampled_products import ProductKeeper, SampledProducts
 from posttrain.core.rollout.engine_weights import EngineWeights
+from posttrain.core.rollout.same_rows import next_rows
 from posttrain.core.rollout.stop_strings import StopStrings
 from posttrain.core.rollout_sampling import (
     Chunk,
     check_request,
     common_start,
     draw_tokens,
+    of_rows,
     plan_chunks,
     response_seeds,
     row_entropies,
@@ -45,8 +47,6 @@ from posttrain.core.types import Completion, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from posttrain.core.data.tokenization import ChatTokenizer
 
-# Dropping rows copies the whole cache: worth it once a quarter of them is finished.
-DROP_BELOW = 0.75
 # Prompt tokens that must be spared before a pass for the common ones by themselves is worth it.
 LEAST_SPARED = 64
 # Sequences of one length whose logits are held at once when they are scored.
@@ -177,42 +177,42 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         if keeper is not None and not keeper.begin(own, common, len(seeds), width):
             keeper = None
         logits, memory = self._prefill(own, common, chunk, width)
-        rows = torch.arange(len(seeds), device=device)  # which response each batch row belongs to
+        owners = torch.arange(len(own), device=device).repeat_interleave(len(chunk.generations))
+        going = torch.arange(len(seeds), device=device)  # responses that have not ended
+        rows = owners  # the row of the batch that each of them is in
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
         entropies = torch.zeros(len(seeds), width, device=device)
-        length = torch.zeros(len(seeds), dtype=torch.int64, device=device)  # 0: not ended
+        length = torch.zeros(len(seeds), dtype=torch.int64, device=device)
         reasons: list[FinishReason] = ["length"] * len(seeds)
         for step in range(width):
-            ids, drawn = draw_tokens(logits, uniforms[rows, step], params)
-            tokens[rows, step], logprobs[rows, step] = ids, drawn
+            ids, drawn = draw_tokens(of_rows(logits, rows), uniforms[going, step], params)
+            tokens[going, step], logprobs[going, step] = ids, drawn
             if params.entropy:
-                entropies[rows, step] = row_entropies(logits)
-            running = length[rows] == 0
-            stopped = rows[running & torch.isin(ids, stop)]
-            length[stopped] = step + 1
-            for row in stopped.tolist():
-                reasons[row] = "stop"
+                entropies[going, step] = row_entropies(logits)[rows]
+            stopped = torch.isin(ids, stop)
+            for response in going[stopped].tolist():
+                reasons[response] = "stop"
+            ended = stopped | (limit[going] == step + 1)
             if texts is not None:
-                for row in rows[length[rows] == 0].tolist():
-                    if texts.completed_by_last(tokens[row, : step + 1].tolist()):
-                        length[row], reasons[row] = step + 1, "stop_string"
-            length[rows[(length[rows] == 0) & (limit[rows] == step + 1)]] = step + 1
-            running = length[rows] == 0
-            num_running = int(running.sum())
-            if step + 1 == width or num_running == 0:
+                for place in (~stopped).nonzero().squeeze(-1).tolist():
+                    response = int(going[place])
+                    if texts.completed_by_last(tokens[response, : step + 1].tolist()):
+                        ended[place], reasons[response] = True, "stop_string"
+            length[going[ended]] = step + 1
+            going, rows, ids = going[~ended], rows[~ended], ids[~ended]
+            if len(going) == 0:
                 break
-            if num_running <= DROP_BELOW * len(rows):
-                keep = running.nonzero().squeeze(-1)
-                memory.keep(keep)
-                rows, ids = rows[keep], ids[keep]
+            fed = next_rows(rows, ids, len(logits))
+            rows = fed.rows
+            if fed.of is not None:
+                memory.keep(fed.of)
             if keeper is not None:
-                keeper.feed(rows)
-            logits = self._forward(ids[:, None], **memory.next_token())
+                keeper.feed(going, rows, len(fed.ids))
+            logits = self._forward(fed.ids[:, None], **memory.next_token())
         found = self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
         if keeper is not None:
-            owners = [n for n in range(len(own)) for _ in chunk.generations]
-            keeper.end(owners, [c.token_ids for c in found])
+            keeper.end(owners.tolist(), [c.token_ids for c in found])
         return found
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -235,7 +235,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     def _prefill(
         self, prompts: Sequence[Sequence[int]], common: int, chunk: Chunk, max_tokens: int
     ) -> tuple[Tensor, DecodingMemory]:
-        """Last logits [N, V] and memory: each prompt is computed once for its generations.
+        """Last logits [P, V] and memory of the prompts, once for all of their generations.
 
         The `common` first tokens of all are computed once for all; padding comes after them.
         """
@@ -248,7 +248,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             self._model.base_model(input_ids=start, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(prompts))
         own = [list(prompt[common:]) for prompt in prompts]
-        width, repeats = max(map(len, own)), len(chunk.generations)
+        width = max(map(len, own))
         padded = [[setup.pad_token_id] * (width - len(ids)) + ids for ids in own]
         present = [[1] * common + [0] * (width - len(ids)) + [1] * len(ids) for ids in own]
         mask = torch.tensor(present, device=setup.device)
@@ -259,8 +259,8 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             past_key_values=cache,
         )
         longest = common + width + max_tokens
-        memory = DecodingMemory.of_prompts(self._model, cache, mask, repeats, longest)
-        return logits.repeat_interleave(repeats, 0), memory
+        several = len(chunk.generations) > 1
+        return logits, DecodingMemory.of_prompts(self._model, cache, mask, longest, several=several)
 
     def _forward(self, ids: Tensor, **given: Any) -> Tensor:  # Any: arguments of transformers'
         """Logits [N, V] after the last of `ids` [N, S]; the given cache grows by S."""

@@ -3,12 +3,12 @@
 plain    each row its own padded sequence, all logits at once, autograd: what a first script does
 chunked  the same rows, logits for response tokens only and in chunks
 shared   each prompt once, responses padded (model.attention: eager)
-stream   each prompt once, nothing padded: the default
+stream   each token once that follows the same tokens, nothing padded: the default
 compiled the same with every decoder layer under torch.compile; only with --compile
 
-Useful FLOPs: 6 x the weights of the layers for each token that is needed (a prompt once a group, a
-response without its last token) and 6 x those of the head for each response token; no attention,
-no recomputation. Prints one JSON line.
+Useful FLOPs: 6 x the weights of the layers for each token that is needed (a prompt once a group,
+what all prompts begin with once, a response without its last token) and 6 x those of the head for
+each response token; no attention, no recomputation. Prints one JSON line.
 
     python tests/bench/learner.py [--json] [--dtype float32] [--prompts 8 --generations 8]
 """
@@ -45,6 +45,7 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.stream import stream_of
 from posttrain.core.training.updates import UpdateSettings
 
 WAYS = ("plain", "chunked", "shared", "stream")
@@ -59,8 +60,9 @@ def make_batch(options: argparse.Namespace, vocabulary: int) -> RolloutBatch:
 
     least = max(1, options.tokens // 4) if options.ragged else options.tokens
     prompts, responses, groups = [], [], []
+    start = tokens(options.same_tokens)
     for group in range(options.prompts):
-        prompt = tokens(options.prompt_tokens)
+        prompt = start + tokens(options.prompt_tokens - len(start))
         for _ in range(options.generations):
             length = int(torch.randint(least, options.tokens + 1, (1,), generator=numbers))
             prompts.append(prompt)
@@ -82,10 +84,8 @@ def useful_flops(batch: RolloutBatch, model: Any) -> float:
     """What the module docstring counts."""
     head = model.get_output_embeddings().weight.numel()
     layers = sum(p.numel() for p in model.model.layers.parameters())
-    firsts = [int(rows[0]) for rows in batch.groups()]
-    responses = int(batch.response_mask.sum())
-    needed = int(batch.prompt_mask[firsts].sum()) + responses - len(batch)
-    flops: float = 6.0 * (layers * needed + head * responses)
+    needed = len(stream_of(batch, include_last=False).kept)
+    flops: float = 6.0 * (layers * needed + head * int(batch.response_mask.sum()))
     return flops
 
 
@@ -230,6 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "gemm_gflops": round(rate / 1e9),
         "useful_tflop": round(flops / 1e12, 3),
         "response_tokens": tokens,
+        "same_tokens": options.same_tokens,
         "shape": f"{options.prompts} x {options.prompt_tokens} + {options.generations} x "
         f"{'up to ' if options.ragged else ''}{options.tokens}",
         "micro_batch": {"plain": options.plain_micro, "other": options.micro},
@@ -256,6 +257,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument(
+        "--same-tokens", type=int, default=0, help="of these, as many are the same in all prompts"
+    )
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--ragged", action="store_true", help="responses of different lengths")
     parser.add_argument("--micro", type=int, default=32)

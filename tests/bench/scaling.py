@@ -84,6 +84,7 @@ def seconds(folder: Path, setting: Setting, options: argparse.Namespace) -> tupl
     shape = argparse.Namespace(
         prompts=options.prompts,
         prompt_tokens=40,
+        same_tokens=0,
         generations=setting.generations,
         tokens=setting.tokens,
         ragged=False,

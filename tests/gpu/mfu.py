@@ -211,7 +211,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="of the GPU, dense")
     options = parser.parse_args(arguments)
-    options.ragged = False
+    options.ragged, options.same_tokens = False, 0
     if options.tiny:
         options.prompts, options.generations, options.micro = 2, 2, 2
         options.prompt_tokens, options.tokens, options.rounds = 5, 6, 1

@@ -49,7 +49,8 @@ def decoded_gap(
     model.base_model(
         ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
     )
-    memory = DecodingMemory.of_prompts(model, cache, mask, EACH, longest)
+    memory = DecodingMemory.of_prompts(model, cache, mask, longest, several=True)
+    memory.keep(torch.arange(len(given)).repeat_interleave(EACH))
     rows = [list(p) for p in given for _ in range(EACH)]
     gap = 0.0
     for step in range(TOKENS):
@@ -112,10 +113,10 @@ def test_equal_prompts_need_no_mask_and_one_sequence_each_no_sharing() -> None:
     use_grouped_attention(model)
     assert decoded_gap(model, make_model("llama"), [7, 7, 7], 7 + TOKENS) < GAP
     mask = torch.ones(2, 4, dtype=torch.int64)
-    for repeats, shared in ((1, False), (2, True)):
+    for shared in (False, True):
         cache = DynamicCache(config=model.config)
         model.base_model(mask, past_key_values=cache, use_cache=True)
-        memory = DecodingMemory.of_prompts(model, cache, mask, repeats, 8)
+        memory = DecodingMemory.of_prompts(model, cache, mask, 8, several=shared)
         assert (memory.prompts is not None) == shared
     assert memory.prompts is not None
     assert memory.prompts.hidden is None
