@@ -126,7 +126,7 @@ def forward_pass(model: PreTrainedModel, batch: RolloutBatch) -> None:
 
 def training_pass(model: PreTrainedModel, batch: RolloutBatch) -> None:
     """Forward and backward through the layers."""
-    states, _, _ = response_states(model, batch, include_last=False)
+    states, _, _, _ = response_states(model, batch, include_last=False)
     states.float().sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
 
@@ -173,7 +173,7 @@ def kept_bytes(model: PreTrainedModel, batch: RolloutBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        states, _, _ = response_states(model, batch, include_last=False)
+        states, _, _, _ = response_states(model, batch, include_last=False)
     del states
     return sum(kept.values())
 

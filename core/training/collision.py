@@ -23,7 +23,7 @@ def response_sum_pi_squared(
 
     Logits are made in chunks of tokens and never held all at once.
     """
-    hidden, ids, mask = response_states(model, batch, include_last=False)
+    hidden, ids, mask, _ = response_states(model, batch, include_last=False)
     weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
     parts = []
     for chunk in torch.split(chosen, CHUNK):

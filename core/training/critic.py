@@ -33,7 +33,7 @@ def response_values(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor
     carry gradients and are in at least float32: the head is applied in that precision, because a
     bfloat16 value has but three digits.
     """
-    hidden, _, mask = response_states(model, batch, include_last=True)
+    hidden, _, mask, _ = response_states(model, batch, include_last=True)
     head: Linear = model.get_submodule("score")  # type: ignore[assignment]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(dtype)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.training.forward import head_weight, response_states, to_rows
+from posttrain.core.training.forward import States, head_weight, response_states, to_rows
 
 KlOfLogits = Callable[[Tensor, Tensor], Tensor]
 """KL [n] in nats of a policy's logits [n, V] and another's [n, V]."""
@@ -71,16 +71,16 @@ def response_exact_kl(
     temperature: float,
     kl_of_logits: KlOfLogits,
     *,
-    states: tuple[Tensor, Tensor, Tensor] | None = None,
+    states: States | None = None,
 ) -> Tensor:
     """`kl_of_logits` of `model` and a frozen `reference` at each response token of `batch`.
 
     The result [B, T] is 0 where `response_mask` is 0 and carries gradients for `model`. `states`
     are what `response_states` gave for `model`, when a forward pass was made already.
     """
-    hidden, ids, mask = states or response_states(model, batch, include_last=False)
+    hidden, ids, mask, _ = states or response_states(model, batch, include_last=False)
     with torch.no_grad():
-        other, _, _ = response_states(reference, batch, include_last=False)
+        other, _, _, _ = response_states(reference, batch, include_last=False)
     length = ids.shape[1]
     kl = token_kl(
         hidden[:, :length][mask],

@@ -186,6 +186,6 @@ class _TokenStates(Module):
 
     def forward(self, batch: RolloutBatch, chosen: Tensor) -> Tensor:
         """States [N, H] of the tokens where `chosen` [B, T] is true."""
-        hidden, ids, _ = response_states(self.model, batch, include_last=False)
+        hidden, ids, _, _ = response_states(self.model, batch, include_last=False)
         length = ids.shape[1]
         return hidden[:, :length][chosen[:, :length].to(hidden.device)]

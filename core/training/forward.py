@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,20 @@ from posttrain.core.training.splitting import micro_rows
 from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of
 
 UNCUT = Cut()
-States = tuple[Tensor, Tensor, Tensor]
-"""Hidden states, ids and mask of the responses, as `response_states` gives them."""
+# Above any token id, so that a place and an id make one number.
+MOST_WORDS = 2**31
+
+
+class States(NamedTuple):
+    """Hidden states [B, n (+ 1), H] of responses, ids and mask [B, n], as `response_states` gives.
+
+    Where `places` [B, n (+ 1)] are equal so are the states; None where that is not known.
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    mask: Tensor
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ def response_pass(
         batch.response_ids.shape,
         temperature=temperature,
         cut=cut,
-        logits=None if known is None else known.logits,
+        known=known,
     )
 
 
@@ -112,9 +125,7 @@ def forward_only(
     )
 
 
-def response_states(
-    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """Hidden states after the prompt and after each response token, with ids and mask [B, n].
 
     Column t of the states [B, n (+ 1 with `include_last`), H] is the state that predicts token t; n
@@ -122,13 +133,11 @@ def response_states(
     from all rows. A model that cannot take a stream computes responses padded, on copies of its
     prompts' keys and values; one that knows earlier tokens by other means computes whole sequences.
     """
-    hidden, ids, mask = _states(model, batch, include_last=include_last)
-    return hidden.to(compute_dtype(model)), ids, mask
+    found = _states(model, batch, include_last=include_last)
+    return found._replace(hidden=found.hidden.to(compute_dtype(model)))
 
 
-def _states(
-    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """`response_states` by the way that suits `model`."""
     if model.config._attn_implementation == STREAM:
         stream, window = stream_of(batch, include_last=include_last), widest_window(model)
@@ -139,7 +148,7 @@ def _states(
     return _whole_states(model, batch, include_last=include_last)
 
 
-def _stream_states(model: PreTrainedModel, stream: TokenStream) -> tuple[Tensor, Tensor, Tensor]:
+def _stream_states(model: PreTrainedModel, stream: TokenStream) -> States:
     """`response_states` from one forward pass over a stream in which nothing is padded."""
     device = model.device
     out = run_backbone(
@@ -153,12 +162,10 @@ def _stream_states(model: PreTrainedModel, stream: TokenStream) -> tuple[Tensor,
     )
     picks = stream.picks.to(device)
     hidden = out.last_hidden_state[0].index_select(0, picks.flatten()).view(*picks.shape, -1)
-    return hidden, stream.ids.to(device), stream.mask.to(device)
+    return States(hidden, stream.ids.to(device), stream.mask.to(device), picks)
 
 
-def _cached_states(
-    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cached_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """`response_states` from the prompts' keys and values, expanded to the rows of each group."""
     device = model.device
     first_rows, row_to_prompt = distinct_prompts(batch.group_id)
@@ -197,12 +204,10 @@ def _cached_states(
             use_cache=True,
         )
         hidden = torch.cat([hidden, out.last_hidden_state], dim=1)
-    return hidden, ids, mask
+    return States(hidden, ids, mask)
 
 
-def _whole_states(
-    model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _whole_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """`response_states` from each row by itself.
 
     Tokens stand at the front of a row: what comes after them is nothing to a causal model.
@@ -228,33 +233,57 @@ def _whole_states(
     picks = (prompts - 1)[:, None] + torch.arange(length + include_last)[None, :]
     picks = torch.minimum(picks, (ends - 1)[:, None]).to(device)
     hidden = states.gather(1, picks[:, :, None].expand(-1, -1, states.shape[2]))
-    return hidden, batch.response_ids[:, :length].to(device), mask[:, :length].to(device)
+    return States(hidden, batch.response_ids[:, :length].to(device), mask[:, :length].to(device))
 
 
 def project_states(
     model: PreTrainedModel,
-    states: tuple[Tensor, Tensor, Tensor],
+    states: States,
     shape: torch.Size,
     *,
     temperature: float,
     cut: Cut = UNCUT,
-    logits: Tensor | None = None,
+    known: KnownProducts | None = None,
 ) -> ResponseForward:
     """Log-probs and entropy of `shape` [B, T] from what `response_states` gave.
 
-    `logits` [R, V] of the R response tokens, row by row, where they are known: they are used up.
+    Tokens that are the same after the same ones are projected once; logits that are `known` are not
+    made again.
     """
-    hidden, ids, mask = states
-    flat = mask.nonzero(as_tuple=True)
-    chosen, head = hidden[:, : ids.shape[1]][flat], head_weight(model)
+    mask, device = states.mask, states.hidden.device
+    rows, columns = mask.nonzero(as_tuple=True)
+    tokens, like = _distinct_tokens(states, rows, columns)
+    rows, columns = rows[tokens], columns[tokens]
+    logits = None
+    if known is not None and known.logits is not None:
+        logits = known.logits.index_select(0, known.drawn[tokens.cpu()]).to(device)
     values, entropies, kept = cut_logprobs(
-        chosen, head, ids[flat], cut, temperature=temperature, known=logits
+        states.hidden[rows, columns],
+        head_weight(model),
+        states.ids[rows, columns],
+        cut,
+        temperature=temperature,
+        known=logits,
     )
     return ResponseForward(
-        to_rows(values, mask, shape),
-        to_rows(entropies, mask, shape),
-        to_rows(kept, mask, shape) if cut else None,
+        to_rows(values[like], mask, shape),
+        to_rows(entropies[like], mask, shape),
+        to_rows(kept[like], mask, shape) if cut else None,
     )
+
+
+def _distinct_tokens(states: States, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the R response tokens to project, and for each [R] which of these it is like."""
+    every = torch.arange(len(rows), device=rows.device)
+    if states.places is None:
+        return every, every
+    keys = states.places[rows, columns] * MOST_WORDS + states.ids[rows, columns]
+    distinct, like = torch.unique(keys, return_inverse=True)
+    if len(distinct) == len(rows):
+        return every, every
+    # The first of each, whatever the device: others only differ by rounding.
+    first = every.new_full((len(distinct),), len(rows)).scatter_reduce(0, like, every, "amin")
+    return first, like
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:

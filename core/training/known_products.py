@@ -22,15 +22,16 @@ from posttrain.core.training.stream import distinct_prompts, stream_of
 
 @dataclass(frozen=True, slots=True)
 class KnownProducts:
-    """Outputs [K, out] of linear layers by name, which of them make a stream, and logits [R, V].
+    """Outputs [K, out] of linear layers by name, which of them make a stream, and logits [M, V].
 
-    `places` [S] are the K's that the stream's tokens are. The logits are those that response tokens
-    were drawn from, row by row; None where they were too many to keep.
+    `places` [S] are the K's that the stream's tokens are, `drawn` [R] the logits that each response
+    token was drawn from, row by row; there are none where they were too many to keep.
     """
 
     layers: dict[str, Tensor]
     places: Tensor
     logits: Tensor | None
+    drawn: Tensor
 
 
 def why_nothing_known(model: PreTrainedModel, engine: torch.dtype, longest: int) -> str | None:
@@ -65,10 +66,10 @@ def known_products(
     fed, drawn = places
     fed = fed[stream_of(batch, include_last=False).kept]
     layers = {name: _join(blocks) for name, blocks in products.layers.items()}
-    logits = _join(products.logits).index_select(0, drawn) if products.logits else None
+    logits = _join(products.logits) if products.logits else None
     if last:
         products.forget()
-    return KnownProducts(layers, fed, logits)
+    return KnownProducts(layers, fed, logits, drawn)
 
 
 def _join(blocks: list[Tensor]) -> Tensor:

@@ -182,7 +182,7 @@ class NaturalGradient:
             self.model, states, micro.response_ids.shape, temperature=self.temperature
         )
         loss = objective.loss(out.logprobs.cpu(), out.entropy.cpu(), micro, prepared)
-        hidden, ids, _ = states
+        hidden, ids, _, _ = states
         length = ids.shape[1]
         return loss, out, hidden[:, :length][micro.mask[:, :length].bool().to(hidden.device)]
 

@@ -40,7 +40,7 @@ def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     Read at the last sampled token, as `score_sequences` does; a row without any is read at the end
     of its prompt.
     """
-    hidden, _, mask = response_states(model, batch, include_last=True)
+    hidden, _, mask, _ = response_states(model, batch, include_last=True)
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
     rows = torch.arange(len(batch), device=hidden.device)

@@ -98,7 +98,7 @@ def whole(model: PreTrainedModel, batch: RolloutBatch, shape: str) -> Tensor:
 
 def streamed(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """The same by the learner's way."""
-    hidden, ids, mask = response_states(model, batch, include_last=False)
+    hidden, ids, mask, _ = response_states(model, batch, include_last=False)
     return logprobs_of(model, hidden[mask], ids[mask])
 
 

@@ -57,7 +57,7 @@ def test_other_shapes_are_not_compiled_again() -> None:
     batch = speed_batch()
 
     def take(part: RolloutBatch) -> None:
-        hidden, _, _ = response_states(model, part, include_last=False)
+        hidden, _, _, _ = response_states(model, part, include_last=False)
         hidden.sum().backward()
 
     take(batch)

@@ -97,7 +97,7 @@ def whole_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: b
 
 def shared_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> Tensor:
     """The same from `response_states`."""
-    hidden, _, mask = response_states(model, batch, include_last=include_last)
+    hidden, _, mask, _ = response_states(model, batch, include_last=include_last)
     found = []
     for row in range(len(batch)):
         found.append(hidden[row, : mask.shape[1]][mask[row]])
@@ -166,10 +166,10 @@ def test_responses_of_one_token_need_no_responses_in_the_stream() -> None:
     one = replace(batch, response_mask=batch.response_mask * 0).with_columns(
         response_mask=torch.eye(1, batch.response_ids.shape[1]).long().expand(len(batch), -1)
     )
-    hidden, ids, mask = response_states(model, one, include_last=False)
+    hidden, ids, mask, _ = response_states(model, one, include_last=False)
     assert hidden.shape[:2] == ids.shape == mask.shape == (len(batch), 1)
     none = batch.with_columns(response_mask=batch.response_mask * 0)
-    hidden, ids, _ = response_states(model, none, include_last=False)
+    hidden, ids, _, _ = response_states(model, none, include_last=False)
     assert hidden.shape[:2] == (len(batch), 1)
     assert ids.shape == (len(batch), 0)
 
