@@ -7,6 +7,7 @@ nothing is known but the limit it is cut at.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ SAMPLE = 64
 """Problems that are looked at: their mean length is then known to a tenth of its own spread."""
 ASSUMED_PROMPT = 64
 """Tokens of a prompt where no tokenizer is at hand: a short question in a chat template."""
+SURE, UNSURE = 0.3, 1.5
+"""Nats a token of a policy that was fine-tuned, and of any other: a guess at how much its responses
+to one prompt have in common."""
 CHARACTERS_PER_TOKEN = 4
 """Of English text, where no tokenizer is at hand."""
 
@@ -48,16 +52,21 @@ class Lengths:
 
     def responses(self, limit: int, *, learnt: bool) -> Responses:
         """Responses of at most `limit` tokens; as worked answers where the model has `learnt`."""
+        nats = SURE if learnt else UNSURE
         if learnt and self.worked:
-            return Responses(tuple(min(limit, length) for length in self.worked))
-        return Responses((limit,))
+            return Responses(tuple(min(limit, length) for length in self.worked), nats)
+        return Responses((limit,), nats)
 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Response lengths in tokens, each as likely as the others."""
+    """Response lengths in tokens, each as likely as the others, and the policy's entropy a token.
+
+    Responses of one prompt that have said the same so far are computed once.
+    """
 
     lengths: tuple[int, ...]
+    nats: float = math.inf
 
     @property
     def mean(self) -> float:
@@ -72,6 +81,21 @@ class Responses:
     def spread(self, count: int) -> tuple[int, ...]:
         """`count` lengths as they may fall together: evenly over all of them, the longest too."""
         return spread(self.lengths, count)
+
+    def distinct(self, group: int, tokens: int) -> float:
+        """Share of `group` responses that differ in their first `tokens`, as far as is expected.
+
+        They are taken for draws from exp(nats x tokens) texts, all as likely.
+        """
+        texts = math.exp(min(700.0, self.nats * tokens)) if tokens else 1.0
+        return (
+            -texts * math.expm1(group * math.log1p(-1 / texts)) / group if texts > 1 else 1 / group
+        )
+
+    def computed(self, group: int) -> float:
+        """Share of the tokens of `group` responses that are not another one's too."""
+        mean = max(1, round(self.mean))
+        return sum(self.distinct(group, tokens) for tokens in range(1, mean + 1)) / mean
 
     def running(self, step: int) -> float:
         """Share of responses that take a decoding step after their first `step` tokens."""

@@ -155,7 +155,7 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
     if parts.reward_models:
         phases["score"] += parts.reward_models * work.forward(rows, head=False)
     if reuses_products(work, stage, parts):
-        kept = rows.form.tokens(rows.count) * work.product_bytes
+        kept = rows.tokens(rows.count) * work.product_bytes
         phases["rollout"] += kept * work.rates.copy_s
     return StageTime(stage.steps, phases, once + work.write(saved_bytes(work, stage)))
 
@@ -284,9 +284,7 @@ def preference_rows(work: Work, stage: PreferenceDataStage, length: int) -> Rows
     limit = stage.generation.max_response_length
     known = work.lengths.responses(limit, learnt=learnt(work.config, stage))
     responses = Responses((length,)) if length else known
-    # A reward model reads whole sequences; a policy computes a pair's prompt once.
-    group = 2 if isinstance(stage, PreferenceStage) else 1
-    return work.rows(2 * stage.batch_size, group, 2 * stage.micro_batch_size, responses, None)
+    return work.rows(2 * stage.batch_size, 2, 2 * stage.micro_batch_size, responses, None)
 
 
 def _preference(

@@ -50,6 +50,16 @@ class Rows:
         width = self.responses.longest_of(self.micro) if self.padded else mean
         return Sequences(self.group, round(self.prompt), width, self.shared)
 
+    def tokens(self, rows: float) -> float:
+        """Tokens that the layers see of so many rows: those with the same history once."""
+        form, own = self.form, 1.0 if self.padded else self.responses.computed(self.group)
+        return form.tokens(rows) - (1 - own) * rows * (form.response - 1)
+
+    def projected(self, rows: float) -> float:
+        """Response tokens of so many rows whose log-probs are computed."""
+        own = 1.0 if self.padded else self.responses.computed(self.group)
+        return own * rows * self.responses.mean
+
     @property
     def heaviest(self) -> Groups:
         """A micro-batch that has the longest prompt and the longest response in it.
@@ -113,7 +123,7 @@ class Work:
     def train(self, rows: Rows, lora: LoraSection | None, trained: int, *, head: bool) -> float:
         """Forward and backward over all rows, gradients added up; `trained` parameters."""
         cost = self.rates.training(rows.form, lora)
-        tokens = rows.form.tokens(rows.at_once)
+        tokens = rows.tokens(rows.at_once)
         each = cost.of(tokens, self.shape.layers)
         if head:
             each += self._head_of(rows, lora)
@@ -124,9 +134,9 @@ class Work:
     def train_reused(self, rows: Rows, trained: int) -> float:
         """`train` where linear layers, and the head if it can, are told what they give."""
         cost = self.rates.reused(rows.form)
-        each = cost.of(rows.form.tokens(rows.at_once), self.shape.layers)
+        each = cost.of(rows.tokens(rows.at_once), self.shape.layers)
         if rows.count * rows.responses.mean <= self.most_known_logits:
-            each += self.rates.head("reused").of(rows.at_once * rows.responses.mean)
+            each += self.rates.head("reused").of(rows.projected(rows.at_once))
         else:
             each += self._head_of(rows, None)
         added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
@@ -144,17 +154,17 @@ class Work:
 
     def _head_of(self, rows: Rows, lora: LoraSection | None) -> float:
         """The vocabulary for one micro-batch; all chunks but the last are projected twice."""
-        tokens = rows.at_once * rows.responses.mean
+        tokens = rows.projected(rows.at_once)
         again = max(0, math.ceil(tokens / self.logit_rows) - 1) * self.logit_rows
         seconds = self.rates.head("train" if lora is None else "frozen").of(tokens)
         return seconds + (self.rates.head("logits").each * again if again else 0.0)
 
     def forward(self, rows: Rows, *, head: bool, reused: bool = False) -> float:
         """One pass without gradient over all rows."""
-        tokens = rows.form.tokens(rows.at_once)
+        tokens = rows.tokens(rows.at_once)
         each = self.rates.forward(rows.form, reused=reused).of(tokens, self.shape.layers)
         if head:
-            each += self.rates.head("score").of(rows.at_once * rows.responses.mean)
+            each += self.rates.head("score").of(rows.projected(rows.at_once))
         return each * rows.count / rows.at_once
 
     def adamw(self, trained: int) -> float:
@@ -206,7 +216,8 @@ class Work:
                 break
             if not shares or running <= LEAVE_BELOW * batch:
                 batch = running
-            seconds += step.of(batch) * layers + logits.of(batch) + draw * batch
+            own = batch * (responses.distinct(group, done) if group > 1 else 1.0)
+            seconds += step.of(own) * layers + logits.of(own) + draw * running
         return seconds
 
     def evaluate(self, section: EvaluationSection, responses: Responses, *, samples: int) -> float:

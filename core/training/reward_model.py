@@ -1,6 +1,6 @@
 """Reward model: scores of whole responses, and one step on pairs of answers.
 
-N sequences, B pairs, S padded width of prompt and response together.
+B rows of a batch, or pairs.
 """
 
 from __future__ import annotations
@@ -15,30 +15,19 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PairLoss, PairScores
-from posttrain.core.data.packing import pad_right
+from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair
-from posttrain.core.models.sharded import put_away, run_backbone
+from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
 
 
-def score_sequences(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rewards [N], float32, read at the last token of each sequence (prompt and response)."""
-    ids, mask = (t.to(model.device) for t in pad_right(rows, 0))
-    hidden = run_backbone(model, input_ids=ids, attention_mask=mask).last_hidden_state
-    last = mask.sum(dim=1) - 1
-    head = model.get_submodule("score")
-    scores: Tensor = head(hidden[torch.arange(len(rows), device=hidden.device), last])
-    return scores.squeeze(-1).float()
-
-
 def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """Rewards [B] of a batch's rows, float32; the prompt of a group is computed once.
 
-    Read at the last sampled token, as `score_sequences` does; a row without any is read at the end
-    of its prompt.
+    Read at the last sampled token; a row without any is read at the end of its prompt.
     """
     hidden, _, mask, _ = response_states(model, batch, include_last=True)
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
@@ -49,12 +38,18 @@ def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
 
 
 def score_pairs(model: PreTrainedModel, pairs: Sequence[Pair]) -> PairScores:
-    """Rewards [B] of the pairs' answers, with the pairs' own margins."""
-    rows = [p.prompt_ids + p.chosen_ids for p in pairs]
-    rows += [p.prompt_ids + p.rejected_ids for p in pairs]
-    chosen, rejected = score_sequences(model, rows).chunk(2)
-    margin = torch.tensor([pair.margin for pair in pairs]).to(chosen)
-    return PairScores.of_rewards(chosen, rejected, margin)
+    """Rewards [B] of the pairs' answers, whose prompt is computed once, with their own margins."""
+    answers = [answer for pair in pairs for answer in (pair.chosen_ids, pair.rejected_ids)]
+    batch = response_batch(
+        prompts=[pair.prompt_ids for pair in pairs for _ in range(2)],
+        responses=answers,
+        group_ids=[row // 2 for row in range(len(answers))],
+        pad_token_id=0,
+        problems=(),
+    )
+    scores = score_batch_rows(model, batch)
+    margin = torch.tensor([pair.margin for pair in pairs]).to(scores)
+    return PairScores.of_rewards(scores[0::2], scores[1::2], margin)
 
 
 def reward_loss(loss: PairLoss[Any], scores: PairScores, sums: MetricSums) -> Tensor:

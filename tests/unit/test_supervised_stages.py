@@ -23,7 +23,7 @@ from posttrain.core.training.reward_model import (
     pair_hits,
     reward_step,
     score_batch_rows,
-    score_sequences,
+    score_pairs,
 )
 from posttrain.core.training.sft import sft_step, worked_batch
 from posttrain.core.types import Problem, RewardSample, Verdict
@@ -126,10 +126,11 @@ def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
     rows = [p + r for p, r in zip(prompts, responses, strict=True)]
     with torch.no_grad():
         shared = score_batch_rows(model, batch)
-        apart = torch.cat([score_sequences(model, [row]) for row in rows])
-        together = score_sequences(model, rows)
-    torch.testing.assert_close(shared, apart, rtol=0, atol=LAST_PLACE)
-    torch.testing.assert_close(together, apart, rtol=0, atol=LAST_PLACE)
+        apart = torch.cat([model(input_ids=torch.tensor([row])).logits[0] for row in rows])
+        pair = score_pairs(model, [Pair("k", prompts[0], responses[0], responses[1])])
+    torch.testing.assert_close(shared.double(), apart, rtol=0, atol=LAST_PLACE)
+    both = torch.cat([pair.chosen, pair.rejected])
+    torch.testing.assert_close(both.double(), apart[:2], rtol=0, atol=LAST_PLACE)
 
     save_model(model, ChatTokenizer.load(model_dir).tokenizer, tmp_path / "rm")
     reward = manager.build(Reward, "reward_model", {"transform": "none"})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.core.costs.lengths import Lengths, Responses
+from posttrain.core.costs.lengths import SURE, UNSURE, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
 from posttrain.core.costs.times import StageTime
 from tests.helpers.costs import ALL, MadeUp, estimator, run_config
@@ -42,9 +44,15 @@ def test_every_response_is_drawn_token_by_token(model: Path) -> None:
     assert rl(model, MadeUp(drawn=1.0)).phases["rollout"] == pytest.approx(4 * 4 * 8)
 
 
+UNTRAINED = Responses((8,), UNSURE)
+
+
 def test_the_layers_decode_all_tokens_but_the_last(model: Path) -> None:
+    """Those of responses that have said the same once."""
     decoded = rl(model, MadeUp(decoded=1.0)).phases["rollout"]
-    assert decoded == pytest.approx(4 * 4 * 7 * 2)  # two layers
+    rows = [4 * 4 * UNTRAINED.distinct(4, tokens) for tokens in range(1, 8)]
+    assert 4 < rows[0] < rows[1] < 15.5 < rows[-1] < 16
+    assert decoded == pytest.approx(2 * sum(rows))  # two layers
 
 
 def test_a_prompt_is_read_once_a_group_or_for_each_response(model: Path) -> None:
@@ -76,7 +84,8 @@ def test_an_update_computes_each_prompt_once_and_no_last_token(model: Path) -> N
     update = made.costs(["rl"])["rl"].time
     assert update is not None and shared > 0
     prompts = shared + 4 * (prompt - shared)
-    assert update.phases["update"] == pytest.approx(2 * (prompts + 16 * 7))
+    own = 16 * 7 * UNTRAINED.computed(4)
+    assert update.phases["update"] == pytest.approx(2 * (prompts + own)) and own < 16 * 7
 
 
 @pytest.mark.parametrize(
@@ -177,6 +186,19 @@ def test_a_line_goes_through_what_was_measured() -> None:
     line = Line.through((10, 3.0), (110, 13.0))
     assert (line.fixed, line.each) == pytest.approx((2.0, 0.1))
     assert line.of(0) == 0 and Line.through((10, 5.0), (110, 3.0)).each == 0
+
+
+def test_how_many_responses_are_expected_to_differ() -> None:
+    """As many as draws with replacement find; counted for small numbers of texts and draws."""
+    for texts, group in ((2, 3), (3, 2), (5, 4)):
+        draws = list(itertools.product(range(texts), repeat=group))
+        mean = sum(len(set(draw)) for draw in draws) / len(draws)
+        found = Responses((1,), math.log(texts)).distinct(group, 1)
+        assert found * group == pytest.approx(mean)
+    sure = Responses((40,), SURE)
+    assert [sure.distinct(8, n) for n in (0, 4000)] == [pytest.approx(1 / 8), pytest.approx(1.0)]
+    assert Responses((40,)).computed(8) == sure.computed(1) == pytest.approx(1.0)
+    assert sure.computed(8) < Responses((40,), UNSURE).computed(8) < 1
 
 
 def test_padding_and_sharing_of_rows() -> None:
