@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.core.math.pair_keys import pair_keys, pairs_of
+
 # Dropping or splitting rows copies what they remember: for the ended ones alone it is worth that
 # once they are a quarter.
 DROP_BELOW = 0.75
-# Above any token id, so that a row and an id make one number.
-MOST_WORDS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def next_rows(rows: Tensor, ids: Tensor, num_rows: int) -> NextRows:
 
     Rows of a prompt's responses stay next to each other if they were.
     """
-    fed, index = torch.unique(rows * MOST_WORDS + ids, return_inverse=True)
-    of, own = fed // MOST_WORDS, fed % MOST_WORDS
+    fed, index = torch.unique(pair_keys(rows, ids), return_inverse=True)
+    of, own = pairs_of(fed)
     is_split = bool((of[1:] == of[:-1]).any())
     if is_split or len(of) <= DROP_BELOW * num_rows:
         return NextRows(own, index, of)

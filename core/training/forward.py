@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.math.pair_keys import pair_keys
 from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.given_products import products_given
 from posttrain.core.models.sampled_products import SampledProducts
@@ -29,8 +30,6 @@ from posttrain.core.training.splitting import micro_rows
 from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of
 
 UNCUT = Cut()
-# Above any token id, so that a place and an id make one number.
-MOST_WORDS = 2**31
 
 
 class States(NamedTuple):
@@ -277,7 +276,7 @@ def _distinct_tokens(states: States, rows: Tensor, columns: Tensor) -> tuple[Ten
     every = torch.arange(len(rows), device=rows.device)
     if states.places is None:
         return every, every
-    keys = states.places[rows, columns] * MOST_WORDS + states.ids[rows, columns]
+    keys = pair_keys(states.places[rows, columns], states.ids[rows, columns])
     distinct, like = torch.unique(keys, return_inverse=True)
     if len(distinct) == len(rows):
         return every, every

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Above any token id, so that a place and an id make one number.
-MOST_WORDS = 2**31
+from posttrain.core.math.pair_keys import pair_keys
 
 
 def first_alike(
@@ -39,7 +38,7 @@ def _merge(first: Tensor, token_ids: Tensor, places: Tensor, before: Tensor) -> 
     for column in places.t():
         rows = rows[column[rows] >= 0]
         tokens = column[rows]
-        histories = before[rows] * MOST_WORDS + token_ids[tokens]
+        histories = pair_keys(before[rows], token_ids[tokens])
         _, index, group = np.unique(histories.numpy(), return_index=True, return_inverse=True)
         if len(index) == len(rows):
             return  # rows that differ stay different
