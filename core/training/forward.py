@@ -16,13 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.math.pair_keys import pair_keys
 from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.given_products import products_given
 from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away, run_backbone
 from posttrain.core.models.sharing import why_no_shared_keys, widest_window
 from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.training.histories import distinct_tokens
 from posttrain.core.training.known_products import KnownProducts, known_products
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
@@ -251,7 +251,8 @@ def project_states(
     """
     mask, device = states.mask, states.hidden.device
     rows, columns = mask.nonzero(as_tuple=True)
-    tokens, like = _distinct_tokens(states, rows, columns)
+    places = None if states.places is None else states.places[rows, columns]
+    tokens, like = distinct_tokens(places, states.ids[rows, columns])
     rows, columns = rows[tokens], columns[tokens]
     logits = None
     if known is not None and known.logits is not None:
@@ -269,20 +270,6 @@ def project_states(
         to_rows(entropies[like], mask, shape),
         to_rows(kept[like], mask, shape) if cut else None,
     )
-
-
-def _distinct_tokens(states: States, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the R response tokens to project, and for each [R] which of these it is like."""
-    every = torch.arange(len(rows), device=rows.device)
-    if states.places is None:
-        return every, every
-    keys = pair_keys(states.places[rows, columns], states.ids[rows, columns])
-    distinct, like = torch.unique(keys, return_inverse=True)
-    if len(distinct) == len(rows):
-        return every, every
-    # The first of each, whatever the device: others only differ by rounding.
-    first = every.new_full((len(distinct),), len(rows)).scatter_reduce(0, like, every, "amin")
-    return first, like
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:

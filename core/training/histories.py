@@ -32,6 +32,22 @@ def first_alike(
     return first
 
 
+def distinct_tokens(places: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of R tokens `ids` differ or follow another state, and for each [R] which it is like.
+
+    `places` [R] are those of the states before them; without them all tokens are taken to differ.
+    """
+    every = torch.arange(len(ids), device=ids.device)
+    if places is None:
+        return every, every
+    distinct, like = torch.unique(pair_keys(places, ids), return_inverse=True)
+    if len(distinct) == len(ids):
+        return every, every
+    # The first of each, whatever the device: others only differ by rounding.
+    first = every.new_full((len(distinct),), len(ids)).scatter_reduce(0, like, every, "amin")
+    return first, like
+
+
 def _merge(first: Tensor, token_ids: Tensor, places: Tensor, before: Tensor) -> None:
     """Fill `first` for rows of `places` [N, W] that follow the tokens `before` [N]."""
     rows = torch.arange(len(places))
