@@ -47,6 +47,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
                 assert found["mismatch/abs_mean"] < mean, law
                 assert 1 - found["ess/token"] < mean
                 assert found["sync/probe_abs_max"] < largest
+            assert rig.left_out <= 4  # Of some two thousand.
             # Far enough that weights of before the updates would be seen.
             assert sum(found["sync/probe_change"] for found in steps) > 10 * mean
             if dtype == torch.float32:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
@@ -28,6 +29,8 @@ from tests.helpers.engines import AnyEngine, make_engine
 from tests.helpers.rollouts import batch_of_groups
 
 MAX_LEN = 256
+# Probability, and score, within which a float32 sum may fall on either side of a cut's edge.
+EDGE = 3e-6
 
 
 @dataclass
@@ -41,14 +44,38 @@ class Rig:
     params: SamplingParams
     correction: RolloutCorrection[Any] | None = None
     version: int = 0
+    left_out: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self) -> RolloutBatch:
-        """A rollout with advantages of both signs."""
+        """A rollout with advantages of both signs; tokens on a cut's edge take no loss."""
         batch = batch_of_groups(self.prompts, self.engine.generate(self.prompts, self.params))
+        edges = self.on_edges(batch)
+        self.left_out += int(edges.sum())
+        mask = batch.response_mask.masked_fill(edges, 0)
+        batch = batch.with_columns(response_mask=mask, mask=mask.clone())
         generator = torch.Generator().manual_seed(self.version)
         advantages = torch.randn((len(batch), 1), generator=generator)
         return batch.with_columns(advantages=advantages.expand(batch.mask.shape).contiguous())
+
+    def on_edges(self, batch: RolloutBatch) -> Tensor:
+        """Which response tokens [B, T] a cut may judge either way, by the trainer's weights.
+
+        A token whose sum of better ones is top-p to the last digits of float32, or whose score is
+        the k-th's, is in one program's support and not in the other's with both of them right.
+        In less than float32 such ties are common, and bounds allow for them: none is marked.
+        """
+        edges = torch.zeros_like(batch.response_mask, dtype=torch.bool)
+        if not self.learner.settings.cut or self.learner.model.dtype != torch.float32:
+            return edges
+        for row, group in enumerate(batch.group_id.tolist()):
+            live, prompt = int(batch.response_mask[row].sum()), self.prompts[group]
+            ids = torch.tensor([[*prompt, *batch.response_ids[row, :live].tolist()]])
+            with torch.no_grad():
+                logits = self.learner.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double()
+            scores = (logits / self.params.temperature).sort(dim=-1, descending=True).values
+            edges[row, :live] = _edge(scores, self.params)
+        return edges
 
     def step(self) -> dict[str, float]:
         """Sample, update, sync, check; returns what was measured."""
@@ -62,6 +89,16 @@ class Rig:
     def sync(self) -> None:
         """Give the engine the learner's weights."""
         self.engine.sync_weights(self.learner.model.state_dict().items(), self.version)
+
+
+def _edge(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Whether the cut of `scores` [T, V], best first, falls between two that are as good as one."""
+    k = params.top_k or scores.shape[-1]
+    mass = scores[:, :k].softmax(dim=-1).cumsum(dim=-1)
+    close = ((mass - params.top_p).abs() < EDGE).any(dim=-1) & (params.top_p < 1)
+    if k < scores.shape[-1]:
+        close |= scores[:, k - 1] - scores[:, k] < EDGE
+    return close
 
 
 def make_rig(
