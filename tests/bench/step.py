@@ -39,6 +39,7 @@ from posttrain.core.config.sections import ModelSection  # noqa: E402
 from posttrain.core.contracts import Task  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
+from posttrain.core.runtime.allocator import find_allocator, preloaded  # noqa: E402
 from posttrain.core.serving.vllm_model import vllm_version  # noqa: E402
 from tests.bench.step_baton import ENVIRONMENT, Contestant  # noqa: E402
 from tests.helpers.learning import Learned  # noqa: E402
@@ -207,8 +208,10 @@ def begin(name: str, folder: Path, options: argparse.Namespace) -> Side:
         "OMP_NUM_THREADS": str(options.threads),
         "HF_HUB_OFFLINE": "1",
     }
+    env.pop("LD_PRELOAD", None)  # our command takes tcmalloc by itself, TRL's defaults do not
     if setting == "fastest":
         env |= {"MALLOC_MMAP_THRESHOLD_": str(2**35), "MALLOC_TRIM_THRESHOLD_": str(2**35)}
+        env |= preloaded(env)
     with (folder / "log").open("wb") as log, (folder / "stdout").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=log, env=env)
     found = Side(name, folder, pipes, process)
@@ -283,6 +286,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "compile": options.compile,
         "micro_batch": {"ours": options.our_micro or options.micro, "trl": options.micro},
         "threads": options.threads,
+        "tcmalloc": find_allocator() is not None,
         "load": round(os.getloadavg()[0], 2),
         "versions": {
             "torch": version("torch"),

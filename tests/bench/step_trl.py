@@ -58,7 +58,6 @@ def main() -> None:
         generation_kwargs={"min_new_tokens": options["tokens"]},
         max_steps=options["steps"],
         learning_rate=1e-6,
-        bf16=False,  # the model is in the compute precision already
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to=[],
@@ -66,7 +65,8 @@ def main() -> None:
         logging_steps=1,
         model_init_kwargs={"dtype": options["dtype"]}
         | ({"attn_implementation": "eager"} if fastest else {}),
-        **({"gradient_checkpointing": False} if fastest else {}),
+        # Without autocast: the model is in the compute precision already.
+        **({"gradient_checkpointing": False, "bf16": False} if fastest else {}),
     )
     trainer = Timed(
         model=options["model"],
