@@ -117,8 +117,8 @@ class Calibration:
         """The engine reads prompts of that many tokens."""
         return self._once(("prefill", _size(prompt)), lambda: self._prefill(prompt))
 
-    def decoding(self, rows: Sequences, most: int) -> Line:
-        """The engine's next token through one layer, by sequences, which `most` is the most of."""
+    def decoding(self, rows: Sequences, most: int) -> LayerCost:
+        """The engine's next token, by sequences, which `most` is the most of."""
         key = ("decoding", rows.group > 1, _size(rows.prompt + rows.response))
         return self._once(key, lambda: self._decoding(rows, most))
 
@@ -161,8 +161,8 @@ class Calibration:
                 operations = (6 if name == "training" else 2) * weights
                 layer = value.of(self._tokens, 1) - value.pass_s
                 found.setdefault(f"{name}_gflops", operations * self._tokens / layer / 1e9)
-            elif name == "decoding" and isinstance(value, Line):
-                found.setdefault("decoding_layer_ms", 1e3 * value.fixed)
+            elif name == "decoding" and isinstance(value, LayerCost):
+                found.setdefault("decoding_layer_ms", 1e3 * value.layer_s)
         if "adamw" in self._known:
             found["adamw_m_per_s"] = 1e-6 / self.adamw_s
         if "copy" in self._known:
@@ -232,20 +232,22 @@ class Calibration:
             self._models[key] = make()
         return self._models[key]
 
-    def _decoding(self, rows: Sequences, most: int) -> Line:
+    def _decoding(self, rows: Sequences, most: int) -> LayerCost:
         """Layers by their difference, at many sequences and at few."""
         most = max(2, min(most, int(self._tokens)))
         weights = self.runtime.dtype.itemsize * self.shape.in_layers / self.shape.layers
         layers = min(max(MANY, FEW + math.ceil(STREAMED_BYTES / weights)), self.shape.layers)
         layers = max(layers, FEW + 1)
         models = self._engines(layers)
-        points = []
+        points, beside = [], 0.0
         for count in (max(1, most // 8), most):
             decoders = [Decoder(model, rows, count) for model in models]
             few, many = (self._watch.best(decoder.step, cold=True) for decoder in decoders)
             layer = max((many - few) / (layers - FEW), 0.5 * many / layers)
             points.append((float(decoders[0].rows), layer))
-        return Line.through(points[0], points[1])
+            beside = max(0.0, few - FEW * layer)
+        line = Line.through(*points)
+        return LayerCost(line.each, line.fixed, beside)
 
     def _head(self, work: HeadWork) -> Line:
         columns = min(self.shape.vocabulary, int(LARGEST_MATRIX / self.shape.hidden))

@@ -109,8 +109,8 @@ class Rates(Protocol):
     def prefill(self, prompt: int) -> LayerCost:
         """The engine reads prompts of that many tokens."""
 
-    def decoding(self, rows: Sequences, most: int) -> Line:
-        """The engine's next token through one layer, by sequences, which `most` is the most of.
+    def decoding(self, rows: Sequences, most: int) -> LayerCost:
+        """The engine's next token, by sequences, which `most` is the most of.
 
         Their responses have `rows.response` tokens so far.
         """

@@ -217,7 +217,7 @@ class Work:
             if not shares or running <= LEAVE_BELOW * batch:
                 batch = running
             own = batch * (responses.distinct(group, done) if group > 1 else 1.0)
-            seconds += step.of(own) * layers + logits.of(own) + draw * running
+            seconds += step.of(own, layers) + logits.of(own) + draw * running
         return seconds
 
     def evaluate(self, section: EvaluationSection, responses: Responses, *, samples: int) -> float:
@@ -233,4 +233,4 @@ class Work:
         """Short forward passes of so many tokens each, with logits: weights are read each time."""
         alone = Sequences(1, round(self.lengths.prompt), 1)
         step, head = self.rates.decoding(alone, self.engine_rows), self.rates.head("score")
-        return sum(step.of(n) * self.shape.layers + head.of(n) for n in counts)
+        return sum(step.of(n, self.shape.layers) + head.of(n) for n in counts)

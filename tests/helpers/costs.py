@@ -30,6 +30,7 @@ class MadeUp:
     scored_reused: float = 0.0
     read: float = 0.0
     decoded: float = 0.0
+    decoding_pass: float = 0.0
     drawn: float = 0.0
     adamw_s: float = 0.0
     copy_s: float = 0.0
@@ -53,8 +54,8 @@ class MadeUp:
     def prefill(self, prompt: int) -> LayerCost:
         return LayerCost(self.read)
 
-    def decoding(self, rows: Sequences, most: int) -> Line:
-        return Line(0.0, self.decoded)
+    def decoding(self, rows: Sequences, most: int) -> LayerCost:
+        return LayerCost(self.decoded, pass_s=self.decoding_pass)
 
     def head(self, work: HeadWork) -> Line:
         return Line(0.0, 0.0)

@@ -43,8 +43,8 @@ def test_everything_is_measured_once_and_is_a_time(shape: ModelShape) -> None:
     layers += [made.forward(ROWS), made.prefill(12)]
     stream = Calibration(shape, STREAM, checkpointing=False)
     layers += [stream.reused(ROWS), stream.forward(ROWS, reused=True)]
-    lines = [made.decoding(ROWS, 8), made.decoding(Sequences(1, 12, 6), 8)]
-    lines += [made.head(w) for w in ("train", "reused", "frozen", "score", "logits", "engine")]
+    layers += [made.decoding(ROWS, 8), made.decoding(Sequences(1, 12, 6), 8)]
+    lines = [made.head(w) for w in ("train", "reused", "frozen", "score", "logits", "engine")]
     times = [cost.of(64, 2) for cost in layers] + [line.of(64) for line in lines]
     times += [made.draw(greedy=True), made.draw(greedy=False)]
     times += [made.adamw_s, made.copy_s, made.digest_s, made.sync_s]

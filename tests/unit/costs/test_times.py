@@ -53,6 +53,8 @@ def test_the_layers_decode_all_tokens_but_the_last(model: Path) -> None:
     rows = [4 * 4 * UNTRAINED.distinct(4, tokens) for tokens in range(1, 8)]
     assert 4 < rows[0] < rows[1] < 15.5 < rows[-1] < 16
     assert decoded == pytest.approx(2 * sum(rows))  # two layers
+    passes = rl(model, MadeUp(decoding_pass=1.0)).phases["rollout"]
+    assert passes == pytest.approx(len(rows))
 
 
 def test_a_prompt_is_read_once_a_group_or_for_each_response(model: Path) -> None:
