@@ -28,6 +28,7 @@ from posttrain.core.models.packed_linear import pack
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_products import linear_layers
 from posttrain.core.training.forward import response_states
+from posttrain.core.training.head_targets import KnownLogits
 from posttrain.core.training.logprobs import cut_logprobs
 
 VALUE = 0.01
@@ -239,10 +240,12 @@ def head_pass(
             pack(layer)
         return torch.inference_mode()(partial(layer, hidden))
 
-    logits = (hidden @ weight.t()).detach() if work == "reused" else None
+    known = None
+    if work == "reused":
+        places = torch.arange(len(hidden), device=hidden.device)
+        known = KnownLogits((hidden @ weight.t()).detach(), places)
 
     def run() -> None:
-        known = None if logits is None else logits.clone()  # they are used up
         values, _, _ = cut_logprobs(hidden, weight, targets, Cut(), known=known)
         if values.requires_grad:
             values.sum().backward()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away, run_backbone
 from posttrain.core.models.sharing import why_no_shared_keys, widest_window
 from posttrain.core.models.stream_attention import STREAM
-from posttrain.core.training.histories import distinct_tokens
+from posttrain.core.training.histories import distinct_states
 from posttrain.core.training.known_products import KnownProducts, known_products
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
@@ -246,29 +246,29 @@ def project_states(
 ) -> ResponseForward:
     """Log-probs and entropy of `shape` [B, T] from what `response_states` gave.
 
-    Tokens that are the same after the same ones are projected once; logits that are `known` are not
-    made again.
+    Equal states are projected once; logits that are `known` are not made again, and used up.
     """
-    mask, device = states.mask, states.hidden.device
+    mask = states.mask
     rows, columns = mask.nonzero(as_tuple=True)
-    places = None if states.places is None else states.places[rows, columns]
-    tokens, like = distinct_tokens(places, states.ids[rows, columns])
-    rows, columns = rows[tokens], columns[tokens]
+    first = like = torch.arange(len(rows), device=rows.device)
     logits = None
-    if known is not None and known.logits is not None:
-        logits = known.logits.index_select(0, known.drawn[tokens.cpu()]).to(device)
+    if states.places is not None:
+        first, like = distinct_states(states.places[rows, columns])
+    if known is not None:
+        first, like, logits = known.in_order(first, like)
     values, entropies, kept = cut_logprobs(
-        states.hidden[rows, columns],
+        states.hidden[rows[first], columns[first]],
         head_weight(model),
         states.ids[rows, columns],
         cut,
+        rows=like,
         temperature=temperature,
         known=logits,
     )
     return ResponseForward(
-        to_rows(values[like], mask, shape),
-        to_rows(entropies[like], mask, shape),
-        to_rows(kept[like], mask, shape) if cut else None,
+        to_rows(values, mask, shape),
+        to_rows(entropies, mask, shape),
+        to_rows(kept, mask, shape) if cut else None,
     )
 
 

@@ -32,19 +32,15 @@ def first_alike(
     return first
 
 
-def distinct_tokens(places: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of R tokens `ids` differ or follow another state, and for each [R] which it is like.
+def distinct_states(places: Tensor) -> tuple[Tensor, Tensor]:
+    """The first [M] of R tokens to follow each state, and for each [R] which state it follows.
 
-    `places` [R] are those of the states before them; without them all tokens are taken to differ.
+    `places` [R] are those of the states before them.
     """
-    every = torch.arange(len(ids), device=ids.device)
-    if places is None:
-        return every, every
-    distinct, like = torch.unique(pair_keys(places, ids), return_inverse=True)
-    if len(distinct) == len(ids):
-        return every, every
+    distinct, like = torch.unique(places, return_inverse=True)
+    every = torch.arange(len(places), device=places.device)
     # The first of each, whatever the device: others only differ by rounding.
-    first = every.new_full((len(distinct),), len(ids)).scatter_reduce(0, like, every, "amin")
+    first = every.new_full((len(distinct),), len(places)).scatter_reduce(0, like, every, "amin")
     return first, like
 
 

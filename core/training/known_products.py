@@ -17,6 +17,7 @@ from posttrain.core.models.lora import is_adapted
 from posttrain.core.models.sampled_products import Ids, SampledProducts
 from posttrain.core.models.sharing import widest_window
 from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.training.head_targets import KnownLogits
 from posttrain.core.training.stream import distinct_prompts, stream_of
 
 
@@ -25,13 +26,25 @@ class KnownProducts:
     """Outputs [K, out] of linear layers by name, which of them make a stream, and logits [M, V].
 
     `places` [S] are the K's that the stream's tokens are, `drawn` [R] the logits that each response
-    token was drawn from, row by row; there are none where they were too many to keep.
+    token was drawn from, row by row; there are none where they were too many to keep. They are
+    `spent` when nothing else reads them.
     """
 
     layers: dict[str, Tensor]
     places: Tensor
     logits: Tensor | None
     drawn: Tensor
+    spent: bool
+
+    def in_order(self, first: Tensor, like: Tensor) -> tuple[Tensor, Tensor, KnownLogits | None]:
+        """The logits of states, and what `distinct_states` gave of them in the order of these."""
+        if self.logits is None:
+            return first, like, None
+        places, order = self.drawn.to(first.device)[first].sort()
+        own = torch.empty_like(order)
+        own[order] = torch.arange(len(order), device=order.device)
+        spent = self.spent and bool((places.diff() > 0).all())
+        return first[order], own[like], KnownLogits(self.logits.to(places.device), places, spent)
 
 
 def why_nothing_known(model: PreTrainedModel, engine: torch.dtype, longest: int) -> str | None:
@@ -69,7 +82,7 @@ def known_products(
     logits = _join(products.logits) if products.logits else None
     if last:
         products.forget()
-    return KnownProducts(layers, fed, logits, drawn)
+    return KnownProducts(layers, fed, logits, drawn, spent=last)
 
 
 def _join(blocks: list[Tensor]) -> Tensor:

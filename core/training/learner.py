@@ -360,6 +360,8 @@ class Learner:
             states, out = response_pass(
                 self.model, micro, temperature=temperature, cut=cut, known=known
             )
+            reused = 0.0 if known is None else len(rows)
+            known = None  # its logits go when the backward pass of the head has ended
             if counts:
                 seen[rows] = out.logprobs.detach().to(seen)
                 entropy[rows] = out.entropy.detach().to(seen)
@@ -379,7 +381,7 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro)
-                sums.add_scalar("train/reused_rows", 0.0 if known is None else len(rows))
+                sums.add_scalar("train/reused_rows", reused)
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
         add = self.ranks.add

@@ -1,8 +1,9 @@
 """Token log-probs and entropy from hidden states without ever holding all logits.
 
-N tokens, H hidden size, V vocabulary. The projection runs in chunks of rows, and the backward pass
-makes each chunk's logits again, but for the last one's, which are kept: at most [chunk, V] logits
-live at a time. What is done to them in float32 is done to a block of rows that fits in a cache.
+N tokens, M states that they follow, H hidden size, V vocabulary. The projection runs in chunks of
+rows, and the backward pass makes each chunk's logits again, but for the last one's, which are kept:
+at most [chunk, V] logits live at a time. What is done to them in float32 is done to a block of rows
+that fits in a cache.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
+from posttrain.core.training.head_targets import KnownLogits, Targets
 
 # Bytes of logits that a CPU makes at a time: few chunks, because the backward pass makes all but
 # the last one's again and adds each one's gradient of the weight to a float32 sum. 49k words in
@@ -46,12 +48,15 @@ def _scaled(logits: Tensor, inv_temperature: float) -> Tensor:
     return wide if inv_temperature == 1.0 else wide.mul_(inv_temperature)
 
 
-def _blocks(start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of a chunk's logits [n, V], which begins at row `start`, with their rows among N."""
-    size = block_rows(logits.device)
-    for offset in range(0, len(logits), size):
-        block = logits[offset : offset + size]
-        yield slice(start + offset, start + offset + len(block)), block
+def _blocks(rows: slice, logits: Tensor | KnownLogits) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of the logits of `rows` among M: those made of them, or all that are known."""
+    device = logits.device if isinstance(logits, Tensor) else logits.values.device
+    for start in range(rows.start, rows.stop, block_rows(device)):
+        here = slice(start, min(start + block_rows(device), rows.stop))
+        if isinstance(logits, KnownLogits):
+            yield here, logits.rows(here)
+        else:
+            yield here, logits[start - rows.start : here.stop - rows.start]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -62,71 +67,77 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,  # Any: torch's own context type is untyped
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
+        targets: Targets,
         inv_temperature: float,
         chunk: int,
         cut: Cut,
-        known: Tensor | None,
+        known: KnownLogits | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        count = hidden.shape[0]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(targets), dtype=wide)
+        masses = hidden.new_empty(len(targets) if cut else 0, dtype=wide)
+        entropies, normalisers = [], []
+        ctx.chunks = [slice(n, min(n + chunk, count)) for n in range(0, count, chunk)]
         if known is not None:
-            chunk = len(known)
-        logprobs, entropies, normalisers, kept = [], [], [], []
-        for start in range(0, hidden.shape[0], chunk):
-            logits = hidden[start : start + chunk] @ weight.t() if known is None else known
-            for rows, block in _blocks(start, logits):
+            ctx.chunks = [slice(0, count)]
+        for rows in ctx.chunks:
+            logits = hidden[rows] @ weight.t() if known is None else known
+            for here, block in _blocks(rows, logits):
                 shifted = _scaled(block, inv_temperature)
                 top = shifted.amax(dim=1, keepdim=True)
                 shifted -= top
                 probs = shifted.exp()
                 total = probs.sum(dim=1, keepdim=True)
                 log_total = total.log()
-                logprobs.append((shifted.gather(1, targets[rows, None]) - log_total).squeeze(1))
+                which, own, ids = targets.within(here)
+                logprobs[which] = shifted[own, ids] - log_total[own, 0]
                 mean_logit = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
                 entropies.append((log_total - mean_logit).squeeze(1))
                 normalisers.append(top + log_total)
                 if cut:
-                    kept.append(log_kept_mass(shifted.sub_(log_total), targets[rows], cut))
+                    masses[which] = log_kept_mass(shifted.sub_(log_total)[own], ids, cut)
         entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers), entropy)
-        ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
+        ctx.save_for_backward(hidden, weight, torch.cat(normalisers), entropy)
+        ctx.inv_temperature, ctx.targets = inv_temperature, targets
         ctx.last = logits if any(ctx.needs_input_grad[:2]) else None
-        masses = torch.cat(kept) if kept else hidden.new_zeros(0)
         ctx.mark_non_differentiable(masses)
-        return torch.cat(logprobs), entropy, masses
+        return logprobs, entropy, masses
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, normaliser, entropy = ctx.saved_tensors
         last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         use_entropy = bool(grad_entropy.any())
+        summed = ctx.targets.summed(grad_logprobs)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        sums = _WeightGradient(weight, many=hidden.shape[0] > ctx.chunk)
-        starts = range(0, hidden.shape[0], ctx.chunk)
-        for start in reversed(starts):
-            here = slice(start, start + ctx.chunk)
-            kept = last if start == starts[-1] else None
-            logits = hidden[here] @ weight.t() if kept is None else kept
-            for rows, block in _blocks(start, logits):
-                logp = _scaled(block, ctx.inv_temperature).sub_(normaliser[rows])
+        sums = _WeightGradient(weight, many=len(ctx.chunks) > 1)
+        for rows in reversed(ctx.chunks):
+            logits, last = hidden[rows] @ weight.t() if last is None else last, None
+            grads = logits.room() if isinstance(logits, KnownLogits) else logits
+            for here, block in _blocks(rows, logits):
+                logp = _scaled(block, ctx.inv_temperature).sub_(normaliser[here])
                 if use_entropy:  # d H / d z = -p (log p + H)
                     probs = logp.exp()
-                    grad = logp.add_(entropy[rows, None])
-                    grad.mul_(probs).mul_(-grad_entropy[rows, None])
-                    grad.addcmul_(probs, grad_logprobs[rows, None], value=-1)
+                    grad = logp.add_(entropy[here, None])
+                    grad.mul_(probs).mul_(-grad_entropy[here, None])
+                    grad.addcmul_(probs, summed[here, None], value=-1)
                 else:
-                    grad = logp.exp_().mul_(-grad_logprobs[rows, None])
-                grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+                    grad = logp.exp_().mul_(-summed[here, None])
+                which, own, ids = ctx.targets.within(here)
+                grad.index_put_((own, ids), grad_logprobs[which], accumulate=True)
                 if ctx.inv_temperature != 1.0:
                     grad *= ctx.inv_temperature
-                block.copy_(grad)
+                grads[here.start - rows.start : here.stop - rows.start] = grad
             if grad_hidden is not None:
-                grad_hidden[here] = logits @ weight
+                grad_hidden[rows] = grads @ weight
             if need_weight:
-                sums.add(logits.t() @ hidden[here])
-        return grad_hidden, sums.total() if need_weight else None, None, None, None, None, None
+                sums.add(grads.t() @ hidden[rows])
+        found = sums.total() if need_weight else None
+        return grad_hidden, found, None, None, None, None, None
 
 
 class _WeightGradient:
@@ -173,24 +184,27 @@ def cut_logprobs(
     targets: Tensor,
     cut: Cut,
     *,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
-    known: Tensor | None = None,
+    known: KnownLogits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
 
-    A log-prob less that mass is the one under the cut and renormalised distribution. The mass is
-    detached, and made chunk by chunk from the same logits. Logits [N, V] that are `known` are not
-    made again in the forward pass, and overwritten in the backward pass.
+    With `rows` [N] `hidden` is [M, H] and a target is looked up in the logits of that row of it:
+    tokens that follow the same ones have one state. A log-prob less the mass is the one under the
+    cut and renormalised distribution; the mass is detached, and made from the same logits. Logits
+    [M, V] that are `known` are not made again in the forward pass.
     """
-    if hidden.shape[0] == 0:
-        zero = hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
+    if targets.shape[0] == 0:
+        zero = hidden[:0].sum(dim=1).float() + 0.0 * weight.sum().float()
         return zero, zero, zero.detach()
-    rows = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
+    most = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
+    looked_up = Targets(targets, rows, hidden.shape[0])
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, chunk or rows, cut, known
+        hidden, weight, looked_up, 1.0 / temperature, chunk or most, cut, known
     )
-    return values, entropy, kept
+    return values, entropy if rows is None else entropy[rows], kept
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tokens that are the same after the same ones are projected once: same values, same gradients."""
+"""States that are the same are projected once: same values, same gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUT = Cut(20, 0.8)
 def made(
     model: PreTrainedModel, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[ResponseForward, dict[str, Tensor], list[int]]:
-    """What a pass gives, gradients of a random sum of it, and how many tokens were projected."""
+    """What a pass gives, gradients of a random sum of it, and how many states were projected."""
     projected: list[int] = []
     whole = forward.cut_logprobs
 
@@ -58,7 +58,7 @@ def test_they_are_projected_once(family: str, monkeypatch: pytest.MonkeyPatch) -
         ids[m.bool()].tolist() for ids, m in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
     ]
     texts = {
-        (*prompts[row], *batch.response_ids[row, : int(column) + 1].tolist())
+        (*prompts[row], *batch.response_ids[row, : int(column)].tolist())
         for row, column in batch.response_mask.nonzero().tolist()
     }
     assert all_of_them == [int(batch.response_mask.sum())]
