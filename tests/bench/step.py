@@ -2,8 +2,9 @@
 
 Each contestant is a process of its own that waits for its turn before every step, so that a busy
 machine slows all of them alike. Ours is the real command with Prefect and MLflow; TRL is its
-GRPOTrainer, `fastest` (eager attention, large micro-batches, no gradient checkpointing, memory kept
-by malloc) or `documented` (its defaults). Same model, prompts, group size and precision; every
+GRPOTrainer, `fastest` (eager attention, large micro-batches, no gradient checkpointing, tcmalloc as
+ours where it is installed), `thresholds` (the same, under a glibc that keeps large buffers) or
+`documented` (its defaults, and the system's). Same model, prompts, group size and precision; every
 response has the full length, so that all do the same work. A step lasts from the word to begin
 until the next step would begin. Ours keeps float32 master weights, TRL does not. Over 300 lines
 because both sides are set up here, one beside the other.
@@ -45,7 +46,14 @@ from tests.bench.step_baton import ENVIRONMENT, Contestant  # noqa: E402
 from tests.helpers.learning import Learned  # noqa: E402
 from tests.helpers.pipeline import COMMAND, prepared, write_config  # noqa: E402
 
-CONTESTANTS = ("ours-vllm", "ours-transformers", "trl-fastest", "trl-documented")
+CONTESTANTS = (
+    "ours-vllm",
+    "ours-transformers",
+    "trl-fastest",
+    "trl-thresholds",
+    "trl-documented",
+)
+FAST = ("fastest", "thresholds")
 QUESTION = "What is {a}{op}{b}? Answer with the number only."
 PHASES = ("score", "advantage", "update", "sync", "sync_check", "tracking")
 # A rollout engine that waits for its turn, and ends no response before its full length.
@@ -182,7 +190,7 @@ def theirs(folder: Path, options: argparse.Namespace, setting: str) -> list[str]
         **{name: getattr(options, name) for name in ("prompts", "generations", "tokens", "micro")},
         "dtype": options.dtype,
         "threads": options.threads,
-        "setting": setting,
+        "fast": setting in FAST,
         "steps": options.rounds + 1,
         "model": str(model_folder(options)),
         "out": str(folder / "out"),
@@ -209,8 +217,9 @@ def begin(name: str, folder: Path, options: argparse.Namespace) -> Side:
         "HF_HUB_OFFLINE": "1",
     }
     env.pop("LD_PRELOAD", None)  # our command takes tcmalloc by itself, TRL's defaults do not
-    if setting == "fastest":
+    if setting in FAST:
         env |= {"MALLOC_MMAP_THRESHOLD_": str(2**35), "MALLOC_TRIM_THRESHOLD_": str(2**35)}
+    if setting == "fastest":
         env |= preloaded(env)
     with (folder / "log").open("wb") as log, (folder / "stdout").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=log, env=env)

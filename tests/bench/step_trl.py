@@ -47,7 +47,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     rows = options["prompts"] * options["generations"]
-    fastest = options["setting"] == "fastest"
+    fastest = options["fast"]
     micro = options["micro"] if fastest else 8  # TRL's default
     config = GRPOConfig(
         output_dir=options["out"],
