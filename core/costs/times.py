@@ -33,6 +33,8 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sync_check import PROBE_LENGTH
 
 FLOAT = 4
+LOADING_S = 1.0
+"""A stage loads a tokenizer and a model and starts an engine: a small model, 0.6 to 1.2 s."""
 FISHER_PASSES = 2
 """A product with the Fisher matrix is a backward pass through a backward pass."""
 TrainingStage = SftStage | RewardModelStage | PreferenceStage | RlStage
@@ -54,8 +56,9 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
-        """The stage, without the loading of models."""
-        return self.steps * self.step_s + self.once
+        """The stage."""
+        loading = LOADING_S if self.steps else 0.0
+        return loading + self.steps * self.step_s + self.once
 
 
 def learnt(config: RunConfig, stage: StageBase) -> bool:
