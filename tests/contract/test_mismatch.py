@@ -39,6 +39,8 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
     for law in LAWS:
         params = SamplingParams(4, 12, *law, seed=1)
         rig = make_rig(engine, folder, params, dtype=dtype, correction="tis_token", engine=made)
+        # In bfloat16 ties are common, and its bounds allow for them.
+        rig.leave_out_ties = dtype == torch.float32
         try:
             rig.check.after("the start")
             steps = [rig.step() for _ in range(11)]

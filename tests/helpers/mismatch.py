@@ -35,7 +35,10 @@ EDGE = 3e-6
 
 @dataclass
 class Rig:
-    """`engine` and `learner` start from one model; prompts are token ids."""
+    """`engine` and `learner` start from one model; prompts are token ids.
+
+    With `leave_out_ties` tokens on a cut's edge take no loss; `left_out` counts them.
+    """
 
     engine: AnyEngine
     learner: Learner
@@ -44,16 +47,18 @@ class Rig:
     params: SamplingParams
     correction: RolloutCorrection[Any] | None = None
     version: int = 0
+    leave_out_ties: bool = False
     left_out: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self) -> RolloutBatch:
-        """A rollout with advantages of both signs; tokens on a cut's edge take no loss."""
+        """A rollout with advantages of both signs."""
         batch = batch_of_groups(self.prompts, self.engine.generate(self.prompts, self.params))
-        edges = self.on_edges(batch)
-        self.left_out += int(edges.sum())
-        mask = batch.response_mask.masked_fill(edges, 0)
-        batch = batch.with_columns(response_mask=mask, mask=mask.clone())
+        if self.leave_out_ties:
+            edges = self.on_edges(batch)
+            self.left_out += int(edges.sum())
+            mask = batch.response_mask.masked_fill(edges, 0)
+            batch = batch.with_columns(response_mask=mask, mask=mask.clone())
         generator = torch.Generator().manual_seed(self.version)
         advantages = torch.randn((len(batch), 1), generator=generator)
         return batch.with_columns(advantages=advantages.expand(batch.mask.shape).contiguous())
@@ -63,11 +68,8 @@ class Rig:
 
         A token whose sum of better ones is top-p to the last digits of float32, or whose score is
         the k-th's, is in one program's support and not in the other's with both of them right.
-        In less than float32 such ties are common, and bounds allow for them: none is marked.
         """
         edges = torch.zeros_like(batch.response_mask, dtype=torch.bool)
-        if not self.learner.settings.cut or self.learner.model.dtype != torch.float32:
-            return edges
         for row, group in enumerate(batch.group_id.tolist()):
             live, prompt = int(batch.response_mask[row].sum()), self.prompts[group]
             ids = torch.tensor([[*prompt, *batch.response_ids[row, :live].tolist()]])
