@@ -138,14 +138,13 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
         advantage += work.forward(rows, head=False)
     greedy = work.lengths.responses(run.evaluation.max_response_length, learnt=learnt(run, stage))
     once = work.evaluate(run.evaluation, greedy, samples=0) if stage.evaluate_every else 0.0
-    checks = {"every": 1.0, "first": 1 / stage.steps, "never": 0.0}[stage.check_sync]
     phases = {
         "rollout": draw(group=group),
         "score": 0.0,
         "advantage": advantage,
         "update": _rl_update(work, stage, parts),
         "sync": work.sync_weights(),
-        "sync_check": checks * _sync_check(work),
+        "sync_check": _sync_check(work, stage),
         "evaluate": once * evaluations(stage) / stage.steps,
         "checkpoint": _checkpointing(work, stage),
     }
@@ -260,9 +259,18 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
     return seconds
 
 
-def _sync_check(work: Work) -> float:
-    """Two probes through trainer (together) and engine (one by one), and all weights compared."""
-    return work.few_tokens([2 * PROBE_LENGTH, PROBE_LENGTH, PROBE_LENGTH]) + work.copy_model()
+def _sync_check(work: Work, stage: RlStage) -> float:
+    """Two probes through trainer (together) and engine (one by one), and all weights compared.
+
+    An engine that can tell of its weights is probed after the first sync alone.
+    """
+    if stage.check_sync == "never":
+        return 0.0
+    first = 1 / stage.steps
+    compared = 1.0 if stage.check_sync == "every" else first
+    probed = first if work.engine == "transformers" and stage.lora is None else compared
+    probe = work.few_tokens([2 * PROBE_LENGTH, PROBE_LENGTH, PROBE_LENGTH])
+    return probed * probe + compared * work.copy_model()
 
 
 def preference_size(stage: PreferenceDataStage) -> tuple[int, int]:

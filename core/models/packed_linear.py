@@ -21,9 +21,11 @@ When = Literal["auto", "always", "never"]
 
 class _PackedLinear(torch.nn.Linear):
     packed: Tensor | None = None
+    version: int  # the weight's when it was packed
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.packed is None:
+        # A weight that has changed since is never answered for by its old copy.
+        if self.packed is None or self.weight._version != self.version:
             return functional.linear(input, self.weight, self.bias)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             input, self.packed, self.bias, "none", [], ""
@@ -69,6 +71,7 @@ def pack(model: Any) -> None:  # Any: as above
     for layer in _linears(model):
         layer.__class__ = _PackedLinear
         layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
+        layer.version = layer.weight._version
 
 
 def _linears(model: Any) -> list[Any]:  # Any: as above; linear layers that take a new attribute

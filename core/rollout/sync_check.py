@@ -1,7 +1,9 @@
 """Does the engine answer with the weights that it was given? Asked after each sync, or it fails.
 
-A few fixed token sequences, the probe, are scored by the trainer's model and by the engine at
-temperature 1. Their log-probs must agree, and must move when, and as far as, the trainer's move.
+An engine that can tell has all of its weights compared. A few fixed token sequences, the probe, are
+scored by the trainer's model and by the engine at temperature 1: at the start and after the first
+sync, and after each sync of an engine that cannot tell. Their log-probs must agree, and must move
+when, and as far as, the trainer's move.
 Axes: N probe tokens, all sequences in a row.
 """
 
@@ -22,13 +24,17 @@ from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.loading import load_policy
+from posttrain.core.models.lora import is_adapted
 from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.rollout.weight_sync import weights_sent
+from posttrain.core.rollout.weight_sync import takes_adapter, weights_sent
 from posttrain.core.training.forward import forward_only
 
 When = Literal["every", "first", "never"]
 
 PROBE_LENGTH = 24
+# That the engine computes what the trainer does with equal weights is seen at the start and once
+# more; after that each update's `mismatch` metrics go on seeing it.
+PROBED_SYNCS = 1
 # When a stage has no text of its own. Any text will do: every weight has a part in each log-prob.
 TEXTS = ("What is 17 + 26? 17 + 26 = 43.", "The train leaves at seven in the morning, so")
 # A check that skips because too few log-probs moved would be one that never fails: half is enough
@@ -103,14 +109,17 @@ class SyncCheck:
     def is_due(self) -> bool:
         """Whether this sync is one to look at; `first` looks at the start and the first sync."""
         self._num_syncs += 1
-        return self.when == "every" or (self.when == "first" and self._num_syncs <= 1)
+        first = self._num_syncs <= PROBED_SYNCS
+        return self.when == "every" or (self.when == "first" and first)
 
     def after(self, event: str) -> dict[str, float]:
         """What was measured after `event` ("the sync of step 3"); `RunError` if the engine is off.
 
-        The first call takes the gaps that the later ones are judged by.
+        The first call takes the gaps that the later ones are judged by. Nothing is measured where
+        comparing the weights has said all.
         """
-        self._compare_weights(event)
+        if self._compare_weights(event) and self._num_syncs > PROBED_SYNCS:
+            return {}
         now = self.answers()
         self._check_followed(now, event)
         self._check_gap(now, event)
@@ -131,12 +140,16 @@ class SyncCheck:
         """What both say of the probe now."""
         return Answers(self._trainer_logprobs(), self._engine_logprobs())
 
-    def _compare_weights(self, event: str) -> None:
-        """Weight by weight, where the engine can tell."""
+    def _compare_weights(self, event: str) -> bool:
+        """Whether all that the engine computes with is known to be the trainer's, bit for bit.
+
+        Not so where it cannot tell, or has an adapter beside the weights that it tells of.
+        """
         weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
-            return
+            beside = is_adapted(self.model) and takes_adapter(self.engine, self.model)
+            return differing is not None and not beside
         kept = "its old weights" if len(differing) > 0.9 * len(weights) else "some old weights"
         raise RunError(
             f"engine '{self.engine.name}' kept {kept} after {event}: {len(differing)} of "

@@ -78,14 +78,14 @@ def config(model: Path, engine: str, **rl: Any) -> dict[str, Any]:
     return made | {"engine": engine, "stages": stages, "alarms": NO_OTHER_ALARM}
 
 
-def curves(done: Finished, stage: str, *names: str) -> list[list[float]]:
-    """Each metric at each step."""
+def curves(done: Finished, stage: str, *names: str, last: int = STEPS) -> list[list[float]]:
+    """Each metric at each step up to the `last`."""
     client = MlflowClient(done.result["mlflow_uri"])
     run = done.result["stages"][stage]["mlflow_run_id"]
     found = []
     for name in names:
         points = sorted(client.get_metric_history(run, name), key=lambda point: point.step)
-        assert [point.step for point in points] == list(range(1, STEPS + 1)), name
+        assert [point.step for point in points] == list(range(1, last + 1)), name
         found.append([point.value for point in points])
     return found
 
@@ -115,16 +115,13 @@ def test_engine_and_trainer_agree_at_every_step_under_every_law_and_an_alarm_is_
     )
     assert done.code == 0, done.text
     for stage in ("plain", "cut"):
-        gaps, k3, probe, moved, cost, whole = curves(
-            done,
-            stage,
-            "mismatch/abs_max",
-            "mismatch/k3",
-            "sync/probe_abs_max",
-            "sync/probe_change",
-            "time/sync_check_s",
-            "time/step_s",
+        gaps, k3, cost, whole = curves(
+            done, stage, "mismatch/abs_max", "mismatch/k3", "time/sync_check_s", "time/step_s"
         )
+        # The engine that can tell of its weights is probed after the first sync alone.
+        probed = 1 if engine == "transformers" else STEPS
+        names = ("sync/probe_abs_max", "sync/probe_change")
+        probe, moved = curves(done, stage, *names, last=probed)
         assert max(gaps) < 1e-4
         assert max(k3) < 1e-6
         alarms = rung(done, stage)

@@ -90,6 +90,20 @@ def test_packed_layers_answer_as_plain_ones_after_every_sync(
             assert max(abs(a - b) for a, b in zip(scored, one.logprobs, strict=True)) < NOISE
 
 
+def test_a_weight_that_changed_is_never_answered_for_by_its_old_copy(
+    folder: Path, packed: TransformersEngine, plain: TransformersEngine
+) -> None:
+    before = plain.score(SEQUENCES)[0]
+    with torch.no_grad():
+        for engine in (packed, plain):
+            for name, weight in engine._model.named_parameters():
+                if "mlp" in name:
+                    weight.mul_(-1)
+    after = plain.score(SEQUENCES)[0]
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 5 * NOISE
+    assert gap(packed, plain) < NOISE
+
+
 def test_an_adapter_goes_around_packed_layers(
     folder: Path, packed: TransformersEngine, plain: TransformersEngine
 ) -> None:

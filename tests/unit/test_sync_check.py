@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.core.config.sections import LoraSection
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.models.loading import load_policy
+from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout.sync_check import BOUNDS, SyncCheck, When, check_stored, make_probe
+from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import AnyEngine, make_engine, make_setup
 from tests.helpers.tiny import make_tiny_model
@@ -211,6 +214,34 @@ def test_which_syncs_are_looked_at(engine: Sloppy, folder: Path) -> None:
     assert [due["every"].is_due() for _ in range(3)] == [True, True, True]
     assert [due["first"].is_due() for _ in range(3)] == [True, True, False]
     assert [due["never"].is_due() for _ in range(3)] == [False, False, False]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_engine_that_shows_its_weights_is_probed_twice(folder: Path, tells: bool) -> None:
+    engine = make_engine("transformers") if tells else Sloppy(TransformersEngineConfig())
+    engine.start(make_setup(folder))
+    check = checker(engine, folder)
+    measured = []
+    for _ in range(4):
+        assert check.is_due()
+        measured.append("sync/probe_abs_max" in sync(check))
+        train(check.model, 1e-3)
+    assert measured == [True, True, not tells, not tells]
+    with pytest.raises(RunError, match="kept its old weights after the sync of step 5"):
+        check.after("the sync of step 5")
+    engine.close()
+
+
+def test_an_adapter_is_probed_each_time(folder: Path) -> None:
+    engine = make_engine("transformers")
+    engine.start(make_setup(folder))
+    check = checker(engine, folder)
+    add_adapter(check.model, LoraSection(rank=4), seed=1)
+    for version in range(4):
+        assert check.is_due()
+        send_policy(engine, check.model, version)
+        assert "sync/probe_abs_max" in check.after(f"the sync of step {version}")
+    engine.close()
 
 
 def test_a_probe_fits_the_engine_and_ends_where_the_texts_do(folder: Path) -> None:

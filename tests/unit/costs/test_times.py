@@ -79,6 +79,21 @@ def test_an_engine_of_our_own_takes_weights_as_long_as_it_was_seen_to(model: Pat
     assert ours == pytest.approx(3 * other) and other > 0
 
 
+def test_an_engine_that_tells_of_its_weights_is_probed_once(model: Path) -> None:
+    """Unless it has an adapter. Its weights are compared after each sync."""
+
+    def check(rates: MadeUp, when: str, engine: str = "transformers", **fields: Any) -> float:
+        return rl(model, rates, engine, steps=5, check_sync=when, **fields).phases["sync_check"]
+
+    probe, compare = MadeUp(decoded=1.0), MadeUp(copy_s=1.0)
+    once = check(probe, "first")
+    assert check(probe, "every") == once > 0
+    assert check(probe, "every", "vllm") == pytest.approx(5 * once)
+    assert check(probe, "every", lora={}) == pytest.approx(5 * once)
+    assert check(compare, "every") == pytest.approx(5 * check(compare, "first")) != 0
+    assert check(ALL, "never") == check(ALL, "never", "vllm") == 0
+
+
 def test_an_update_computes_each_prompt_once_and_no_last_token(model: Path) -> None:
     config = run_config(model, {"rl": RL})
     made = estimator(config, MadeUp(trained=1.0))
@@ -155,7 +170,9 @@ def test_no_engine_but_transformers_keeps_products(model: Path) -> None:
 
 def test_time_grows_with_steps_and_evaluations_come_on_top(model: Path) -> None:
     saved = rl(model, steps=10).once
-    beside = saved + LOADING_S
+    first = rl(model, steps=10, check_sync="first").phases["sync_check"] * 10  # once a stage
+    first -= rl(model, MadeUp(copy_s=ALL.copy_s), steps=1).phases["sync_check"]  # at each step
+    beside = saved + LOADING_S + first
     short, long = rl(model, steps=10), rl(model, steps=20)
     assert long.total_s - beside == pytest.approx(2 * (short.total_s - beside))
     judged = rl(model, steps=10, evaluate_every=5)
