@@ -27,3 +27,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
     logger.info("layers are compiled in the first updates, which take 10 to 30 s longer")
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether `compile_layers` was asked for."""
+    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))

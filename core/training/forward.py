@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.autocast import compute_dtype
+from posttrain.core.models.compiling import is_compiled
 from posttrain.core.models.given_products import products_given
 from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away, run_backbone
@@ -264,6 +265,7 @@ def project_states(
         rows=like,
         temperature=temperature,
         known=logits,
+        compiled=is_compiled(model),
     )
     return ResponseForward(
         to_rows(values, mask, shape),

@@ -53,8 +53,12 @@ class KnownLogits:
     spent: bool = False
 
     def rows(self, block: slice) -> Tensor:
-        """A copy of these rows."""
-        return self.values.index_select(0, self.places[block])
+        """These rows; without a copy where they lie together."""
+        places = self.places[block]
+        first, last = int(places[0]), int(places[-1])
+        if last - first == len(places) - 1 and bool((places.diff() == 1).all()):
+            return self.values[first : last + 1]
+        return self.values.index_select(0, places)
 
     def room(self) -> Tensor:
         """Room [M, V] for their gradients, which are to be written in order after being read."""

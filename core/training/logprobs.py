@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
+from posttrain.core.training.head_blocks import block_math, scaled
 from posttrain.core.training.head_targets import KnownLogits, Targets
 
 # Bytes of logits that a CPU makes at a time: few chunks, because the backward pass makes all but
@@ -42,12 +43,6 @@ def block_rows(device: torch.device) -> int:
     return GPU_BLOCK if device.type == "cuda" else BLOCK
 
 
-def _scaled(logits: Tensor, inv_temperature: float) -> Tensor:
-    """A copy of a block [n, V] in at least float32 (float64 stays float64), at the temperature."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    return wide if inv_temperature == 1.0 else wide.mul_(inv_temperature)
-
-
 def _blocks(rows: slice, logits: Tensor | KnownLogits) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of the logits of `rows` among M: those made of them, or all that are known."""
     device = logits.device if isinstance(logits, Tensor) else logits.values.device
@@ -72,7 +67,9 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         cut: Cut,
         known: KnownLogits | None,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        math = block_math(hidden.device, compiled=compiled)
         count = hidden.shape[0]
         wide = torch.promote_types(weight.dtype, torch.float32)
         logprobs = hidden.new_empty(len(targets), dtype=wide)
@@ -84,22 +81,18 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in ctx.chunks:
             logits = hidden[rows] @ weight.t() if known is None else known
             for here, block in _blocks(rows, logits):
-                shifted = _scaled(block, inv_temperature)
-                top = shifted.amax(dim=1, keepdim=True)
-                shifted -= top
-                probs = shifted.exp()
-                total = probs.sum(dim=1, keepdim=True)
-                log_total = total.log()
+                top, log_total, spread = math.scores(block, inv_temperature)
                 which, own, ids = targets.within(here)
-                logprobs[which] = shifted[own, ids] - log_total[own, 0]
-                mean_logit = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
-                entropies.append((log_total - mean_logit).squeeze(1))
+                chosen = scaled(block[own, ids], inv_temperature)
+                logprobs[which] = (chosen - top[own, 0]) - log_total[own, 0]
+                entropies.append(spread)
                 normalisers.append(top + log_total)
                 if cut:
-                    masses[which] = log_kept_mass(shifted.sub_(log_total)[own], ids, cut)
+                    law = scaled(block, inv_temperature).sub_(top).sub_(log_total)
+                    masses[which] = log_kept_mass(law[own], ids, cut)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, torch.cat(normalisers), entropy)
-        ctx.inv_temperature, ctx.targets = inv_temperature, targets
+        ctx.inv_temperature, ctx.targets, ctx.math = inv_temperature, targets, math
         ctx.last = logits if any(ctx.needs_input_grad[:2]) else None
         ctx.mark_non_differentiable(masses)
         return logprobs, entropy, masses
@@ -107,11 +100,14 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, normaliser, entropy = ctx.saved_tensors
         last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         use_entropy = bool(grad_entropy.any())
+        # The chain rule's factor, where there are n of them and not n x V.
+        grad_logprobs = grad_logprobs * ctx.inv_temperature
+        grad_entropy = grad_entropy * ctx.inv_temperature
         summed = ctx.targets.summed(grad_logprobs)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         sums = _WeightGradient(weight, many=len(ctx.chunks) > 1)
@@ -119,25 +115,20 @@ class _TokenLogprobs(torch.autograd.Function):
             logits, last = hidden[rows] @ weight.t() if last is None else last, None
             grads = logits.room() if isinstance(logits, KnownLogits) else logits
             for here, block in _blocks(rows, logits):
-                logp = _scaled(block, ctx.inv_temperature).sub_(normaliser[here])
-                if use_entropy:  # d H / d z = -p (log p + H)
-                    probs = logp.exp()
-                    grad = logp.add_(entropy[here, None])
-                    grad.mul_(probs).mul_(-grad_entropy[here, None])
-                    grad.addcmul_(probs, summed[here, None], value=-1)
+                given = (block, ctx.inv_temperature, normaliser[here], summed[here])
+                if use_entropy:
+                    grad = ctx.math.entropy_gradient(*given, entropy[here], grad_entropy[here])
                 else:
-                    grad = logp.exp_().mul_(-summed[here, None])
+                    grad = ctx.math.gradient(*given)
                 which, own, ids = ctx.targets.within(here)
                 grad.index_put_((own, ids), grad_logprobs[which], accumulate=True)
-                if ctx.inv_temperature != 1.0:
-                    grad *= ctx.inv_temperature
                 grads[here.start - rows.start : here.stop - rows.start] = grad
             if grad_hidden is not None:
                 grad_hidden[rows] = grads @ weight
             if need_weight:
                 sums.add(grads.t() @ hidden[rows])
         found = sums.total() if need_weight else None
-        return grad_hidden, found, None, None, None, None, None
+        return grad_hidden, found, None, None, None, None, None, None
 
 
 class _WeightGradient:
@@ -188,13 +179,14 @@ def cut_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     known: KnownLogits | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
 
     With `rows` [N] `hidden` is [M, H] and a target is looked up in the logits of that row of it:
     tokens that follow the same ones have one state. A log-prob less the mass is the one under the
     cut and renormalised distribution; the mass is detached, and made from the same logits. Logits
-    [M, V] that are `known` are not made again in the forward pass.
+    [M, V] that are `known` are not made again in the forward pass. `compiled` as `why_plain` says.
     """
     if targets.shape[0] == 0:
         zero = hidden[:0].sum(dim=1).float() + 0.0 * weight.sum().float()
@@ -202,7 +194,7 @@ def cut_logprobs(
     most = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
     looked_up = Targets(targets, rows, hidden.shape[0])
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, looked_up, 1.0 / temperature, chunk or most, cut, known
+        hidden, weight, looked_up, 1.0 / temperature, chunk or most, cut, known, compiled
     )
     return values, entropy if rows is None else entropy[rows], kept
 

@@ -26,6 +26,7 @@ from posttrain.core.data.packing import response_batch
 from posttrain.core.models import flex_stream, stream_attention
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_states
+from posttrain.core.training.head_blocks import why_plain
 from posttrain.core.training.logprobs import token_logprobs
 from posttrain.core.training.optim import MasterOptimizer
 
@@ -193,3 +194,23 @@ def test_8_bit_moments_on_cuda_are_those_of_a_cpu() -> None:
     # Codes may differ by one where a value lies between two: 3 % of a step of 1e-5 each.
     assert float((ends[0] - ends[1]).abs().max()) < 2e-5
     assert float((ends[0] - ends[1]).abs().mean()) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_head_s_kernels_give_what_plain_operations_do_on_a_cpu(temperature: float) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    hidden = torch.randn(700, 64, generator=numbers)
+    weight = torch.randn(5000, 64, generator=numbers)
+    targets = torch.randint(5000, (700,), generator=numbers)
+    assert why_plain(torch.device("cuda"), compiled=False) is None
+
+    def found(device: str, dtype: torch.dtype) -> list[Tensor]:
+        given = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        values = token_logprobs(*given, targets.to(device), temperature=temperature)
+        (values[0].sum() + 0.1 * values[1].sum()).backward()  # type: ignore[no-untyped-call]
+        results = [*values, *(x.grad for x in given if x.grad is not None)]
+        return [x.detach().cpu().double() for x in results]
+
+    for left, right in zip(found("cuda", torch.float32), found("cpu", torch.float64), strict=True):
+        scale = float(right.abs().max())
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4 * scale)

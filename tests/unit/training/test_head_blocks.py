@@ -1,16 +1,26 @@
-"""Rows of the head: chosen for the device, shared by tokens, known before: without influence."""
+"""Rows of the head: chosen for the device, shared by tokens, known before, compiled: no matter."""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.data.packing import response_batch
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.loading import load_policy
+from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.training import logprobs
+from posttrain.core.training.forward import forward_only
+from posttrain.core.training.head_blocks import PLAIN, block_math, why_plain
 from posttrain.core.training.head_targets import KnownLogits
 from posttrain.core.training.known_products import KnownProducts
 from posttrain.core.training.logprobs import cut_logprobs, token_logprobs
+from tests.helpers.tiny import make_tiny_model
 
 
 def values_and_gradients() -> list[Tensor]:
@@ -38,7 +48,10 @@ def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(12, 0.8)])
 @pytest.mark.parametrize("way", ["shared", "known", "spent"])
-def test_tokens_that_follow_one_state(cut: Cut, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_that_follow_one_state(
+    cut: Cut, way: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against each token with a state of its own. Of the known logits every third is not used."""
     monkeypatch.setattr(logprobs, "block_rows", lambda device: 6)
     numbers = torch.Generator().manual_seed(0)
@@ -56,7 +69,15 @@ def test_tokens_that_follow_one_state(cut: Cut, way: str, monkeypatch: pytest.Mo
         hidden = own.clone().requires_grad_()
         weight.grad = None
         value, entropy, kept = cut_logprobs(
-            hidden[order], weight, targets, cut, rows=like, temperature=0.7, chunk=16, known=known
+            hidden[order],
+            weight,
+            targets,
+            cut,
+            rows=like,
+            temperature=0.7,
+            chunk=16,
+            known=known,
+            compiled=compiled and like is not None,
         )
         (shares * torch.stack([value, entropy])).sum().backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None and weight.grad is not None
@@ -68,6 +89,67 @@ def test_tokens_that_follow_one_state(cut: Cut, way: str, monkeypatch: pytest.Mo
     for left, right in zip(got, wanted, strict=True):
         torch.testing.assert_close(left, right)
     assert torch.equal(values, before) == (way != "spent")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
+)
+def test_compiled_blocks_give_what_plain_ones_do(
+    dtype: torch.dtype, gap: float, temperature: float
+) -> None:
+    """For any number of rows, of large logits and of a token that cannot be."""
+    cpu, numbers = torch.device("cpu"), torch.Generator().manual_seed(0)
+    plain, compiled = block_math(cpu, compiled=False), block_math(cpu, compiled=True)
+    assert compiled is not plain
+    for rows in (1, 5, 64):
+        logits = 20 * torch.randn(rows, 300, generator=numbers, dtype=torch.float64)
+        logits = logits.to(dtype)
+        before = logits.clone()
+        wide = torch.promote_types(dtype, torch.float32)
+        shares = torch.randn(2, rows, generator=numbers).to(wide)
+        found = []
+        for math in (plain, compiled):
+            top, log_total, entropy = math.scores(logits, 1 / temperature)
+            given = (logits, 1 / temperature, top + log_total, shares[0])
+            grads = math.gradient(*given), math.entropy_gradient(*given, entropy, shares[1])
+            found.append([top, log_total, entropy, *grads])
+        for left, right in zip(*found, strict=True):
+            assert left.dtype == right.dtype == wide
+            torch.testing.assert_close(right, left, rtol=gap, atol=gap)
+        assert torch.equal(logits, before), "others may still read them"
+
+
+def test_a_compiled_model_s_head_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    seen = logprobs.block_math
+    monkeypatch.setattr(
+        logprobs,
+        "block_math",
+        lambda device, *, compiled: used.append(compiled) or seen(device, compiled=compiled),
+    )
+    runtime = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
+    model = load_policy(make_tiny_model(tmp_path), runtime)
+    batch = response_batch(
+        prompts=[[5, 6]], responses=[[7, 8]], group_ids=[0], pad_token_id=0, problems=()
+    )
+    plain = forward_only(model, batch, 1, 1.0)
+    compile_layers(model)
+    compiled = forward_only(model, batch, 1, 1.0)
+    torch.testing.assert_close(compiled.logprobs, plain.logprobs)
+    assert used == [False, True]
+
+
+def test_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert why_plain(cpu, compiled=False) and not why_plain(cpu, compiled=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert why_plain(gpu, compiled=False) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "triton" in str(why_plain(gpu, compiled=True))
+    assert block_math(gpu, compiled=True) is PLAIN
 
 
 def test_a_gpu_takes_more_rows_at_a_time() -> None:
