@@ -91,6 +91,33 @@ def test_tokens_that_follow_one_state(
     assert torch.equal(values, before) == (way != "spent")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("entropy_share", [0.0, 0.1])
+def test_values_and_gradients_are_those_of_a_plain_softmax(
+    entropy_share: float, compiled: bool
+) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    parts = [torch.randn(n, 8, generator=numbers, dtype=torch.float64) for n in (20, 30)]
+    targets = torch.randint(30, (20,), generator=numbers)
+    shares = torch.randn(20, generator=numbers, dtype=torch.float64)
+
+    def found(plain: bool) -> list[Tensor]:
+        hidden, weight = (part.clone().requires_grad_() for part in parts)
+        if plain:
+            law = (hidden @ weight.t() / 0.7).log_softmax(dim=-1)
+            values, entropy = law.gather(1, targets[:, None])[:, 0], -(law.exp() * law).sum(dim=1)
+        else:
+            values, entropy, _ = cut_logprobs(
+                hidden, weight, targets, Cut(), temperature=0.7, chunk=7, compiled=compiled
+            )
+        (shares @ (values + entropy_share * entropy)).backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None and weight.grad is not None
+        return [values.detach(), entropy.detach(), hidden.grad, weight.grad]
+
+    for left, right in zip(found(plain=False), found(plain=True), strict=True):
+        torch.testing.assert_close(left, right)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     ("dtype", "gap"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
