@@ -1,14 +1,19 @@
-"""What Prefect's pages show of a run beside its graph: log, progress, samples, card, events."""
+"""What Prefect's pages show of a run beside its graph: log, progress, samples, card, events.
+
+A run goes on without them: what the server does not take is a warning, and no more.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.artifacts import (
     create_link_artifact,
@@ -19,6 +24,7 @@ from prefect.artifacts import (
 )
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
+from prefect.exceptions import PrefectException
 from prefect.logging.handlers import APILogHandler
 
 from posttrain.core.artifacts import RunResult, StageResult
@@ -30,6 +36,18 @@ from posttrain.pipelines.summary import links, summary_markdown
 PROGRESS_EVERY_S = 5.0
 """An update is a call to the server, some 10 ms."""
 SHOWN_SAMPLES = 20
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def for_the_pages(what: str) -> Iterator[None]:
+    """Warn that Prefect's pages lack `what` where its server refuses it or does not answer."""
+    try:
+        yield
+    except (httpx.HTTPError, PrefectException) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        logger.warning("Prefect's pages lack %s: %s", what, first)
 
 
 class FlowLog(LogReporter):
@@ -55,11 +73,12 @@ class FlowProgress(SilentReporter):
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
         """An empty bar."""
         self._totals[stage], self._moved[stage] = total_steps, time.monotonic()
-        made = create_progress_artifact(
-            0.0, key=f"progress-{slug(stage)}", description=f"{kind}, {total_steps} steps"
-        )
-        assert isinstance(made, UUID), "outside of an event loop it is no coroutine"
-        self._bars[stage] = made
+        with for_the_pages(f"the bar of stage '{stage}'"):
+            made = create_progress_artifact(
+                0.0, key=f"progress-{slug(stage)}", description=f"{kind}, {total_steps} steps"
+            )
+            assert isinstance(made, UUID), "outside of an event loop it is no coroutine"
+            self._bars[stage] = made
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar, unless it was moved just now."""
@@ -76,17 +95,19 @@ class FlowProgress(SilentReporter):
             self._show(stage, 100.0, status, metrics)
 
     def _show(self, stage: str, percent: float, text: str, metrics: Mapping[str, float]) -> None:
-        update_progress_artifact(
-            self._bars[stage], min(percent, 100.0), description=f"{text}  {describe(metrics)}"
-        )
+        with for_the_pages(f"the progress of stage '{stage}' ({text})"):
+            update_progress_artifact(
+                self._bars[stage], min(percent, 100.0), description=f"{text}  {describe(metrics)}"
+            )
 
 
 def leave_results(result: RunResult) -> None:
     """The run's card, and its page in MLflow."""
-    link = links(result).get("mlflow")
-    if link is not None:
-        create_link_artifact(link, link_text="the run in MLflow", key="mlflow-run")
-    create_markdown_artifact(summary_markdown(result), key="run-card")
+    link, card = links(result).get("mlflow"), summary_markdown(result)
+    with for_the_pages("the run's results"):
+        if link is not None:
+            create_link_artifact(link, link_text="the run in MLflow", key="mlflow-run")
+        create_markdown_artifact(card, key="run-card")
 
 
 def leave_samples(result: StageResult) -> None:
@@ -95,7 +116,8 @@ def leave_samples(result: StageResult) -> None:
         if item.kind == "evaluation":
             rows = (item.path / "rows.jsonl").read_text().splitlines()[:SHOWN_SAMPLES]
             table = [_sample(json.loads(row)) for row in rows]
-            create_table_artifact(table, key=f"samples-{slug(result.name)}")
+            with for_the_pages(f"samples of stage '{result.name}'"):
+                create_table_artifact(table, key=f"samples-{slug(result.name)}")
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
@@ -122,7 +144,7 @@ def announce(event: str, run_id: str, stage: str, payload: Mapping[str, Any]) ->
 
 def tag_flow_run(flow_run_id: str, tags: list[str]) -> None:
     """Tag the flow run alone: tags of a context would make each of its tasks ask for a slot."""
-    with get_client(sync_client=True) as client:
+    with for_the_pages("the run's tags"), get_client(sync_client=True) as client:
         client.update_flow_run(UUID(flow_run_id), tags=tags)
 
 

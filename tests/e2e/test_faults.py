@@ -6,6 +6,7 @@ Each is survived, or refused in one sentence; then the same command ends where i
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,22 @@ def fill(folder: Path) -> Path:
                 stream.flush()
         except OSError:
             return path
+
+
+def test_a_run_goes_on_without_what_prefect_would_only_show(
+    config: Path, whole: Finished, tmp_path: Path
+) -> None:
+    home = prepared(tmp_path / "home")
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        database.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON artifact BEGIN SELECT RAISE(ABORT, 'full'); END"
+        )
+    database.close()
+    done = run_command("run", str(config), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    assert models(done) == models(whole)
+    for lacking in ("the bar of stage 'sft'", "samples of stage 'evaluate'", "the run's results"):
+        assert done.text.count(f"Prefect's pages lack {lacking}") == 1, done.text
 
 
 @pytest.mark.timeout(600)
