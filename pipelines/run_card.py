@@ -101,7 +101,7 @@ def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
         yield ["Prefect flow run", pipeline.prefect_flow_run_id]
     yield ["base model", f"{config.model.source}, sha256 {pipeline.base.digest[:12]}"]
     yield ["task", config.task.name]
-    yield ["seed", config.seed]
+    yield ["seed", str(config.seed)]
     device, dtype = pipeline.runtime.device, str(pipeline.runtime.dtype).removeprefix("torch.")
     yield ["engine, device, precision", f"{pipeline.engines.name}, {device}, {dtype}"]
     for name, stage in config.stages.items():

@@ -70,9 +70,10 @@ def _heading(title: str, note: str) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(shown(name))}</th>" for name in table.columns)
+    names = "".join(f"<th>{html.escape(shown(name))}</th>" for name in table.columns)
+    head = f"<tr>{names}</tr>" if any(table.columns) else ""
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    body = f"<tr>{head}</tr>{rows}" if table.rows else "<tr><td>nothing</td></tr>"
+    body = f"{head}{rows}" if table.rows else "<tr><td>nothing</td></tr>"
     return f"{_heading(table.title, table.note)}<table>{body}</table>"
 
 

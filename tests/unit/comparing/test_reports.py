@@ -26,6 +26,12 @@ def test_text_of_a_model_is_escaped_everywhere() -> None:
     assert page.count("&lt;script") >= 8
 
 
+def test_columns_without_names_have_no_row_of_them() -> None:
+    bare, named = (Table("t", names, [["seed", "0"]]) for names in (["", ""], ["", "value"]))
+    assert render(Report("t", [], [bare])).count("<tr>") == 1
+    assert render(Report("t", [], [named])).count("<tr>") == 2
+
+
 def test_a_page_loads_nothing_from_elsewhere() -> None:
     pictures = [
         scatter({"a": ([0.0, 1.0], [1.0, 2.0])}, "t", "x", "y"),
