@@ -95,10 +95,12 @@ class FlowProgress(SilentReporter):
             self._show(stage, 100.0, status, metrics)
 
     def _show(self, stage: str, percent: float, text: str, metrics: Mapping[str, float]) -> None:
+        bar = self._bars.pop(stage)  # one that could not be moved is not tried again
         with for_the_pages(f"the progress of stage '{stage}' ({text})"):
             update_progress_artifact(
-                self._bars[stage], min(percent, 100.0), description=f"{text}  {describe(metrics)}"
+                bar, min(percent, 100.0), description=f"{text}  {describe(metrics)}"
             )
+            self._bars[stage] = bar
 
 
 def leave_results(result: RunResult) -> None:
