@@ -178,6 +178,11 @@ class EvaluationSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="of the sampled answers; 1 = off")
     batch_size: int = Field(default=64, ge=1, description="sequences decoded together")
 
+    @property
+    def at_once(self) -> int:
+        """Problems whose answers are decoded together."""
+        return min(self.batch_size, self.num_problems)
+
     @model_validator(mode="after")
     def _enough_samples(self) -> EvaluationSection:
         too_large = [k for k in self.pass_at if k > self.num_samples]

@@ -120,10 +120,10 @@ class Estimator:
     def notes(self) -> tuple[str, ...]:
         """What is assumed, a sentence each."""
         notes = [
-            f"lengths: {self.work.lengths.known}; a model answers as worked answers do after an "
-            "sft stage, else as long as it may",
-            "not counted: the start of the run, loading models, rewards that are programs or "
-            "judges, tools, groups drawn again; rows that teach nothing are counted",
+            f"lengths: {self.work.lengths.known}; a model answers as long as it may, and the more "
+            "of them an sft stage has shown it, the more as worked answers do",
+            "not counted: the start of the run, rewards that are programs or judges, tools, groups "
+            "drawn again; rows that teach nothing are counted",
         ]
         if self.work.config.model.compile:
             notes.append(

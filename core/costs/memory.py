@@ -26,9 +26,9 @@ from posttrain.core.costs.reuse import kept_products, reuses_products
 from posttrain.core.costs.times import (
     FLOAT,
     TrainingStage,
+    answers_read,
     checkpoint_bytes,
     checkpoints,
-    learnt,
     master_bytes,
     moment_bytes,
     preference_rows,
@@ -198,14 +198,15 @@ class Holder:
         if self.work.engine != "transformers":
             return 0.0
         rows, limit = most_sampled(stage, self.work.config)
-        responses = self.work.lengths.responses(limit, learnt=learnt(self.work.config, stage))
+        responses = self.work.lengths.responses(limit, read=answers_read(self.work.config, stage))
         return self._cache(min(rows, self.work.engine_rows), responses)
 
     def _cache(self, rows: int, responses: Responses) -> float:
         text, each = self.work.shape.config.get_text_config(), self.work.bytes_each
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        tokens = self.work.lengths.prompt + responses.longest_of(max(1, rows))
+        rows = max(1, rows)
+        tokens = self.work.lengths.longest_prompt(rows) + responses.longest_of(rows)
         # A token is added by making the layer's keys and values anew, one layer at a time.
         keys = 2 * heads * size * each * tokens * (self.work.shape.layers + 1)
         return float(rows * (keys + self.work.shape.vocabulary * each))
@@ -215,17 +216,18 @@ def most_sampled(stage: Stage, config: RunConfig) -> tuple[int, int]:
     """Most sequences of one call of the engine in a stage, and the tokens that each may have."""
     if isinstance(stage, RlStage):
         own = stage.prompts_per_step * stage.num_generations, stage.generation.max_response_length
-        evaluated = config.evaluation.batch_size, config.evaluation.max_response_length
+        evaluated = config.evaluation.at_once, config.evaluation.max_response_length
         return max(own, evaluated) if stage.evaluate_every else own
     if isinstance(stage, EvaluateStage):
         section = stage.evaluation or config.evaluation
         samples = max(1, section.num_samples)
-        return section.batch_size * samples, section.max_response_length
+        return section.at_once * samples, section.max_response_length
     if isinstance(stage, PreferenceDataStage) and stage.data is None:
-        rows = PAIR_PROMPTS_PER_CALL * stage.num_generations
+        rows = min(PAIR_PROMPTS_PER_CALL, stage.num_prompts) * stage.num_generations
         return rows, stage.generation.max_response_length
     if isinstance(stage, TransformStage) and stage.rewrite != "rules":
-        return stage.batch_size * stage.num_solutions, stage.generation.max_response_length
+        rows = min(stage.batch_size, stage.num_problems) * stage.num_solutions
+        return rows, stage.generation.max_response_length
     if isinstance(stage, PromoteStage):
         return most_sampled(config.stages[stage.inputs["evaluation"]], config)
     return 0, 1
@@ -274,7 +276,7 @@ def record_bytes(work: Work, stage: TrainingStage, steps: int) -> float:
     if keep.values and isinstance(stage, RlStage):
         rows = stage.prompts_per_step * stage.num_generations
         limit = stage.generation.max_response_length
-        responses = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+        responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
         width = responses.longest_of(max(1, rows))
         each += rows * (width * BYTES_PER_TOKEN + work.lengths.prompt * BYTES_PER_PROMPT_TOKEN)
     return float(each * (steps // keep.records))

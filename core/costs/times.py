@@ -61,10 +61,13 @@ class StageTime:
         return loading + self.steps * self.step_s + self.once
 
 
-def learnt(config: RunConfig, stage: StageBase) -> bool:
-    """Whether the model that a stage reads was fine-tuned on worked answers in this run."""
+def answers_read(config: RunConfig, stage: StageBase) -> int:
+    """Worked answers that the model which a stage reads was fine-tuned on in this run."""
     source = config.stages.get(stage.inputs.get("model", ""))
-    return source is not None and (isinstance(source, SftStage) or learnt(config, source))
+    if source is None:
+        return 0
+    own = source.steps * source.batch_size if isinstance(source, SftStage) else 0
+    return own + answers_read(config, source)
 
 
 def trained_parameters(work: Work, lora: LoraSection | None, *, head: bool) -> int:
@@ -85,8 +88,8 @@ def stage_time(work: Work, stage: Stage, manager: PluginManager) -> StageTime | 
         return _preference(work, stage, relative=relative)
     if isinstance(stage, EvaluateStage):
         section = stage.evaluation or work.config.evaluation
-        known = learnt(work.config, stage)
-        length = work.lengths.responses(section.max_response_length, learnt=known)
+        known = answers_read(work.config, stage)
+        length = work.lengths.responses(section.max_response_length, read=known)
         seconds = work.evaluate(section, length, samples=section.num_samples)
         return StageTime(1, {"evaluate": seconds})
     if isinstance(stage, TransformStage):
@@ -99,7 +102,7 @@ def stage_time(work: Work, stage: Stage, manager: PluginManager) -> StageTime | 
 def sft_rows(work: Work, stage: SftStage) -> Rows:
     """Worked answers, each with its prompt."""
     limit = work.config.model.max_model_len
-    responses = work.lengths.responses(limit, learnt=True)
+    responses = work.lengths.responses(limit, read=math.inf)
     return work.rows(stage.batch_size, 1, stage.micro_batch_size, responses, None)
 
 
@@ -117,7 +120,7 @@ def _sft(work: Work, stage: SftStage) -> StageTime:
 def rl_rows(work: Work, stage: RlStage, *, mini: bool) -> Rows:
     """A step's responses, or those of one mini-batch."""
     limit = stage.generation.max_response_length
-    responses = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+    responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
     count = stage.prompts_per_step * stage.num_generations
     count //= stage.num_mini_batches if mini else 1
     group, micro = stage.num_generations, stage.micro_batch_size
@@ -136,7 +139,9 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
         beside = parts.forward_passes
     if stage.critic is not None:
         advantage += work.forward(rows, head=False)
-    greedy = work.lengths.responses(run.evaluation.max_response_length, learnt=learnt(run, stage))
+    greedy = work.lengths.responses(
+        run.evaluation.max_response_length, read=answers_read(run, stage)
+    )
     once = work.evaluate(run.evaluation, greedy, samples=0) if stage.evaluate_every else 0.0
     phases = {
         "rollout": draw(group=group),
@@ -241,7 +246,7 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
     if reusing < updates:
         one += (1 - reusing / updates) * work.train(rows, stage.lora, trained, head=True)
     if parts.pretraining_rows:
-        texts = work.lengths.responses(work.config.model.max_model_len, learnt=True)
+        texts = work.lengths.responses(work.config.model.max_model_len, read=math.inf)
         more = work.rows(parts.pretraining_rows, 1, stage.micro_batch_size, texts, None)
         one += work.train(more, stage.lora, trained, head=True)
     if parts.trust_region is not None:
@@ -293,7 +298,7 @@ def preference_steps(stage: PreferenceDataStage, rows: int) -> int:
 def preference_rows(work: Work, stage: PreferenceDataStage, length: int) -> Rows:
     """Answers of one mini-batch: two to a pair."""
     limit = stage.generation.max_response_length
-    known = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+    known = work.lengths.responses(limit, read=answers_read(work.config, stage))
     responses = Responses((length,)) if length else known
     return work.rows(2 * stage.batch_size, 2, 2 * stage.micro_batch_size, responses, None)
 
@@ -308,7 +313,7 @@ def _preference(
     once = 0.0
     if stage.data is None:
         limit = stage.generation.max_response_length
-        responses = work.lengths.responses(limit, learnt=learnt(work.config, stage))
+        responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
         at_once = min(PAIR_PROMPTS_PER_CALL, stage.num_prompts)
         call = work.generate(at_once, stage.num_generations, responses, limit)
         once = call * stage.num_prompts / at_once

@@ -18,12 +18,11 @@ from posttrain.core.costs.lengths import Lengths, Responses, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
 from posttrain.core.models.sampled_products import MOST_LOGITS_BYTES
+from posttrain.core.rollout.same_rows import DROP_BELOW
 from posttrain.core.training.logprobs import chunk_rows
 
 SHARES_PROMPTS = frozenset({"transformers"})
 """Engines that read the prompt of a group once; the others read it for each response."""
-LEAVE_BELOW = 0.75
-"""Share of a batch still running at which the `transformers` engine drops the ended rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,8 @@ class Work:
         shares = self.engine in SHARES_PROMPTS
         group = rows // prompts if shares else 1
         read = prompts if shares else rows
-        prompt = round(self.lengths.prompt)
+        # Engines that share prompts pad those that are read together.
+        prompt = self.lengths.longest_prompt(prompts) if shares else round(self.lengths.prompt)
         shared = self.lengths.shared if shares and prompts > 1 else 0
         layers, logits = self.shape.layers, self.rates.head("engine")
         draw = self.rates.draw(greedy=greedy)
@@ -214,16 +214,17 @@ class Work:
             running = rows * responses.running(done)
             if running == 0:
                 break
-            if not shares or running <= LEAVE_BELOW * batch:
+            if not shares or running <= DROP_BELOW * batch:
                 batch = running
             own = batch * (responses.distinct(group, done) if group > 1 else 1.0)
-            seconds += step.of(own, layers) + logits.of(own) + draw * running
+            # A pass is made if one of them needs it, and then for those that do.
+            made = responses.any_running(done, rows)
+            seconds += made * (step.of(own / made, layers) + logits.of(own / made)) + draw * running
         return seconds
 
     def evaluate(self, section: EvaluationSection, responses: Responses, *, samples: int) -> float:
         """Greedy answers to all problems, and `samples` more for each."""
-        at_once = min(section.batch_size, section.num_problems)
-        limit = section.max_response_length
+        at_once, limit = section.at_once, section.max_response_length
         seconds = self.generate(at_once, 1, responses, limit, greedy=True)
         if samples:
             seconds += self.generate(at_once, samples, responses, limit)

@@ -5,7 +5,7 @@ their own, one after the other. For each stage and figure the line has the estim
 measured and their ratio (estimate / measured):
 
 - `step_s`: a mean step. rl: `time/step_s` and each phase's `time/*_s`, of all steps; sft,
-  reward_model and preference: the time between the records of their steps; evaluate: all of it.
+  reward_model and preference: the time between the records of their steps. An evaluation has none.
 - `seconds`: the whole stage, as the run reports it.
 - `memory_gb`: largest resident size of the run's process until the stage's end, read from /proc.
 - `disk_gb`: what the stage left in `artifacts/`.
@@ -104,8 +104,6 @@ def measured(
         }
         if stage["kind"] == "rl":
             figures |= rl_figures(client, run_id)
-        elif stage["kind"] == "evaluate":
-            figures["step_s"] = figures["seconds"]
         elif stage["kind"] in STEP_METRICS:
             history = client.get_metric_history(run_id, STEP_METRICS[stage["kind"]])
             times = sorted(point.timestamp / 1000 for point in history)

@@ -157,3 +157,15 @@ def test_records_of_steps_are_counted(model: Path) -> None:
     assert left[1] - left[0] == pytest.approx((left[2] - left[0]) / 2) and left[1] > left[0]
     digests = cost(model, stage, keep={"values": False}).disk.left
     assert left[0] < digests < left[2]
+
+
+def test_no_more_sequences_are_held_than_there_are_problems(model: Path) -> None:
+    """However many could be decoded together."""
+
+    def held(problems: int, batch: int = 64) -> float:
+        section = {"num_problems": problems, "num_samples": 0, "batch_size": batch}
+        stage = {"kind": "evaluate", "inputs": {"model": "base"}, "evaluation": section}
+        return cost(model, stage).memory.passing["sampling"]
+
+    assert held(4) == pytest.approx(held(64) / 16, rel=0.2)
+    assert held(4) == held(4, batch=4) and held(64, batch=4) == held(4, batch=4)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from posttrain.core.costs.lengths import SURE, UNSURE, Lengths, Responses
+from posttrain.core.costs.lengths import ROWS_TO_END, SURE, UNSURE, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
 from posttrain.core.costs.times import LOADING_S, StageTime
 from tests.helpers.costs import ALL, MadeUp, estimator, run_config
@@ -195,6 +196,42 @@ def test_after_sft_responses_are_as_long_as_worked_answers(model: Path) -> None:
     assert raw.phases["rollout"] == pytest.approx(16 * 100)
 
 
+def test_a_model_that_read_few_worked_answers_runs_on(model: Path) -> None:
+    """Not at all alike before it has read any, and fewer of its answers the more it has."""
+
+    def rollout(steps: int) -> float:
+        sft = {"kind": "sft", "inputs": {"model": "base"}, "steps": steps, "batch_size": 8}
+        after = {**RL, "inputs": {"model": "more"}, "generation": {"max_response_length": 100}}
+        stages = {"sft": sft, "more": {**sft, "inputs": {"model": "sft"}}, "rl": after}
+        found = estimator(run_config(model, stages), MadeUp(drawn=1.0)).costs(["rl"])["rl"].time
+        assert found is not None
+        return found.phases["rollout"] / 16
+
+    few, more, many = (rollout(steps) for steps in (1, 3, 100))
+    assert 100 > few > more > many
+    lengths = Lengths((9,), (10,) * 50, "")
+    cut = [lengths.responses(99, read=rows).running(10) for rows in (0, 16, 64, 400)]
+    expected = [math.exp(-rows / ROWS_TO_END) for rows in (0, 16, 64, 400)]
+    assert cut == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_decoding_pass_is_made_where_one_of_the_rows_needs_it(model: Path, rows: int) -> None:
+    work = estimator(run_config(model, {"rl": RL}), MadeUp(decoding_pass=1.0)).work
+    rare = Responses((10,) * 99 + (60,))
+    expected = 9 + 50 * (1 - 0.99**rows)
+    assert work.generate(rows, 1, rare, 60) == pytest.approx(expected)
+
+
+def test_prompts_that_are_read_together_are_as_wide_as_the_longest(model: Path) -> None:
+    work = estimator(run_config(model, {"rl": RL}), MadeUp(read=1.0)).work
+    work = replace(work, lengths=Lengths((10,) * 8 + (50,), (), ""))
+    one = Responses((1,))
+    assert work.generate(8, 1, one, 1) == pytest.approx(2 * 8 * 50)
+    other = replace(work, engine="vllm")
+    assert other.generate(8, 1, one, 1) == pytest.approx(2 * 8 * round((80 + 50) / 9))
+
+
 def test_lengths_are_the_tokenizer_s(model: Path) -> None:
     lengths = estimator(run_config(model, {"rl": RL})).work.lengths
     # A token a character: "What is 12 + 34?" in the chat, and "12 + 34 = 46" with its end.
@@ -227,4 +264,4 @@ def test_padding_and_sharing_of_rows() -> None:
     assert [rows.running(n) for n in (1, 2, 7, 8)] == [1.0, 0.75, 0.25, 0.0]
     assert Sequences(4, 10, 5).tokens(8) == 2 * 10 + 8 * 4
     assert Sequences(4, 10, 5, shared=6).tokens(8) == 6 + 2 * 4 + 8 * 4
-    assert Lengths((4, 6), (), "").responses(9, learnt=True).lengths == (9,)
+    assert Lengths((4, 6), (), "").responses(9, read=math.inf).lengths == (9,)
