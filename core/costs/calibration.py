@@ -64,6 +64,8 @@ STREAMED_BYTES = 2**25
 of a few sequences takes as long as reading the weights does."""
 FEW, MANY = 1, 3
 """Layers of the two models that are compared."""
+FAR = 4
+"""How many times as much the smaller of them goes through once more: about a micro-batch."""
 
 T = TypeVar("T")
 Work = Callable[[PreTrainedModel, RolloutBatch], Callable[[], object]]
@@ -191,7 +193,7 @@ class Calibration:
         else:
             longest = max(max(responses) for _, responses in groups)
             rows = Sequences(len(groups[0][1]), max(prompt for prompt, _ in groups), longest)
-            form, count = self._fitting(rows)
+            form, count = self._fitting(rows, self._tokens)
             share = rows.tokens(len(batch)) / form.tokens(count)
             batch = made_up_batch(form, count)
         few, many = (
@@ -304,10 +306,10 @@ class Calibration:
         """Tokens whose forward and backward pass through a layer is one measurement's work."""
         return self._work / (6 * self.shape.in_layers / self.shape.layers)
 
-    def _fitting(self, rows: Sequences) -> tuple[Sequences, int]:
-        """As much of such rows as fits into a measurement: whole groups, else fewer rows, else
-        shorter ones. At least 16 tokens."""
-        most = max(16.0, self._tokens)
+    def _fitting(self, rows: Sequences, tokens: float) -> tuple[Sequences, int]:
+        """As much of such rows as has so many tokens: whole groups, else fewer rows, else shorter
+        ones. At least 16 tokens."""
+        most = max(16.0, tokens)
         groups = int(most / rows.tokens(rows.group))
         if groups:
             return rows, min(groups, 64) * rows.group
@@ -324,21 +326,27 @@ class Calibration:
         rows: Sequences,
         prepared: Work,
     ) -> LayerCost:
-        """From both models' times at many rows and at few.
+        """From both models' times at some rows, and the smaller one's at several times as many.
 
         What a layer costs whatever the tokens (gradients of its weights, small operations) shows at
-        few: taken for a cost of tokens, it would say twice the time of a large micro-batch.
+        few: taken for a cost of tokens, it would say twice the time of a large micro-batch. And a
+        line through points that are close together is mostly their noise where a micro-batch is.
         """
-        form, most = self._fitting(rows)
-        points, beside = [], 0.0
-        for count in sorted({max(1, most // 4), most}):
-            batch = made_up_batch(form, count)
-            few, many = (self._watch.best(prepared(model, batch), cold=True) for model in models)
-            layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
-            points.append((form.tokens(count), layer))
-            beside = max(0.0, few - layer)
-        line = Line.through((0.0, 0.0), points[0]) if most == 1 else Line.through(*points)
-        return LayerCost(self._longer(rows, form) * line.each, line.fixed, beside)
+        fewer, _ = models
+        form, far = self._fitting(rows, FAR * self._tokens)
+        if far == 1:  # there is no less of it, so at no more than the others
+            form, far = self._fitting(rows, self._tokens)
+        near = max(1, far // FAR)
+        batch = made_up_batch(form, near)
+        few, many = (self._watch.best(prepared(model, batch), cold=True) for model in models)
+        layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
+        point = (form.tokens(near), layer)
+        line = Line.through((0.0, 0.0), point)
+        if far > near:
+            seconds = self._watch.best(prepared(fewer, made_up_batch(form, far)), cold=True)
+            line = Line.through(point, (form.tokens(far), layer + (seconds - few) / FEW))
+        longer = self._longer(rows, form)
+        return LayerCost(longer * line.each, line.fixed, max(0.0, few - FEW * layer))
 
     def _like(self, rows: Sequences) -> tuple[int, int, int]:
         """The same for rows that are alike: measured once for all of them, for each token."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import LoraSection, ModelSection
-from posttrain.core.costs.calibration import Calibration
+from posttrain.core.costs.calibration import FAR, Calibration
 from posttrain.core.costs.pieces import (
     few_layers,
     forward_pass,
@@ -91,9 +91,10 @@ def test_bytes_kept_of_padded_rows_are_those_of_the_longest(shape: ModelShape) -
 def test_long_rows_are_cut_to_what_fits_and_their_attention_is_added(shape: ModelShape) -> None:
     made = Calibration(shape, RUNTIME, checkpointing=False)
     made._work = 6 * shape.in_layers / shape.layers * 100  # a hundred tokens
-    assert made._fitting(Sequences(4, 10, 5)) == (Sequences(4, 10, 5), 12)
-    assert made._fitting(Sequences(8, 20, 21)) == (Sequences(8, 20, 21), 4)
-    form, count = made._fitting(Sequences(1, 500, 500))
+    assert made._tokens == pytest.approx(100)
+    assert made._fitting(Sequences(4, 10, 5), 100) == (Sequences(4, 10, 5), 12)
+    assert made._fitting(Sequences(8, 20, 21), 100) == (Sequences(8, 20, 21), 4)
+    form, count = made._fitting(Sequences(1, 500, 500), 100)
     assert count == 1 and form.prompt + form.response == 100
     assert made._longer(Sequences(1, 500, 500), form) > made._longer(form, form) == 1.0
 
@@ -118,6 +119,8 @@ def test_what_a_layer_costs_whatever_the_tokens_is_told_apart(
 
     monkeypatch.setattr(made._watch, "best", timed)
     found = made._layers(models, rows, lambda *given: partial(forward_pass, *given))
-    assert len(asked) == 4
+    sizes = [(model.config.num_hidden_layers, len(batch)) for model, batch in asked]
+    near = sizes[0][1]
+    assert sizes == [(1, near), (3, near), (1, pytest.approx(FAR * near, rel=0.5))]
     assert (found.pass_s, found.layer_s, found.token_s) == pytest.approx((5, 2, 0.01))
     assert found.of(1000, 30) == pytest.approx(5 + 30 * (2 + 10))
