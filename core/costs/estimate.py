@@ -15,7 +15,7 @@ from posttrain.core.costs.lengths import measured_lengths
 from posttrain.core.costs.memory import Holder, StageDisk, StageMemory, stage_disk, uses_engine
 from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
-from posttrain.core.costs.times import StageTime, stage_time
+from posttrain.core.costs.times import ALIKE, StageTime, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
 from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
@@ -123,7 +123,8 @@ class Estimator:
             f"lengths: {self.work.lengths.known}; a model answers as long as it may, and the more "
             "of them an sft stage has shown it, the more as worked answers do",
             "not counted: the start of the run, rewards that are programs or judges, tools, groups "
-            "drawn again; rows that teach nothing are counted",
+            "drawn again",
+            f"rows that teach nothing are guessed: {ALIKE:.0%} after an sft stage, else none",
         ]
         if self.work.config.model.compile:
             notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from posttrain.core.plugin_manager import PluginManager
 class RlParts:
     """Forward passes of the policy and the reference in a step, and what the stage holds.
 
-    `old_logprobs` is one of the policy's passes; `corrects` tells of a rollout correction.
+    `old_logprobs` is one of the policy's passes; `corrects` tells of a rollout correction, and
+    `compares` of updates that leave out groups whose responses are worth the same.
     """
 
     policy_passes: int
     old_logprobs: bool
     corrects: bool
+    compares: bool
     reference_passes: int
     has_reference: bool
     reward_models: int
@@ -65,9 +68,11 @@ def parts_of(stage: RlStage, manager: PluginManager) -> RlParts:
     # Before every update but the first, whose policy is the old one.
     again = (stage.epochs * stage.num_mini_batches - 1) / stage.num_mini_batches if prepares else 0
     phases = any(loss.wants_phase_kl() for loss in losses)
+    others = stage.entropy_coef > 0 or has_kl or prepares
     return RlParts(
         old_logprobs=old,
         corrects=corrects,
+        compares=estimator.smallest_group() > 1 and not others and _leaves_out(stage, losses),
         policy_passes=int(old) + round(again) + int(phases) + int("sum_pi_squared" in reads),
         reference_passes=int(has_kl),
         has_reference=has_kl,
@@ -75,6 +80,20 @@ def parts_of(stage: RlStage, manager: PluginManager) -> RlParts:
         greedy_baseline="baseline_reward" in reads,
         pretraining_rows=stage.ptx.batch_size if any(t.source == "ptx" for t in losses) else 0,
         trust_region=None if owner is None else owner.config,
+    )
+
+
+def _leaves_out(stage: RlStage, losses: Sequence[PolicyLoss[Any]]) -> bool:
+    """Whether rows whose advantages are 0 come to the update and are not computed there.
+
+    The sampler `dynamic` draws other groups in their place.
+    """
+    averages = (term.aggregator or stage.aggregator for term in stage.loss_terms)
+    return (
+        stage.skip_idle_rows
+        and stage.sampler.name != "dynamic"
+        and all(loss.idle_at_zero for loss in losses)
+        and not any(average.fields().get("counts") == "micro" for average in averages)
     )
 
 

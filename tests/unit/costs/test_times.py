@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.core.costs.lengths import ROWS_TO_END, SURE, UNSURE, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
-from posttrain.core.costs.times import LOADING_S, StageTime
+from posttrain.core.costs.times import ALIKE, LOADING_S, StageTime
 from tests.helpers.costs import ALL, MadeUp, estimator, run_config
 from tests.helpers.tiny import make_tiny_model
 
@@ -213,6 +213,36 @@ def test_a_model_that_read_few_worked_answers_runs_on(model: Path) -> None:
     cut = [lengths.responses(99, read=rows).running(10) for rows in (0, 16, 64, 400)]
     expected = [math.exp(-rows / ROWS_TO_END) for rows in (0, 16, 64, 400)]
     assert cut == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        ({}, 1 - ALIKE),
+        ({"skip_idle_rows": False}, 1.0),
+        ({"inputs": {"model": "base"}}, 1.0),
+        ({"entropy_coef": 0.01}, 1.0),
+        ({"critic": {}, "advantage": "gae"}, 1.0),
+        ({"sampler": "dynamic"}, 1.0),
+        ({"policy_loss": "gspo_token"}, 1 - ALIKE),
+        ({"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}}, 1.0),
+    ],
+)
+def test_groups_that_are_worth_the_same_are_left_out_of_updates(
+    model: Path, fields: dict[str, Any], left: float
+) -> None:
+    """Of a policy that was fine-tuned, where nothing else reads them."""
+    sft = {"kind": "sft", "inputs": {"model": "base"}}
+    stages = {"sft": sft, "rl": {**RL, "inputs": {"model": "sft"}, "micro_batch_size": 4} | fields}
+    every = {**stages, "rl": {**stages["rl"], "skip_idle_rows": False}}
+    some, all_rows = (
+        estimator(run_config(model, which), MadeUp(trained=1.0)).costs(["rl"])["rl"].time
+        for which in (stages, every)
+    )
+    assert some is not None and all_rows is not None
+    share = some.phases["update"] / all_rows.phases["update"]
+    assert share == pytest.approx(left, abs=0.05)
+    assert some.phases["rollout"] == all_rows.phases["rollout"]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
