@@ -31,6 +31,7 @@ from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.preference_rows import read_preference_rows
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sync_check import PROBE_LENGTH
+from posttrain.core.training.learner import AUDITED_ROWS
 
 FLOAT = 4
 LOADING_S = 1.0
@@ -260,6 +261,10 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
         one += work.forward(rows, head=True)  # the step is looked at before it is taken
     one += work.adamw(trained)
     seconds = updates * one
+    if reusing:  # what the engine computed itself does not tell how far it is from the trainer
+        group = min(AUDITED_ROWS, rows.group)
+        audited = replace(rows, count=AUDITED_ROWS, micro=AUDITED_ROWS, group=group)
+        seconds += work.forward(audited, head=True)
     critic = stage.critic
     if critic is not None:
         whole = rl_rows(work, stage, mini=False)

@@ -215,6 +215,17 @@ def test_a_model_that_read_few_worked_answers_runs_on(model: Path) -> None:
     assert cut == pytest.approx(expected, abs=0.01)
 
 
+def test_what_was_reused_is_checked_on_a_few_rows(model: Path) -> None:
+    scored = MadeUp(scored=1.0)
+    rows, no_rows = (
+        rl(model, scored, reuse_products=reused, num_mini_batches=1).phases["update"]
+        for reused in (True, False)
+    )
+    assert no_rows == 0
+    prompt = round(estimator(run_config(model, {"rl": RL})).work.lengths.prompt)
+    assert rows >= 2 * (prompt + 7)  # two layers; two responses of 8 tokens that begin alike
+
+
 @pytest.mark.parametrize(
     ("fields", "left"),
     [
