@@ -141,7 +141,9 @@ class Calibration:
     def digest_s(self) -> float:
         """sha256, seconds a byte."""
         data = bytes(DIGESTED_BYTES)
-        return self._once("digest", lambda: self._watch.best(lambda: sha256(data)) / DIGESTED_BYTES)
+        return self._once(
+            "digest", lambda: self._watch.typical(lambda: sha256(data)) / DIGESTED_BYTES
+        )
 
     @cached_property
     def copy_s(self) -> float:
@@ -244,7 +246,7 @@ class Calibration:
         points, beside = [], 0.0
         for count in (max(1, most // 8), most):
             decoders = [Decoder(model, rows, count) for model in models]
-            few, many = (self._watch.best(decoder.step, cold=True) for decoder in decoders)
+            few, many = (self._watch.typical(decoder.step, cold=True) for decoder in decoders)
             layer = max((many - few) / (layers - FEW), 0.5 * many / layers)
             points.append((float(decoders[0].rows), layer))
             beside = max(0.0, few - FEW * layer)
@@ -264,7 +266,7 @@ class Calibration:
             targets = torch.arange(count, device=hidden.device) % columns
             packed = work == "engine" and self.packed
             run = head_pass(hidden, weight, targets, work, packed=packed)
-            seconds = self._watch.best(run, cold=True)
+            seconds = self._watch.typical(run, cold=True)
             points.append((float(count), share * seconds))
         return Line.through(points[0], points[1])
 
@@ -274,7 +276,7 @@ class Calibration:
         logits = logits.to(self.runtime.dtype).repeat(rows, 1)
         chances = torch.full((rows,), 0.5, dtype=torch.float64, device=logits.device)
         params = SamplingParams(max_tokens=1, temperature=0.0 if greedy else 1.0)
-        return self._watch.best(lambda: draw_tokens(logits, chances, params)) / rows
+        return self._watch.typical(lambda: draw_tokens(logits, chances, params)) / rows
 
     def _adamw(self) -> float:
         module = Module()
@@ -287,18 +289,18 @@ class Calibration:
             optimizer.fill_gradients()
             optimizer.step()
 
-        return self._watch.best(step) / ADAMW_FLOATS
+        return self._watch.typical(step) / ADAMW_FLOATS
 
     def _copy(self) -> float:
         source = torch.ones(COPIED_BYTES // 4, device=self.runtime.device)
         target = torch.empty_like(source)
-        return self._watch.best(lambda: target.copy_(source)) / COPIED_BYTES
+        return self._watch.typical(lambda: target.copy_(source)) / COPIED_BYTES
 
     def _sync(self) -> float:
         model = self._engines(MANY)[1]
         own = EngineWeights(model, "always" if self.packed else "never")
         sent = {name: weight.clone() for name, weight in model.state_dict().items()}
-        seconds = self._watch.best(lambda: own.take(sent.items()), cold=True)
+        seconds = self._watch.typical(lambda: own.take(sent.items()), cold=True)
         return seconds / sum(int(weight.nbytes) for weight in sent.values())
 
     @property
@@ -338,12 +340,12 @@ class Calibration:
             form, far = self._fitting(rows, self._tokens)
         near = max(1, far // FAR)
         batch = made_up_batch(form, near)
-        few, many = (self._watch.best(prepared(model, batch), cold=True) for model in models)
+        few, many = (self._watch.typical(prepared(model, batch), cold=True) for model in models)
         layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
         point = (form.tokens(near), layer)
         line = Line.through((0.0, 0.0), point)
         if far > near:
-            seconds = self._watch.best(prepared(fewer, made_up_batch(form, far)), cold=True)
+            seconds = self._watch.typical(prepared(fewer, made_up_batch(form, far)), cold=True)
             line = Line.through(point, (form.tokens(far), layer + (seconds - few) / FEW))
         longer = self._longer(rows, form)
         return LayerCost(longer * line.each, line.fixed, max(0.0, few - FEW * layer))

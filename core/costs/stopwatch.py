@@ -22,8 +22,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, held: int) -> None:
         self._device, self._held = device, held
 
-    def best(self, work: Callable[[], object], *, cold: bool = False) -> float:
-        """Seconds of the quickest run: two that agree, or one of five.
+    def typical(self, work: Callable[[], object], *, cold: bool = False) -> float:
+        """Mean seconds of two runs that agree, or the quickest of five.
 
         The first often warms up, and is then no match for the second; where others are at work some
         are held up. `cold`: what it reads has left the caches, as what a model of many layers holds
@@ -39,7 +39,7 @@ class Stopwatch:
             self._finish()
             taken = sorted([*taken, time.perf_counter() - began])
             if len(taken) > 1 and taken[1] < AGREE * taken[0]:
-                break
+                return (taken[0] + taken[1]) / 2
         return taken[0]
 
     @cached_property

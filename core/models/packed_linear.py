@@ -1,7 +1,8 @@
 """Linear layers of an engine on a CPU, their weights kept in the order that oneDNN reads them in.
 
 A product of few rows with a bfloat16 weight in torch's order first reorders the whole weight, every
-time: with 64 rows on two cores that is a third of it. Nothing here has a gradient.
+time: with 64 rows on two cores that is a third of it. In float32 torch asks another library, which
+is slower for few rows (docs/performance.md). Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
 
     The operators are those that torch's own compiler emits; they have no public name.
     """
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return "only products in bfloat16 on a CPU reorder their weights"
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        return "only products in bfloat16 or float32 on a CPU are oneDNN's"
     needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return f"torch {torch.__version__} does not offer oneDNN's order"
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "the processor has no AVX-512"
     return None
 

@@ -64,8 +64,8 @@ class TransformersEngineConfig(PluginConfig):
     )
     packed_weights: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="bfloat16 on a CPU: a second copy of the weights in the order that products "
-        "read fastest; auto: where it takes 1 GB at most",
+        description="on a CPU: a second copy of the weights in the order that products read "
+        "fastest; auto: where it takes 1 GB at most",
     )
 
 
