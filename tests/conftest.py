@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.helpers.services import Services
 
 REPO = Path(__file__).resolve().parents[1]
+GOLDEN_TEST = "test_the_peer_gives_the_same_numbers"
 # So that `from tests.helpers import ...` works however pytest was started.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
@@ -38,3 +39,18 @@ def services() -> Iterator[Services]:
 
     with running_services() as running:
         yield running
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many of the peers' recorded answers our plugins give: one line beside pytest's own.
+
+    It stands here since the process that sums up several workers reads no conftest below `tests`.
+    """
+
+    def count(outcome: str) -> int:
+        reports = terminalreporter.stats.get(outcome, [])
+        return sum(GOLDEN_TEST in r.nodeid and r.when == "call" for r in reports)
+
+    passed, failed = count("passed"), count("failed")
+    if passed + failed:
+        terminalreporter.write_line(f"golden cases: {passed} of {passed + failed} equal the peers'")

@@ -91,6 +91,7 @@ def test_a_mistake_in_the_yaml_is_told_without_loading_anything_heavy(tmp_path: 
     assert loaded_heavy(call) == []
 
 
+@pytest.mark.alone
 def test_help_is_there_within_two_seconds() -> None:
     seconds = []
     for _ in range(3):

@@ -64,17 +64,26 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in SPEED_FAMILIES if f != "llama")],
+    ("family", "lora"),
+    [
+        pytest.param(
+            family,
+            lora,
+            id=f"{family}-{'lora' if lora else 'weights'}",
+            # Compiling takes minutes: `make test` has adapters here, weights in unit/training.
+            marks=[] if (family, lora) == ("llama", True) else pytest.mark.slow,
+        )
+        for family in SPEED_FAMILIES
+        for lora in (False, True)
+    ],
 )
 def test_the_gradient_of_two_ranks_with_compiled_layers_is_the_plain_one(
-    ranks: RankProcesses, family: str
+    ranks: RankProcesses, family: str, lora: bool
 ) -> None:
-    for lora in (False, True):
-        wanted = plain_gradients(family, Options(lora=lora))
-        for options in (Options(True, lora=lora, compiled=True), replace(ALL, compiled=True)):
-            found = ranks.call("gradient", family, replace(options, lora=lora), check=nothing)
-            assert_equal_gradients(found, wanted)
+    wanted = plain_gradients(family, Options(lora=lora))
+    for options in (Options(True, lora=lora, compiled=True), replace(ALL, compiled=True)):
+        found = ranks.call("gradient", family, replace(options, lora=lora), check=nothing)
+        assert_equal_gradients(found, wanted)
 
 
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])

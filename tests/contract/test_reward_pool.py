@@ -90,6 +90,7 @@ def mixed(rng: random.Random) -> tuple[list[str], dict[str, list[int]]]:
     return texts, bad
 
 
+@pytest.mark.alone
 def test_a_thousand_samples_of_which_150_misbehave_cost_no_more_than_their_timeouts() -> None:
     timeout_s, workers = 0.5, 4
     texts, bad = mixed(random.Random(0))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.bench.overlap import measure
 
 
+@pytest.mark.alone
 def test_sampling_beside_the_update_gives_1_6_times_the_steps_per_hour(tmp_path: Path) -> None:
     """With an engine and an update that take as long as each other, on resources of their own."""
     found = measure(tmp_path, seconds=1.0, steps=6)

@@ -83,6 +83,7 @@ def assert_same_models(found: Finished, wanted: Finished) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_every_stage_makes_the_model_that_one_process_makes(
     config: Path, alone: Finished, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_what_a_model_or_a_person_wrote_is_never_markup(tmp_path: Path, browser:
     assert tokens == [evil] * int(evidence.batch.mask.sum())
 
 
+@pytest.mark.alone
 def test_512_responses_of_1024_tokens_are_there_and_answer_within_two_seconds(
     tmp_path: Path, browser: Page
 ) -> None:

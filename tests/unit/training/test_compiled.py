@@ -31,8 +31,12 @@ from tests.helpers.speed import (
 ALONE = Options(compiled=True)
 STREAM = Options(stream=True, compiled=True)
 ALL = Options(True, True, True, True, 2, compiled=True)
+# Compiling takes one to three minutes a case: `make test` has the first.
 OTHERS = [
-    pytest.param(family, marks=pytest.mark.slow) for family in SPEED_FAMILIES if family != "llama"
+    pytest.param(family, lora, id=f"{family}-{kind}", marks=pytest.mark.slow)
+    for family in SPEED_FAMILIES
+    for lora, kind in ((False, "weights"), (True, "lora"))
+    if lora or family != "llama"
 ]
 
 
@@ -41,8 +45,9 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
-@pytest.mark.parametrize("family", ["llama", *OTHERS])
+@pytest.mark.parametrize(
+    ("family", "lora"), [pytest.param("llama", False, id="llama-weights"), *OTHERS]
+)
 def test_the_gradient_is_the_plain_one(family: str, lora: bool) -> None:
     wanted = plain_gradients(family, Options(lora=lora))
     began = graphs()
