@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
 from posttrain.core.costs.calibration import Calibration
@@ -124,8 +125,11 @@ class Estimator:
             "of them an sft stage has shown it, the more as worked answers do",
             "not counted: the start of the run, rewards that are programs or judges, tools, groups "
             "drawn again",
-            f"rows that teach nothing are guessed: {ALIKE:.0%} after an sft stage, else none",
         ]
+        if any(isinstance(stage, RlStage) for stage in self.work.config.stages.values()):
+            notes.append(
+                f"rows that teach nothing are guessed: {ALIKE:.0%} after an sft stage, else none"
+            )
         if self.work.config.model.compile:
             notes.append(
                 "layers are measured as they are without model.compile, so updates are at most that"

@@ -256,6 +256,13 @@ def test_groups_that_are_worth_the_same_are_left_out_of_updates(
     assert some.phases["rollout"] == all_rows.phases["rollout"]
 
 
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_the_guess_of_idle_rows_is_told_where_there_is_an_rl_stage(model: Path, kind: str) -> None:
+    stage = RL if kind == "rl" else {"kind": "sft", "inputs": {"model": "base"}}
+    notes = estimator(run_config(model, {kind: stage}), MadeUp()).notes
+    assert any("teach nothing" in note for note in notes) == (kind == "rl")
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_decoding_pass_is_made_where_one_of_the_rows_needs_it(model: Path, rows: int) -> None:
     work = estimator(run_config(model, {"rl": RL}), MadeUp(decoding_pass=1.0)).work
