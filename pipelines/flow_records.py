@@ -24,6 +24,7 @@ from prefect.artifacts import (
 )
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
+from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
 from prefect.exceptions import PrefectException
 from prefect.logging.handlers import APILogHandler
 
@@ -36,6 +37,8 @@ from posttrain.pipelines.summary import links, summary_markdown
 PROGRESS_EVERY_S = 5.0
 """An update is a call to the server, some 10 ms."""
 SHOWN_SAMPLES = 20
+END_WITHIN_S = 3.0
+BEFORE_THE_END = ("Scheduled", "Late", "Pending", "Running", "Cancelling", "Suspended", "heartbeat")
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,22 @@ def announce(event: str, run_id: str, stage: str, payload: Mapping[str, Any]) ->
         return
     resource = {"prefect.resource.id": f"posttrain.run.{run_id}", "posttrain.stage": stage}
     emit_event(event, resource=resource, payload=dict(payload))
+
+
+def wait_for_the_end(flow_run_id: str) -> None:
+    """Until the server has stored the event of the flow run's end, for a few seconds at most."""
+    prefix = "prefect.flow-run."
+    names = EventNameFilter(prefix=[prefix], exclude_name=[prefix + n for n in BEFORE_THE_END])
+    resource = EventResourceFilter(id=[f"{prefix}{flow_run_id}"])
+    ends = time.monotonic() + END_WITHIN_S
+    with for_the_pages("the run's last events"), get_client(sync_client=True) as client:
+        while time.monotonic() < ends:
+            if client.read_events(EventFilter(event=names, resource=resource), limit=1).total:
+                return
+            time.sleep(0.05)
+        logger.warning(
+            "Prefect's pages lack the run's last events: not stored within %g s", END_WITHIN_S
+        )
 
 
 def tag_flow_run(flow_run_id: str, tags: list[str]) -> None:

@@ -13,6 +13,9 @@ from prefect.settings import get_current_settings
 
 from posttrain.core.serving import guard
 
+FLUSH_INTERVAL = "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL"
+"""Seconds in which events are stored: 5 by Prefect's default, and a run waits for its last."""
+
 
 class _Guarded(subprocess.Popen[Any]):
     """A guard with its server, which ends when its standard input does."""
@@ -36,7 +39,7 @@ class GuardedServer(SubprocessASGIServer):
         app = ("--app-dir", folder, "--factory", "prefect.server.api.server:create_app")
         place = ("--host", "127.0.0.1", "--port", str(self.port))
         command = (sys.executable, "-m", "uvicorn", *app, *place, "--log-level", "error")
-        ours = {"PREFECT_UI_ENABLED": "0"} | {
+        ours = {"PREFECT_UI_ENABLED": "0", FLUSH_INTERVAL: "0.5"} | {
             f"PREFECT__SERVER_{name}": "1" for name in ("EPHEMERAL", "FINAL")
         }
         settings = get_current_settings().to_environment_variables(exclude_unset=True)

@@ -41,6 +41,16 @@ class OwnServer:
         except Exception:
             return  # the flow tries again, and says what is wrong
 
+    def wait_for_events(self, flow_run_id: str) -> None:
+        """Until the end of the flow run is stored among the events, and so all that came before.
+
+        A server that is stopped while it writes events loses them: Prefect cancels the writing.
+        """
+        if self._starting is not None:
+            from posttrain.pipelines.flow_records import wait_for_the_end
+
+            wait_for_the_end(flow_run_id)
+
     def wait(self) -> None:
         """Until it answers, or has failed to start: a flow must not begin while it is starting."""
         if self._starting is not None:

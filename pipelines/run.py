@@ -116,6 +116,8 @@ def _execute(
     finally:
         pipeline.engines.close()
         close_run(pipeline, status, log)
+        if status != "KILLED" and pipeline.prefect_flow_run_id:  # a killed run has to end at once
+            server.wait_for_events(pipeline.prefect_flow_run_id)
     raise_if_closed(pipeline)
     return pipeline.result(time.perf_counter() - began)
 

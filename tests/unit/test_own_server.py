@@ -1,0 +1,49 @@
+"""Prefect's own server: what a run told it is stored before the run ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from posttrain.pipelines.guarded_server import FLUSH_INTERVAL
+from tests.helpers.pipeline import environment, prepared
+
+PROGRAM = """
+import sqlite3, sys
+from pathlib import Path
+from posttrain.pipelines.prefect_env import configure_prefect
+home = Path(sys.argv[1])
+configure_prefect(home)
+from posttrain.pipelines.prefect_server import OwnServer
+server = OwnServer(home)
+from prefect import flow
+from prefect.runtime import flow_run
+from posttrain.pipelines.flow_records import announce
+
+@flow
+def told():
+    announce("posttrain.eval.improved", "run", "rl", {})
+    return str(flow_run.id)
+
+server.wait()
+server.wait_for_events(told())
+database = sqlite3.connect(f"file:{home}/prefect/prefect.db?mode=ro", uri=True)
+print([name for (name,) in database.execute("select event from events order by occurred")])
+"""
+
+
+def test_a_run_s_events_are_stored_when_it_ends(tmp_path: Path) -> None:
+    home = prepared(tmp_path / "home")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(home)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        # Rarer than in a run, so that events are not stored by chance before anybody waits.
+        env=environment() | {FLUSH_INTERVAL: "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    stored = done.stdout.splitlines()[-1]
+    assert "posttrain.eval.improved" in stored and "prefect.flow-run.Completed" in stored
+    assert "lack" not in done.stderr
