@@ -80,8 +80,8 @@ format: dev ## format and fix what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tests of a file stay together. One thread each: two workers with two threads on two cores take four
-# times as long. The tests that hold a time to a bound come afterwards, with nothing beside them.
+# The tests of a file stay together. One thread each: two workers with two threads on two cores took
+# at least four times as long. The tests that hold a time to a bound come afterwards, with nothing beside them.
 test: dev ## all tests but the slow ones, two at a time (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not alone" -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder --durations=25

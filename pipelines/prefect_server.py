@@ -42,9 +42,10 @@ class OwnServer:
             return  # the flow tries again, and says what is wrong
 
     def wait_for_events(self, flow_run_id: str) -> None:
-        """Until the end of the flow run is stored among the events, and so all that came before.
+        """Until the end of the flow run is stored among the events, as what came before it is then.
 
-        A server that is stopped while it writes events loses them: Prefect cancels the writing.
+        A stopped server was once seen to lose a run's last two seconds of events. Prefect's code
+        can cancel a write that is under way; whether that was the cause was not shown.
         """
         if self._starting is not None:
             from posttrain.pipelines.flow_records import wait_for_the_end

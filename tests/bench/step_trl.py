@@ -67,7 +67,7 @@ def main() -> None:
         | ({"attn_implementation": "eager"} if fastest else {}),
         **({"gradient_checkpointing": False} if fastest else {}),
         # Without autocast to bfloat16, TRL's default: the model is in the compute precision
-        # already. Where bfloat16 is emulated (AVX2) a first step had not ended after 8 minutes.
+        # already. Where that is emulated (AVX2) TRL had made no step when stopped after 8 minutes.
         **({"bf16": False} if fastest or options["dtype"] == "float32" else {}),
     )
     trainer = Timed(
