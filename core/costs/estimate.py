@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 
-from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
 from posttrain.core.costs.calibration import Calibration
@@ -16,7 +15,7 @@ from posttrain.core.costs.lengths import measured_lengths
 from posttrain.core.costs.memory import Holder, StageDisk, StageMemory, stage_disk, uses_engine
 from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
-from posttrain.core.costs.times import ALIKE, StageTime, stage_time
+from posttrain.core.costs.times import ALIKE, StageTime, compares_answers, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
 from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
@@ -126,9 +125,10 @@ class Estimator:
             "not counted: the start of the run, rewards that are programs or judges, tools, groups "
             "drawn again",
         ]
-        if any(isinstance(stage, RlStage) for stage in self.work.config.stages.values()):
+        if any(compares_answers(stage) for stage in self.work.config.stages.values()):
             notes.append(
-                f"rows that teach nothing are guessed: {ALIKE:.0%} after an sft stage, else none"
+                "groups of answers that are worth the same, which teach nothing and give no pair, "
+                f"are guessed: {ALIKE:.0%} after an sft stage, else none"
             )
         if self.work.config.model.compile:
             notes.append(

@@ -259,7 +259,7 @@ def stage_disk(work: Work, stage: Stage) -> StageDisk:
         left += CURVES
     if not isinstance(stage, TrainingStage):
         return StageDisk(left)
-    keep, steps = work.config.keep, training_steps(stage)
+    keep, steps = work.config.keep, training_steps(work, stage)
     each = checkpoint_bytes(work, stage)
     written = checkpoints(stage.checkpoint_every, steps, keep.every)
     staying = checkpoints(0, steps, keep.every)

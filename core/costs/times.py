@@ -38,7 +38,8 @@ LOADING_S = 1.0
 """A stage loads a tokenizer and a model and starts an engine: a small model, 0.6 to 1.2 s."""
 ALIKE = 0.4
 """Share of a fine-tuned policy's groups whose responses are worth the same: a guess, about what the
-quickstart has, as it grows while a policy learns (arXiv:2503.14476, section 3.2)."""
+quickstart has, as it grows while a policy learns (arXiv:2503.14476, section 3.2). Such a group
+teaches nothing, and gives no pair of a right and a wrong answer."""
 FISHER_PASSES = 2
 """A product with the Fisher matrix is a backward pass through a backward pass."""
 TrainingStage = SftStage | RewardModelStage | PreferenceStage | RlStage
@@ -181,11 +182,11 @@ def checkpoints(every: int, steps: int, kept: int = 0) -> int:
     return sum(before_last // period for period in (every, kept) if period) - both
 
 
-def training_steps(stage: TrainingStage) -> int:
+def training_steps(work: Work, stage: TrainingStage) -> int:
     """Steps after which there can be a checkpoint; 0 where they are not known before the run."""
     if isinstance(stage, SftStage | RlStage):
         return stage.steps
-    return preference_steps(stage, preference_size(stage)[0])
+    return preference_steps(stage, expected_rows(work, stage))
 
 
 def master_bytes(section: OptimizerSection) -> int:
@@ -211,7 +212,7 @@ def checkpoint_bytes(work: Work, stage: TrainingStage) -> float:
 
 def _checkpointing(work: Work, stage: TrainingStage) -> float:
     """Seconds of a mean step."""
-    steps = training_steps(stage)
+    steps = training_steps(work, stage)
     count = checkpoints(stage.checkpoint_every, steps, work.config.keep.every)
     return work.write(checkpoint_bytes(work, stage)) * count / max(1, steps)
 
@@ -299,6 +300,20 @@ def preference_size(stage: PreferenceDataStage) -> tuple[int, int]:
     return len(rows), max(1, sum(map(len, answers)) // CHARACTERS_PER_TOKEN // len(answers))
 
 
+def compares_answers(stage: StageBase) -> bool:
+    """Whether it learns from how its model's own answers to one prompt differ."""
+    return isinstance(stage, RlStage) or (
+        isinstance(stage, PreferenceDataStage) and stage.data is None
+    )
+
+
+def expected_rows(work: Work, stage: PreferenceDataStage) -> int:
+    """Of the most that `preference_size` tells, without those of groups that are alike."""
+    rows, _ = preference_size(stage)
+    guessed = compares_answers(stage) and answers_read(work.config, stage)
+    return round((1 - ALIKE) * rows) if guessed else rows
+
+
 def preference_steps(stage: PreferenceDataStage, rows: int) -> int:
     """Optimizer steps on `rows`, those held out left out."""
     train = rows - round(rows * stage.held_out_fraction)
@@ -317,7 +332,7 @@ def _preference(
     work: Work, stage: RewardModelStage | PreferenceStage, *, relative: bool
 ) -> StageTime | None:
     """Answers are sampled once, then trained on; `relative` to a reference model or not."""
-    count, length = preference_size(stage)
+    count, length = expected_rows(work, stage), preference_size(stage)[1]
     if not count:
         return None
     once = 0.0
@@ -337,7 +352,7 @@ def _preference(
     held_out = round(count * stage.held_out_fraction)
     once += scoring * held_out / stage.batch_size + work.write(saved_bytes(work, stage))
     phases = {"update": update, "checkpoint": _checkpointing(work, stage)}
-    return StageTime(training_steps(stage), phases, once)
+    return StageTime(training_steps(work, stage), phases, once)
 
 
 def _transform(work: Work, stage: TransformStage) -> StageTime:

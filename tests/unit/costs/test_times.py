@@ -256,11 +256,25 @@ def test_groups_that_are_worth_the_same_are_left_out_of_updates(
     assert some.phases["rollout"] == all_rows.phases["rollout"]
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_the_guess_of_idle_rows_is_told_where_there_is_an_rl_stage(model: Path, kind: str) -> None:
-    stage = RL if kind == "rl" else {"kind": "sft", "inputs": {"model": "base"}}
+@pytest.mark.parametrize("kind", ["reward_model", "preference"])
+@pytest.mark.parametrize(("learned", "steps"), [("sft", 4), ("base", 7)])
+def test_groups_that_are_worth_the_same_give_no_pair(
+    model: Path, kind: str, learned: str, steps: int
+) -> None:
+    """Two pairs of each of 64 prompts, a fifth held out: 62 or 102 to train on, 16 at a time."""
+    sft = {"kind": "sft", "inputs": {"model": "base"}}
+    pairs = {"kind": kind, "inputs": {"model": learned}, "num_prompts": 64, "pairs_per_prompt": 2}
+    stages = {"sft": sft, "pairs": pairs | {"held_out_fraction": 0.2, "batch_size": 16}}
+    time = estimator(run_config(model, stages), MadeUp()).costs(["pairs"])["pairs"].time
+    assert time is not None
+    assert time.steps == steps
+
+
+@pytest.mark.parametrize("kind", ["rl", "reward_model", "sft"])
+def test_the_guess_of_groups_alike_is_told_where_it_is_made(model: Path, kind: str) -> None:
+    stage = RL if kind == "rl" else {"kind": kind, "inputs": {"model": "base"}}
     notes = estimator(run_config(model, {kind: stage}), MadeUp()).notes
-    assert any("teach nothing" in note for note in notes) == (kind == "rl")
+    assert any("teach nothing" in note for note in notes) == (kind != "sft")
 
 
 @pytest.mark.parametrize("rows", [1, 8])
