@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
+from mmap import PAGESIZE, mmap
 from typing import TypeVar
 
 import torch
@@ -56,6 +57,7 @@ LARGEST_MATRIX = 1.5e7
 ADAMW_FLOATS = 2**22
 COPIED_BYTES = 2**26
 DIGESTED_BYTES = 2**22
+FRESH_BYTES = 2**25
 """Floats and copied bytes: several times what a core holds in its caches."""
 LITTLE_ATTENTION = 0.05
 """Share of a token's multiplications in attention: with less, who shares a prompt does not tell."""
@@ -149,6 +151,11 @@ class Calibration:
     def copy_s(self) -> float:
         """Copying memory on the device, seconds a byte."""
         return self._once("copy", self._copy)
+
+    @cached_property
+    def fresh_s(self) -> float:
+        """Writing to memory that the system gives for the first time, seconds a byte."""
+        return self._once("fresh", lambda: self._watch.typical(_fill_fresh) / FRESH_BYTES)
 
     @cached_property
     def sync_s(self) -> float:
@@ -376,6 +383,11 @@ class Calibration:
             self.seconds += time.perf_counter() - began
         found: T = self._known[key]  # type: ignore[assignment]
         return found
+
+
+def _fill_fresh() -> None:
+    with mmap(-1, FRESH_BYTES) as pages:
+        pages[::PAGESIZE] = bytes(FRESH_BYTES // PAGESIZE)
 
 
 def _plainly(work: Callable[[PreTrainedModel, RolloutBatch], None]) -> Work:

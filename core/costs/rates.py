@@ -134,5 +134,9 @@ class Rates(Protocol):
         """Copying memory, seconds a byte."""
 
     @property
+    def fresh_s(self) -> float:
+        """Writing to memory that the system gives for the first time, seconds a byte."""
+
+    @property
     def sync_s(self) -> float:
         """The engine `transformers` takes the policy's weights, seconds a byte of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -13,7 +14,7 @@ from posttrain.core.runtime.processor import cache_bytes
 FEWEST_EVICTED, MOST_EVICTED = 2**25, 2**27
 """Bytes read before a cold run on a CPU, twice what its caches hold."""
 AGREE, MOST_RUNS = 1.15, 5
-"""Runs of a measurement that differ by less are taken for undisturbed; so many are made at most."""
+"""Runs one after the other that differ by less tell the same; so many are made at most."""
 
 
 class Stopwatch:
@@ -23,11 +24,11 @@ class Stopwatch:
         self._device, self._held = device, held
 
     def typical(self, work: Callable[[], object], *, cold: bool = False) -> float:
-        """Mean seconds of two runs that agree, or the quickest of five.
+        """Mean seconds of two successive runs that agree, or the median of four.
 
-        The first often warms up, and is then no match for the second; where others are at work some
-        are held up. `cold`: what it reads has left the caches, as what a model of many layers holds
-        has when it is read again.
+        The first often warms up, and is then no match for the second. Not of the quickest: others
+        that are at work here will be so in the run. `cold`: what it reads has left the caches, as
+        what a model of many layers holds has when it is read again.
         """
         taken: list[float] = []
         while len(taken) < MOST_RUNS:
@@ -37,10 +38,11 @@ class Stopwatch:
             began = time.perf_counter()
             work()
             self._finish()
-            taken = sorted([*taken, time.perf_counter() - began])
-            if len(taken) > 1 and taken[1] < AGREE * taken[0]:
-                return (taken[0] + taken[1]) / 2
-        return taken[0]
+            taken.append(time.perf_counter() - began)
+            last = taken[-2:]
+            if len(last) == 2 and max(last) < AGREE * min(last):
+                return statistics.mean(last)
+        return statistics.median(taken[1:])
 
     @cached_property
     def _others(self) -> torch.Tensor:

@@ -34,8 +34,9 @@ from posttrain.core.rollout.sync_check import PROBE_LENGTH
 from posttrain.core.training.learner import AUDITED_ROWS
 
 FLOAT = 4
-LOADING_S = 1.0
-"""A stage loads a tokenizer and a model and starts an engine: a small model, 0.6 to 1.2 s."""
+LOADING_S = 2.0
+"""A stage loads a tokenizer and a model and starts an engine: a small model, 0.6 to 1.2 s on one
+machine (Zen 4), 2.4 on another (Zen 3)."""
 ALIKE = 0.4
 """Share of a fine-tuned policy's groups whose responses are worth the same: a guess, about what the
 quickstart has, as it grows while a policy learns (arXiv:2503.14476, section 3.2). Such a group

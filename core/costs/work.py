@@ -171,8 +171,12 @@ class Work:
         return self.rates.adamw_s * trained
 
     def write(self, size: float) -> float:
-        """A file of that many bytes: put together in memory, written, and its digest taken."""
-        return size * (2 * self.rates.copy_s + self.rates.digest_s)
+        """A file of that many bytes: put together in memory, written, and its digest taken.
+
+        Memory for it and for the system's copy of the file is new: on a virtual machine that takes
+        many times as long as copying does.
+        """
+        return size * (2 * self.rates.fresh_s + self.rates.digest_s)
 
     def copy_model(self) -> float:
         """The weights copied once."""

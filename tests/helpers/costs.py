@@ -34,6 +34,7 @@ class MadeUp:
     drawn: float = 0.0
     adamw_s: float = 0.0
     copy_s: float = 0.0
+    fresh_s: float = 0.0
     sync_s: float = 0.0
     digest_s: float = 0.0
     held: float = 0.0
@@ -74,6 +75,7 @@ ALL = MadeUp(
     drawn=1e-6,
     adamw_s=1e-9,
     copy_s=1e-10,
+    fresh_s=1e-10,
     sync_s=3e-10,
     digest_s=1e-9,
     held=1000.0,

@@ -47,7 +47,7 @@ def test_everything_is_measured_once_and_is_a_time(shape: ModelShape) -> None:
     lines = [made.head(w) for w in ("train", "reused", "frozen", "score", "logits", "engine")]
     times = [cost.of(64, 2) for cost in layers] + [line.of(64) for line in lines]
     times += [made.draw(greedy=True), made.draw(greedy=False)]
-    times += [made.adamw_s, made.copy_s, made.digest_s, made.sync_s]
+    times += [made.adamw_s, made.copy_s, made.digest_s, made.fresh_s, made.sync_s]
     assert all(math.isfinite(t) and t > 0 for t in times)
     spent = made.seconds
     assert made.training(ROWS, None) is layers[0] and made.seconds == spent

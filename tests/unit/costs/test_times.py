@@ -277,6 +277,15 @@ def test_the_guess_of_groups_alike_is_told_where_it_is_made(model: Path, kind: s
     assert any("teach nothing" in note for note in notes) == (kind != "sft")
 
 
+def test_files_take_new_memory_twice_and_a_digest(model: Path) -> None:
+    """A checkpoint before the last step, and the model in the end."""
+    fields = {"steps": 2, "checkpoint_every": 1}
+    found = rl(model, MadeUp(fresh_s=1.0, digest_s=10.0), **fields).total_s - LOADING_S
+    weights = estimator(run_config(model, {"rl": RL})).work.shape.total
+    model_file, checkpoint = 4 * weights, 12 * weights  # a checkpoint has two moments
+    assert found == pytest.approx(12 * (model_file + checkpoint), rel=1e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_decoding_pass_is_made_where_one_of_the_rows_needs_it(model: Path, rows: int) -> None:
     work = estimator(run_config(model, {"rl": RL}), MadeUp(decoding_pass=1.0)).work
