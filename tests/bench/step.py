@@ -108,18 +108,27 @@ class Side:
     process: subprocess.Popen[bytes]
     seconds: list[float] = field(default_factory=list)
     idle: int = 0
+    stopped: bool = False
+    peak_gb: float = 0.0
 
-    def wait(self) -> None:
-        """Until its step is over."""
-        if not self.pipes.is_ready():
+    def wait(self, limit: float | None = None) -> None:
+        """Until its step is over; TimeoutError after `limit` seconds."""
+        if not self.pipes.is_ready(limit):
             log = (self.folder / "log").read_text(errors="replace")[-3000:]
             raise SystemExit(f"{self.name} ended with code {self.process.wait()}:\n{log}")
 
-    def step(self) -> None:
-        """One step, timed."""
+    def step(self, limit: float | None) -> None:
+        """One step, timed. One that takes longer than `limit` is the last, and counts as that."""
+        if self.stopped:
+            return
         began = time.perf_counter()
         self.pipes.go()
-        self.wait()
+        try:
+            self.wait(limit)
+        except TimeoutError:
+            self.note_peak()
+            self.process.kill()
+            self.stopped = True
         self.seconds.append(time.perf_counter() - began)
 
     def mark_idle(self) -> None:
@@ -127,10 +136,10 @@ class Side:
         self.idle = self._memory("VmRSS")
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # resets VmHWM
 
-    @property
-    def peak_gb(self) -> float:
+    def note_peak(self) -> None:
         """Largest resident set since, above what it held then."""
-        return (self._memory("VmHWM") - self.idle) / 1e9
+        if not self.stopped:
+            self.peak_gb = (self._memory("VmHWM") - self.idle) / 1e9
 
     def _memory(self, name: str) -> int:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
@@ -189,6 +198,7 @@ def theirs(folder: Path, options: argparse.Namespace, setting: str) -> list[str]
     told = {
         **{name: getattr(options, name) for name in ("prompts", "generations", "tokens", "micro")},
         "dtype": options.dtype,
+        "autocast": options.autocast,
         "threads": options.threads,
         "fast": setting in FAST,
         "steps": options.rounds + 1,
@@ -244,6 +254,8 @@ def unblock(side: Side) -> None:
 def phases_of(side: Side) -> dict[str, float]:
     """Median seconds of each phase, the first step left out; the contestant has ended."""
     steps = side.seconds[1:]
+    if side.stopped:
+        return {}
     if side.name.startswith("trl"):
         rollout = json.loads((side.folder / "times.json").read_text())["rollout"]
         sampled = statistics.median(rollout[1 : len(steps) + 1])
@@ -266,9 +278,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     sides = [begin(name, folder / name, options) for name in options.who]
     for _ in range(options.rounds):
         for side in sides:
-            side.step()
-    peaks = {side.name: round(side.peak_gb, 2) for side in sides}
+            side.step(options.limit)
     for side in sides:  # the last step, after which each says its times
+        side.note_peak()
+        if side.stopped:
+            side.seconds += side.seconds[-1:] * (options.rounds - len(side.seconds))
+            continue
         side.pipes.go()
         if side.process.wait(timeout=1800):
             raise SystemExit((side.folder / "log").read_text(errors="replace")[-3000:])
@@ -287,10 +302,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             )
             for side in sides
         },
-        "peak_gb": peaks,
+        "at_least": [side.name for side in sides if side.stopped],
+        "peak_gb": {side.name: round(side.peak_gb, 2) for side in sides},
         "phases": {side.name: phases_of(side) for side in sides},
         "shape": f"{options.prompts} prompts x {options.generations} x {options.tokens} tokens",
         "dtype": options.dtype,
+        "autocast": options.autocast,
         "attention": options.attention,
         "compile": options.compile,
         "micro_batch": {"ours": options.our_micro or options.micro, "trl": options.micro},
@@ -329,6 +346,14 @@ def main() -> None:
     parser.add_argument("--our-micro", type=int, default=0, help="ours; 0: as many as TRL's")
     parser.add_argument("--compile", action="store_true", help="ours: model.compile: true")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--autocast",
+        action="store_true",
+        help="with --dtype float32: TRL as documented in bfloat16 all the same, its default",
+    )
+    parser.add_argument(
+        "--limit", type=float, help="seconds; a step that takes longer is its contestant's last"
+    )
     parser.add_argument("--attention", choices=["auto", "stream", "eager"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--home", type=Path, default=Path(".posttrain"))

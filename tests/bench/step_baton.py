@@ -6,6 +6,7 @@ The bench imports it, and so does each contestant's process.
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 ENVIRONMENT = "POSTTRAIN_BENCH_BATON"  # the folder of this contestant's two pipes
@@ -42,8 +43,10 @@ class Contestant:
         self._ready = (self.folder / READY).open()
         self._go = (self.folder / GO).open("w")
 
-    def is_ready(self) -> bool:
-        """Wait until its step is over; False if its process ended."""
+    def is_ready(self, limit: float | None = None) -> bool:
+        """Wait until its step is over; False if its process ended. TimeoutError after `limit` s."""
+        if not select.select([self._ready], [], [], limit)[0]:
+            raise TimeoutError
         return bool(self._ready.readline())
 
     def go(self) -> None:

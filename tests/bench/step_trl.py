@@ -49,6 +49,7 @@ def main() -> None:
     rows = options["prompts"] * options["generations"]
     fastest = options["fast"]
     micro = options["micro"] if fastest else 8  # TRL's default
+    autocast = options["dtype"] != "float32" or options["autocast"]
     config = GRPOConfig(
         output_dir=options["out"],
         per_device_train_batch_size=micro,
@@ -67,8 +68,8 @@ def main() -> None:
         | ({"attn_implementation": "eager"} if fastest else {}),
         **({"gradient_checkpointing": False} if fastest else {}),
         # Without autocast to bfloat16, TRL's default: the model is in the compute precision
-        # already. Where that is emulated (AVX2) TRL had made no step when stopped after 8 minutes.
-        **({"bf16": False} if fastest or options["dtype"] == "float32" else {}),
+        # already. A processor without bfloat16 instructions emulates it.
+        **({"bf16": False} if fastest or not autocast else {}),
     )
     trainer = Timed(
         model=options["model"],
