@@ -4,8 +4,9 @@
 their own, one after the other. For each stage and figure the line has the estimate, what was
 measured and their ratio (estimate / measured):
 
-- `step_s`: a mean step. rl: `time/step_s` and each phase's `time/*_s`, of all steps; sft,
-  reward_model and preference: the time between the records of their steps. An evaluation has none.
+- `step_s`: a mean step. rl: `time/step_s` and each phase's `time/*_s`, of all steps; sft: the time
+  between the records of its steps; reward_model and preference: the same, but the median, as the
+  last step may have fewer pairs. An evaluation has none.
 - `seconds`: the whole stage, as the run reports it.
 - `memory_gb`: largest resident size of the run's process until the stage's end, read from /proc.
 - `disk_gb`: what the stage left in `artifacts/`.
@@ -19,6 +20,7 @@ measured and their ratio (estimate / measured):
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -107,8 +109,10 @@ def measured(
         elif stage["kind"] in STEP_METRICS:
             history = client.get_metric_history(run_id, STEP_METRICS[stage["kind"]])
             times = sorted(point.timestamp / 1000 for point in history)
-            if len(times) > 1:
-                figures["step_s"] = (times[-1] - times[0]) / (len(times) - 1)
+            between = [later - sooner for sooner, later in itertools.pairwise(times)]
+            typical = statistics.mean if stage["kind"] == "sft" else statistics.median
+            if between:
+                figures["step_s"] = typical(between)
         found[name] = figures
     return found
 
