@@ -58,7 +58,7 @@ ADAMW_FLOATS = 2**22
 COPIED_BYTES = 2**26
 DIGESTED_BYTES = 2**22
 FRESH_BYTES = 2**25
-"""Floats and copied bytes: several times what a core holds in its caches."""
+"""Floats, and bytes copied, digested or new: several times what a core holds in its caches."""
 LITTLE_ATTENTION = 0.05
 """Share of a token's multiplications in attention: with less, who shares a prompt does not tell."""
 STREAMED_BYTES = 2**25

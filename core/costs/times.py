@@ -1,6 +1,6 @@
 """Seconds of each stage: what a step is made of, how many there are, and what comes once.
 
-Over 300 lines by a little: one kind of stage after the other, as they are read beside each other.
+Over 300 lines: one kind of stage after the other, as they are read beside each other.
 """
 
 from __future__ import annotations

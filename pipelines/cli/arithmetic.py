@@ -52,15 +52,16 @@ def arithmetic(stage: Stage, config: RunConfig) -> str:
         rows, _ = preference_size(stage)
         train = rows - round(rows * stage.held_out_fraction)
         steps = preference_steps(stage, rows)
-        source = f"{rows} rows of {stage.data}"
+        source, about = f"{rows} rows of {stage.data}", "about"
         if stage.data is None:
+            about = "at most"
             source = (
                 f"{stage.num_prompts} problems x {stage.num_generations} answers = "
                 f"{stage.num_prompts * stage.num_generations} sampled; at most {rows} pairs"
             )
         return (
-            f"{source}, about {train} to train on in batches of {stage.batch_size}, "
-            f"{stage.epochs} epoch(s): {steps} optimizer step(s)"
+            f"{source}, {about} {train} to train on in batches of {stage.batch_size}, "
+            f"{stage.epochs} epoch(s): {about} {steps} optimizer step(s)"
         )
     if isinstance(stage, RlStage):
         sequences = stage.prompts_per_step * stage.num_generations
