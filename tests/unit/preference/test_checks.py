@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,4 +206,6 @@ def test_plan_counts_rows_and_steps(folder: Path) -> None:
     text = arithmetic(stage, run.config)
     assert "100 rows" in text and "about 80 to train on" in text and "20 optimizer step(s)" in text
     own = resolved(folder).config
-    assert "64 problems x 8 answers = 512 sampled" in arithmetic(own.stages["it"], own)
+    text = arithmetic(own.stages["it"], own)
+    assert "64 problems x 8 answers = 512 sampled; at most 128 pairs" in text
+    assert re.search(r"at most \d+ optimizer step", text)
