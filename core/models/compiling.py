@@ -1,8 +1,8 @@
 """`model.compile`: the decoder layers of a model that is trained, under torch.compile.
 
-One layer is compiled and serves all, for any number of tokens. Where a stream's attention is by
-grids it stays outside: its shapes follow how prompts and responses happen to lie, and each new way
-would be compiled again.
+One layer is compiled and serves all, for any number of tokens; FlexAttention with it. Where a
+stream's attention is by grids it stays outside: its shapes follow how prompts and responses happen
+to lie, and each new way would be compiled again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ logger = logging.getLogger(__name__)
 _WAYS = 64
 
 
+def allow_ways() -> None:
+    """Let one function be compiled in as many ways as a run needs."""
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _WAYS)
+
+
 def compile_layers(model: PreTrainedModel) -> None:
     """Let each decoder layer of `model` be compiled when it is first called."""
-    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _WAYS)
+    allow_ways()
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
     logger.info("layers are compiled in the first updates, which take 10 to 30 s longer")

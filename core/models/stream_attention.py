@@ -47,7 +47,8 @@ class StreamLayout:
 
     `places` [P x L + P x G x R] is the token at each place, 0 where there is none; `back` [S] is
     the first place of each token, whose attention is the token's; the others are `repeats`. Tokens
-    stand at the front of a row, so that causality hides what follows.
+    stand at the front of a row, so that causality hides what follows. Histories make a tree:
+    token k is in the history of q where numbers[k] <= numbers[q] <= last[k].
     """
 
     shape: tuple[int, int, int, int]  # P, L, G, R
@@ -56,6 +57,8 @@ class StreamLayout:
     repeats: Repeats | None
     prompt_lengths: Tensor  # [P]
     longest: int  # tokens of the longest prompt and response together
+    numbers: Tensor  # [S], depth first
+    last: Tensor  # [S], the largest number of a token whose history has this one
     made: dict[str, Any] = field(default_factory=dict, compare=False)
     """What attention made of the layout for all layers (Any: a mask of FlexAttention's)."""
 
@@ -68,6 +71,8 @@ class StreamLayout:
             None if self.repeats is None else self.repeats.to(device),
             self.prompt_lengths.to(device),
             self.longest,
+            self.numbers.to(device),
+            self.last.to(device),
         )
 
 
@@ -147,7 +152,7 @@ def stream_attention(
     if stream_layout is None:
         return grouped_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     reason = why_no_flex(query)
-    if query.is_cuda:
+    if query.is_cuda and not torch.compiler.is_compiling():
         say_once(reason)
     if reason is None:
         return flex_stream(query, key, value, stream_layout, scaling), None

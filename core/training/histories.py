@@ -32,6 +32,25 @@ def first_alike(
     return first
 
 
+def depth_first(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers [S] of the S tokens of `rows` [N, W], and the largest number below each, int32.
+
+    A row is a history from its start; -1 stands where it has none. Histories make a tree, walked
+    depth first: token k is in the history of q where number[k] <= number[q] <= last[k].
+    """
+    # Sorted, rows that begin alike are neighbours: what follows a token has numbers without a gap.
+    walked = torch.unique(rows, dim=0)
+    tokens, count = walked.flatten(), int(walked.max()) + 1
+    numbers = torch.arange(len(tokens))
+    ends = (numbers // walked.shape[1] + 1) * walked.shape[1] - 1  # of their rows
+    at = tokens.clamp(min=0)
+    numbers = torch.where(tokens >= 0, numbers, len(tokens))
+    ends = torch.where(tokens >= 0, ends, -1)
+    first = torch.full((count,), len(tokens)).scatter_reduce(0, at, numbers, "amin")
+    last = torch.full((count,), -1).scatter_reduce(0, at, ends, "amax")
+    return first.int(), last.int()
+
+
 def distinct_states(places: Tensor) -> tuple[Tensor, Tensor]:
     """The first [M] of R tokens to follow each state, and for each [R] which state it follows.
 

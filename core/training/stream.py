@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.models.stream_attention import Repeats, StreamLayout
-from posttrain.core.training.histories import first_alike
+from posttrain.core.training.histories import depth_first, first_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def _layout(
     back[tokens[real]] = real
     lengths = (prompt_places >= 0).sum(dim=1)
     own_lengths = (own_places >= 0).sum(dim=1)
+    rows_of_a = torch.cat([prompt_places[row_to_prompt], own_places], dim=1)
+    numbers, last = depth_first(torch.where(rows_of_a >= 0, place[rows_of_a.clamp(min=0)], -1))
     return StreamLayout(
         shape=(num_prompts, longest, rows, length),
         places=place[tokens.clamp(min=0)],
@@ -107,6 +109,8 @@ def _layout(
         repeats=_repeats(real, place[tokens[real]]) if len(kept) < len(real) else None,
         prompt_lengths=lengths,
         longest=int((lengths[row_to_prompt] + own_lengths).max()),
+        numbers=numbers,
+        last=last,
     )
 
 

@@ -17,6 +17,7 @@ AdamW without master weights, as that trainer makes it, after ours.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -31,6 +32,7 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config  # noqa: E402
 
 from posttrain.core.batch import RolloutBatch  # noqa: E402
@@ -38,13 +40,20 @@ from posttrain.core.config.sections import OptimizerSection  # noqa: E402
 from posttrain.core.contracts import Aggregator, PolicyLoss  # noqa: E402
 from posttrain.core.models.autocast import use_autocast  # noqa: E402
 from posttrain.core.models.checkpointing import use_checkpointing  # noqa: E402
+from posttrain.core.models.compiling import compile_layers  # noqa: E402
 from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 from posttrain.core.training.learner import Learner  # noqa: E402
 from posttrain.core.training.objective import LossTerm, Objective  # noqa: E402
 from posttrain.core.training.optim import MasterOptimizer  # noqa: E402
 from posttrain.core.training.updates import UpdateSettings  # noqa: E402
-from tests.bench.learner import PeakMemory, make_batch, seconds_of, useful_flops  # noqa: E402
+from tests.bench.learner import (  # noqa: E402
+    PeakMemory,
+    gemm_rate,
+    make_batch,
+    seconds_of,
+    useful_flops,
+)
 from tests.helpers.tiny import make_tiny_tokenizer  # noqa: E402
 
 RATE = 1e-6
@@ -80,6 +89,8 @@ def our_update(
     use_stream_attention(model)
     if options.checkpointing:
         use_checkpointing(model)
+    if options.compile:
+        compile_layers(model)
     section = OptimizerSection(
         learning_rate=RATE, moments=options.moments, rounding=options.rounding
     )
@@ -101,7 +112,7 @@ def trl_update(
     folder = tempfile.mkdtemp()
     config = GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=options.micro,
+        per_device_train_batch_size=options.trl_micro,
         num_generations=options.generations,
         max_completion_length=options.tokens,
         learning_rate=RATE,
@@ -125,7 +136,7 @@ def trl_update(
     def update(batch: RolloutBatch) -> None:
         model.train()
         total = batch.mask.sum().to(device)
-        for rows in torch.split(torch.arange(len(batch)), options.micro):
+        for rows in torch.split(torch.arange(len(batch)), options.trl_micro):
             micro = batch.select(rows)
             given = {
                 "prompt_ids": micro.prompt_ids,
@@ -146,48 +157,74 @@ def trl_update(
     return update, trainer.optimizer.state.clear
 
 
+def measure_side(
+    make: Any, options: argparse.Namespace, device: torch.device
+) -> dict[str, float | None]:
+    """One side by itself, with a model of its own: both do not fit beside each other."""
+    model = make_model(options, device)
+    batch = make_batch(options, model.config.vocab_size)
+    update, close = make(model, options)
+    first = seconds_of(lambda: update(batch), device)  # compiles, fills the allocator
+    memory = PeakMemory(device)
+    times = [seconds_of(lambda: update(batch), device) for _ in range(options.rounds)]
+    found = {
+        "seconds": statistics.median(times),
+        "first_seconds": first,
+        "peak_gb_above_the_start": memory.result(),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "useful_flops": useful_flops(batch, model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": int(batch.mask.sum()),
+    }
+    close()
+    model.zero_grad()
+    return found
+
+
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Each side by itself, as both do not fit beside each other; the median of its rounds."""
+    """Ours, TRL after it if asked for, and the rate of a large product before both."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" and not options.tiny:
         raise SystemExit("mfu.py: torch finds no CUDA device; --tiny runs without one")
-    model = make_model(options, device)
-    batch = make_batch(options, model.config.vocab_size)
-    tokens, count = int(batch.mask.sum()), sum(p.numel() for p in model.parameters())
+    rate = gemm_rate(torch.bfloat16, device, 8192 if device.type == "cuda" else 256)
     sides: dict[str, Any] = {"ours": our_update} | ({"trl": trl_update} if options.trl else {})
-    seconds: dict[str, float] = {}
-    above: dict[str, float] = {}
-    peaks: dict[str, float] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, make in sides.items():
-        update, close = make(model, options)
-        first = seconds_of(lambda run=update: run(batch), device)  # compiles, fills the allocator
-        memory = PeakMemory(device)
-        times = [seconds_of(lambda run=update: run(batch), device) for _ in range(options.rounds)]
-        seconds[name], above[name] = statistics.median(times), memory.result()
-        if device.type == "cuda":
-            peaks[name] = torch.cuda.max_memory_allocated() / 1e9
-        seconds[f"{name}_first"] = first
-        close()
-        model.zero_grad()
-    ours, peak = seconds["ours"], options.peak_tflops * 1e12
+        try:
+            found[name] = measure_side(make, options, device)
+        except torch.OutOfMemoryError:
+            if name == "ours":
+                raise
+        gc.collect()  # a model and what was compiled for it hold each other
+    ours, peak = found["ours"], options.peak_tflops * 1e12
+    seconds, tokens = ours["seconds"], ours["tokens"]
+
+    def of_sides(what: str, digits: int) -> dict[str, float]:
+        return {n: round(f[what], digits) for n, f in found.items() if f[what] is not None}
+
     return {
         "benchmark": "mfu",
-        "mfu": 6.0 * count * tokens / ours / peak,
-        "mfu_stream": useful_flops(batch, model) / ours / peak,
-        "response_tokens_per_s": round(tokens / ours),
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "times_trl": round(seconds["trl"] / ours, 2) if options.trl else None,
-        "peak_gb": {name: round(value, 2) for name, value in peaks.items()},
-        "peak_gb_above_the_start": {name: round(value, 2) for name, value in above.items()},
-        "parameters": count,
+        "mfu": 6.0 * ours["parameters"] * tokens / seconds / peak,
+        "mfu_stream": ours["useful_flops"] / seconds / peak,
+        "gemm_tflops": round(rate / 1e12, 1),
+        "response_tokens_per_s": round(tokens / seconds),
+        "seconds": of_sides("seconds", 4),
+        "first_seconds": of_sides("first_seconds", 1),
+        "times_trl": round(found["trl"]["seconds"] / seconds, 2) if "trl" in found else None,
+        "out_of_memory": [name for name in sides if name not in found],
+        "peak_gb": of_sides("peak_gb", 2),
+        "peak_gb_above_the_start": of_sides("peak_gb_above_the_start", 2),
+        "parameters": ours["parameters"],
         "response_tokens": tokens,
         "shape": f"{options.prompts} x {options.prompt_tokens} + {options.generations} x "
         f"{options.tokens}",
-        "micro_batch": options.micro,
+        "micro_batch": {"ours": options.micro, "trl": options.trl_micro},
         "precision": f"{options.dtype}, {options.rounding}, moments {options.moments}",
+        "compiled": options.compile,
         "checkpointing": options.checkpointing,
         "peak_tflops": options.peak_tflops,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
     }
 
@@ -205,6 +242,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--micro", type=int, default=16, help="responses in a micro-batch")
+    parser.add_argument("--trl-micro", type=int, default=0, help="of TRL; default: that of ours")
+    parser.add_argument("--compile", action="store_true", help="our layers under torch.compile")
     parser.add_argument("--dtype", choices=["bfloat16", "float32", "autocast"], default="bfloat16")
     parser.add_argument("--rounding", choices=["masters", "stochastic"], default="masters")
     parser.add_argument("--moments", choices=["float32", "8bit"], default="float32")
@@ -215,6 +254,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.tiny:
         options.prompts, options.generations, options.micro = 2, 2, 2
         options.prompt_tokens, options.tokens, options.rounds = 5, 6, 1
+    options.trl_micro = options.trl_micro or options.micro
     return options
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.packing import response_batch
 from posttrain.core.models import flex_stream, stream_attention
+from posttrain.core.models.layers import decoder_layers
+from posttrain.core.models.stream_attention import use_stream_attention
+from posttrain.core.training import forward
+from posttrain.core.training.forward import response_states
 from posttrain.core.training.stream import stream_of
 
 # Prompt lengths; then the group and length of each response.
@@ -76,6 +82,26 @@ def test_the_mask_shows_a_token_its_history(name: str, words: str, include_last:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("words", FIRST_WORDS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "several parts"])
+def test_blocks_are_those_that_torch_finds(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "several parts":  # of queries, worked on one after the other
+        name = "longer than a block"
+        monkeypatch.setattr(flex_stream, "_ROWS", 128)
+    layout = stream_of(batch_of(name, words), include_last=True).layout
+    count = len(layout.back)
+    found = flex_stream.block_mask(layout)
+    sees = flex_stream.stream_mask(layout)
+    wanted = create_block_mask(sees, None, None, count, count, device="cpu")
+    assert found.shape == wanted.shape and found.mask_mod is not None
+    names = ("kv", "full_kv", "q", "full_q")
+    for counts, indices in ((f"{n}_num_blocks", f"{n}_indices") for n in names):
+        assert torch.equal(getattr(found, counts), getattr(wanted, counts))
+        assert torch.equal(getattr(found, indices), getattr(wanted, indices))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("words", FIRST_WORDS)
@@ -129,6 +155,54 @@ def test_forward_mode_derivatives_are_by_grids(monkeypatch: pytest.MonkeyPatch) 
     assert flex_stream.why_no_flex(query) is None  # type: ignore[arg-type]
     query.tangent = query  # type: ignore[attr-defined]
     assert "forward-mode" in str(flex_stream.why_no_flex(query))  # type: ignore[arg-type]
+
+
+def test_a_compiled_layer_does_not_ask_for_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    query = OnCuda()  # asked for its tangent it would fail
+    assert flex_stream.why_no_flex(query) is None  # type: ignore[arg-type]
+    assert "no heads of 8" in str(flex_stream.why_no_flex(OnCuda(size=8)))  # type: ignore[arg-type]
+
+
+def test_a_compiled_layer_holds_the_kernel_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it runs outside (`fullgraph`), and other shapes compile little anew."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).eval()
+    use_stream_attention(model)
+    batches = [batch_of(name) for name in LAYOUTS]
+    with torch.no_grad():
+        grids = [response_states(model, batch, include_last=True).hidden for batch in batches]
+        monkeypatch.setattr(stream_attention, "why_no_flex", lambda query: None)
+        monkeypatch.setattr(forward, "prepare", flex_stream.block_mask)
+        monkeypatch.setattr(torch.compiler.config, "recompile_limit", 2)  # two layers, two ways
+        monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
+        for batch, wanted in zip(batches, grids, strict=True):
+            found = response_states(model, batch, include_last=True).hidden
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_keys_are_copied_to_the_heads_that_share_them_for_a_backward_pass(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **settings: object) -> Tensor:
+        seen.extend((key, value))
+        assert settings["enable_gqa"] is not training
+        return query
+
+    monkeypatch.setattr(flex_stream, "flex_attention", attend)
+    layout = stream_of(batch_of("one"), include_last=True).layout
+    query, key, value = (torch.randn(1, heads, len(layout.back), 16) for heads in (4, 2, 2))
+    with torch.set_grad_enabled(training):
+        key.requires_grad_()
+        flex_stream.flex_stream(query, key, value, layout, 0.5)
+    for given, own in zip(seen, (key, value), strict=True):
+        assert torch.equal(given, own[:, [0, 0, 1, 1]] if training else own)
 
 
 def test_attention_takes_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
