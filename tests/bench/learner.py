@@ -179,7 +179,8 @@ def update(way: str, learner: Learner, batch: RolloutBatch, options: argparse.Na
         return
     if way == "chunked":
         batch = replace(batch, group_id=torch.arange(len(batch)))
-    stance = "default" if way == "compiled" else "force_eager"
+    # One model serves all ways: its compiled layers run as they are in the others.
+    stance = "force_eager" if options.compile and way != "compiled" else "default"
     with torch.compiler.set_stance(stance):
         learner.update(batch, 0, 0.0)
 
@@ -269,6 +270,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=None, help="default: the bundled SmolLM2")
     parser.add_argument("--home", type=Path, default=Path(".posttrain"))
     options = parser.parse_args()
+    if options.compile and torch.cuda.is_available():  # uncompiled ways have compiled kernels there
+        parser.error("on CUDA, tests/gpu/mfu.py with and without --compile compares these")
     print(json.dumps(measure(options), indent=None if options.json else 2))
 
 

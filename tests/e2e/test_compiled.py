@@ -11,6 +11,7 @@ from tests.helpers.pipeline import run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
 
+@pytest.mark.slow
 def test_compiled_layers_take_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

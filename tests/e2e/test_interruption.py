@@ -128,6 +128,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
 
+@pytest.mark.slow
 def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(tmp_path: Path) -> None:
     """Killed while rollouts of later steps wait for their update, some of their groups carried."""
     fields = {

@@ -132,6 +132,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_were_not(
     assert not ours, ours
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_never_continued_or_passed_over(
     config: Path, tmp_path: Path
 ) -> None:

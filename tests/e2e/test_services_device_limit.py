@@ -34,6 +34,7 @@ def stage_runs(services: Services, flow_run_id: str) -> list[dict[str, Any]]:
     return [run for run in found if TAG in run["tags"]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("one_at_a_time")
 def test_stages_of_two_runs_take_turns_under_a_limit_of_one(

@@ -112,6 +112,7 @@ SOON = ("stages.gate.timeout_hours=0.005", "stages.gate.on_timeout=approve")
 """Eighteen seconds for an answer."""
 
 
+@pytest.mark.slow
 def test_no_answer_in_time_is_what_the_config_says_without_a_run_of_the_command(
     services: Services, deployment: str
 ) -> None:

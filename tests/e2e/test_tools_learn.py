@@ -116,6 +116,7 @@ def assert_learned(learned: Learned) -> None:
     assert at_end[-1] == learned.metric("after", "eval/greedy_accuracy")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_arpo_learns_to_call_its_tool(tmp_path: Path) -> None:
     assert_learned(run(tmp_path, tools_config(tmp_path, seed=0)))
