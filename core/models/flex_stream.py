@@ -73,10 +73,11 @@ def stream_mask(layout: StreamLayout) -> MaskMod:
     return sees
 
 
-def prepare(layout: StreamLayout) -> None:
-    """Make what the kernel needs of a layout on CUDA, before the layers: these may be compiled."""
+def prepared(layout: StreamLayout) -> StreamLayout:
+    """`layout` with what the kernel needs on CUDA; before the layers, which may be compiled."""
     if layout.back.is_cuda and _HAS_TRITON:
         block_mask(layout)
+    return layout
 
 
 def block_mask(layout: StreamLayout) -> BlockMask:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from requests.exceptions import ChunkedEncodingError
+
 from posttrain.core.errors import RunError
 
 T = TypeVar("T")
@@ -27,6 +29,24 @@ def reason(error: BaseException) -> str:
             return str(getattr(found, "orig"))  # noqa: B009 - declared nowhere
         found = found.__cause__ or found.__context__
     return str(error)
+
+
+def cut_off(error: BaseException) -> bool:
+    """Whether a server ended in the middle of its answer: MLflow repeats every other request."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ChunkedEncodingError):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
+def once_more_if_cut_off(job: Callable[[], T]) -> T:
+    """What `job` gives. It is asked again when the first answer was cut off."""
+    try:
+        return job()
+    except Exception as error:
+        if not cut_off(error):
+            raise
+    return job()
 
 
 class Writer:
@@ -46,11 +66,12 @@ class Writer:
     def submit(self, what: str, job: Callable[[], object]) -> None:
         """Queue `job`, named `what` in an error; then raise an earlier job's error, if any.
 
-        The job is queued even then: a failed write must not take later measurements with it.
+        The job is queued even then: a failed write must not take later measurements with it. It
+        leaves the same when it runs twice, as it does when a server's answer is cut off.
         """
         with self._lock:
             earlier = self._untold()
-            self._waiting.append((what, self._pool.submit(job)))
+            self._waiting.append((what, self._pool.submit(once_more_if_cut_off, job)))
             oldest = self._waiting[0][1] if len(self._waiting) > self._max_waiting else None
         if oldest is not None:
             oldest.exception()  # waits; a later call tells of the error itself

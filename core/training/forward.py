@@ -18,7 +18,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.compiling import is_compiled
-from posttrain.core.models.flex_stream import prepare
+from posttrain.core.models.flex_stream import prepared
 from posttrain.core.models.given_products import products_given
 from posttrain.core.models.sampled_products import SampledProducts
 from posttrain.core.models.sharded import put_away, run_backbone
@@ -152,8 +152,6 @@ def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) 
 def _stream_states(model: PreTrainedModel, stream: TokenStream) -> States:
     """`response_states` from one forward pass over a stream in which nothing is padded."""
     device = model.device
-    layout = stream.layout.to(device)
-    prepare(layout)
     out = run_backbone(
         model,
         input_ids=stream.token_ids.to(device)[None],
@@ -161,7 +159,7 @@ def _stream_states(model: PreTrainedModel, stream: TokenStream) -> States:
         # Models hand a mask of four axes on as it is; the layout says who attends to whom.
         attention_mask=torch.zeros((1, 1, 1, 1), dtype=model.dtype, device=device),
         use_cache=False,
-        stream_layout=layout,
+        stream_layout=prepared(stream.layout.to(device)),
     )
     picks = stream.picks.to(device)
     hidden = out.last_hidden_state[0].index_select(0, picks.flatten()).view(*picks.shape, -1)

@@ -219,9 +219,20 @@ def wait_for_stage(services: Services, name: str, state: str) -> None:
 
 
 def unschedule(services: Services, deployment: str) -> None:
-    """Take its schedule away: one run at a time would leave out those that tests ask for."""
+    """Take its schedule away: one run at a time would leave out those that tests ask for.
+
+    What it had started already ends first.
+    """
     for schedule in services.ask("GET", f"/deployments/{deployment}")["schedules"]:
         services.ask("DELETE", f"/deployments/{deployment}/schedules/{schedule['id']}")
+    under_way = {
+        "deployments": {"id": {"any_": [deployment]}},
+        "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}},
+    }
+    deadline = time.monotonic() + 120
+    while services.ask("POST", "/flow_runs/filter", under_way):
+        assert time.monotonic() < deadline, services.log("worker")[-3000:]
+        time.sleep(0.5)
 
 
 def start_long_run(services: Services, nightly: str, name: str) -> str:

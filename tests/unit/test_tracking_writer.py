@@ -5,9 +5,12 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from mlflow import MlflowClient
 
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path, read_journal
@@ -164,3 +167,60 @@ def test_importing_the_config_or_the_names_does_not_import_mlflow() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout) == []
+
+
+class CutsItsFirstAnswers(BaseHTTPRequestHandler):
+    """An MLflow server that ends in the middle of its first answers: two bytes that never come."""
+
+    protocol_version = "HTTP/1.1"
+    cut = 1
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        if len(self.asked) > self.cut:
+            self.wfile.write(b"{}")
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_write_whose_answer_is_cut_off_is_sent_once_more(cut: int) -> None:
+    class Handler(CutsItsFirstAnswers):
+        asked: ClassVar[list[str]] = []
+
+    Handler.cut = cut
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = MlflowClient(f"http://127.0.0.1:{server.server_port}")
+        writer = Writer("there")
+        writer.submit("a tag", lambda: client.set_tag("0123", "key", "value"))
+        if cut == 1:
+            writer.flush()
+        else:
+            with pytest.raises(RunError, match=r"could not record a tag .* IncompleteRead"):
+                writer.flush()
+        writer.close()
+        server.shutdown()
+    assert Handler.asked == ["/api/2.0/mlflow/runs/set-tag"] * 2
+
+
+def test_what_fails_otherwise_is_tried_once() -> None:
+    tried: list[int] = []
+
+    def fails() -> None:
+        tried.append(1)
+        raise OSError("no room")
+
+    writer = Writer("there")
+    writer.submit("a thing", fails)
+    with pytest.raises(RunError, match="no room"):
+        writer.flush()
+    writer.close()
+    assert tried == [1]

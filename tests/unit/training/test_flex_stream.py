@@ -12,7 +12,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.packing import response_batch
 from posttrain.core.models import flex_stream, stream_attention
 from posttrain.core.models.layers import decoder_layers
-from posttrain.core.models.stream_attention import use_stream_attention
+from posttrain.core.models.stream_attention import StreamLayout, use_stream_attention
 from posttrain.core.training import forward
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.stream import stream_of
@@ -164,6 +164,12 @@ def test_a_compiled_layer_does_not_ask_for_tangents(monkeypatch: pytest.MonkeyPa
     assert "no heads of 8" in str(flex_stream.why_no_flex(OnCuda(size=8)))  # type: ignore[arg-type]
 
 
+def with_mask(layout: StreamLayout) -> StreamLayout:
+    """What a GPU gets before its layers."""
+    flex_stream.block_mask(layout)
+    return layout
+
+
 def test_a_compiled_layer_holds_the_kernel_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it runs outside (`fullgraph`), and other shapes compile little anew."""
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64}
@@ -174,14 +180,13 @@ def test_a_compiled_layer_holds_the_kernel_whole(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         grids = [response_states(model, batch, include_last=True).hidden for batch in batches]
         monkeypatch.setattr(stream_attention, "why_no_flex", lambda query: None)
-        monkeypatch.setattr(forward, "prepare", flex_stream.block_mask)
-        monkeypatch.setattr(torch.compiler.config, "recompile_limit", 2)  # two layers, two ways
-        monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+        monkeypatch.setattr(forward, "prepared", with_mask)
         for layer in decoder_layers(model):
             layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
-        for batch, wanted in zip(batches, grids, strict=True):
-            found = response_states(model, batch, include_last=True).hidden
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+            for batch, wanted in zip(batches, grids, strict=True):
+                found = response_states(model, batch, include_last=True).hidden
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False])
