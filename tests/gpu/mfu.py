@@ -9,7 +9,7 @@ AdamW without master weights, as that trainer makes it, after ours.
 
     python tests/gpu/mfu.py [--prompts 16 --generations 8 --prompt-tokens 512 --tokens 512]
     pip install --no-deps --target .posttrain/trl trl==1.16.0
-    python tests/gpu/mfu.py --trl .posttrain/trl
+    python tests/gpu/mfu.py --compile --micro 32 --trl .posttrain/trl
 
 `--tiny` is a model of 2 layers, to see that the script runs; it needs no GPU.
 """
