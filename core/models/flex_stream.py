@@ -135,9 +135,8 @@ def flex_stream(
     """Attention [1, S, H, D] of `query` [1, H, S, D] over `key`, `value` [1, K, S, D]."""
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and torch.is_grad_enabled() and key.requires_grad:
-        # The backward pass works on all queries of a block of keys one after the other, and those
-        # of a prompt are of every response, and of `shared` heads. With heads apart it took half
-        # the time or less on an H200 (6 heads a key, 8 responses of 512 tokens a prompt).
+        # The backward pass works on all queries of a block of keys one after the other: those of
+        # a prompt are of every response, and of `shared` heads (decision 23).
         key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
     # In a compiled layer it is compiled with the rest.
     attend = _kernel() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
