@@ -45,13 +45,12 @@ from posttrain.core.costs.stopwatch import Stopwatch
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout.engine_weights import EngineWeights
 from posttrain.core.rollout_sampling import draw_tokens
-from posttrain.core.runtime.processor import has_bfloat16_instructions
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.types import SamplingParams
 
-CPU_WORK, SLOW_CPU_WORK, GPU_WORK = 4e9, 4e8, 3e12
-"""Operations of one layer's forward and backward pass in a measurement: some 20 ms on two cores,
-also where bfloat16 products are emulated, and some 10 ms on a GPU."""
+CPU_WORK, GPU_WORK = 4e9, 3e12
+"""Operations of one layer's forward and backward pass in a measurement: some 20 ms on two cores and
+some 10 ms on a GPU."""
 LARGEST_MATRIX = 1.5e7
 """Elements of the vocabulary's matrix in a measurement; of larger ones a part is measured."""
 ADAMW_FLOATS = 2**22
@@ -95,8 +94,7 @@ class Calibration:
         self._models: dict[Hashable, PreTrainedModel] = {}
         on_cpu = runtime.device.type == "cpu"
         self._watch = Stopwatch(runtime.device, runtime.dtype.itemsize * shape.in_layers)
-        slow = runtime.dtype == torch.bfloat16 and not has_bfloat16_instructions()
-        self._work = GPU_WORK if not on_cpu else SLOW_CPU_WORK if slow else CPU_WORK
+        self._work = CPU_WORK if on_cpu else GPU_WORK
 
     def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
         """Forward and backward, for a token that attends to as many as in `rows`."""

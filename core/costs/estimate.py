@@ -19,6 +19,7 @@ from posttrain.core.costs.times import ALIKE, StageTime, compares_answers, stage
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
 from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.wide_products import product_type
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import derive_seed
 
@@ -81,7 +82,8 @@ class Estimator:
         checkpointing = config.model.gradient_checkpointing
         fields = {} if isinstance(config.engine, str) else config.engine.fields()
         shape, when = model.shape, fields.get("packed_weights", "auto")
-        size = runtime.dtype.itemsize * (shape.in_layers + shape.vocabulary * shape.hidden)
+        each = product_type(runtime.dtype, runtime.device).itemsize
+        size = each * (shape.in_layers + shape.vocabulary * shape.hidden)
         packs_weights = packs(size, runtime.dtype, runtime.device, cast(When, when))
         packed = size if engine == "transformers" and packs_weights else 0
         work = Work(

@@ -186,11 +186,12 @@ class Holder:
         layers = self.work.rates.kept(rows.heaviest, lora).of(shape.layers + 1)
         if not head:
             return layers
-        each = self.work.bytes_each
-        logits = min(self.work.logit_rows, rows.at_once * rows.responses.mean) * each
+        each, made = self.work.bytes_each, self.work.made_bytes
+        wide = made if made > each else 0  # beside what is rounded, and cast from
+        logits = min(self.work.logit_rows, rows.at_once * rows.responses.mean) * (each + wide)
         logits += 2 * block_rows(self.work.device) * FLOAT
         # The vocabulary's gradient is made beside the sum that it is added to.
-        matrix = 0 if lora is not None else each * shape.hidden
+        matrix = wide * shape.hidden + (0 if lora is not None else each * shape.hidden)
         return layers + shape.vocabulary * (logits + matrix)
 
     def _sampling(self, stage: Stage) -> float:

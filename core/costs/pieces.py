@@ -27,6 +27,7 @@ from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import pack
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_products import linear_layers
+from posttrain.core.models.wide_products import product, widen
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.head_targets import KnownLogits
 from posttrain.core.training.logprobs import cut_logprobs
@@ -46,6 +47,7 @@ def few_layers(
     """A model of that many layers and a small vocabulary, ready to be trained as the run's is."""
     model = _made(config, layers, runtime)
     attend_as(model, runtime)
+    widen(model)
     if checkpointing:
         use_checkpointing(model)
     if lora is not None:
@@ -67,6 +69,8 @@ def few_engine_layers(
         use_grouped_attention(model)
     if packed:
         pack(model)
+    else:
+        widen(model)
     return model
 
 
@@ -238,12 +242,14 @@ def head_pass(
         layer.weight = Parameter(weight, requires_grad=False)
         if packed:
             pack(layer)
+        else:
+            widen(layer)
         return torch.inference_mode()(partial(layer, hidden))
 
     known = None
     if work == "reused":
         places = torch.arange(len(hidden), device=hidden.device)
-        known = KnownLogits((hidden @ weight.t()).detach(), places)
+        known = KnownLogits(product(hidden, weight.t()).detach(), places)
 
     def run() -> None:
         values, _, _ = cut_logprobs(hidden, weight, targets, Cut(), known=known)

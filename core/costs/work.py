@@ -18,6 +18,7 @@ from posttrain.core.costs.lengths import Lengths, Responses, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
 from posttrain.core.models.sampled_products import MOST_LOGITS_BYTES
+from posttrain.core.models.wide_products import is_emulated
 from posttrain.core.rollout.same_rows import DROP_BELOW
 from posttrain.core.training.logprobs import chunk_rows
 
@@ -106,7 +107,13 @@ class Work:
     @property
     def logit_rows(self) -> int:
         """Tokens whose logits the learner makes at a time."""
-        return chunk_rows(self.device, self.shape.vocabulary * self.bytes_each)
+        return chunk_rows(self.device, self.shape.vocabulary * self.made_bytes)
+
+    @property
+    def made_bytes(self) -> int:
+        """Of a number that a product gives, before it is rounded."""
+        wide = self.bytes_each == 2 and is_emulated(torch.bfloat16, self.device)
+        return torch.float32.itemsize if wide else self.bytes_each
 
     def rows(
         self, count: int, group: int, micro: int, responses: Responses, most_tokens: int | None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from posttrain.core.models.wide_products import WideLinear, linear_gradients
 
 
 class _Given(torch.autograd.Function):
@@ -31,14 +33,7 @@ class _Given(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        return (
-            (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None,
-            rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None,
-            rows.sum(dim=0) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        return *linear_gradients(ctx, x, weight, grad), None, None
 
 
 class _GivenLinear(torch.nn.Linear):
@@ -61,19 +56,20 @@ def products_given(
 ) -> Iterator[None]:
     """Inside, linear layers named in `known` give rows `places` [S] of it [K, O], and no product.
 
-    Layers of another class than torch's own compute as ever. `known` is empty afterwards.
+    Layers of other classes than torch's own and `WideLinear` compute as ever. `known` is empty
+    afterwards.
     """
-    layers = []
+    layers: list[tuple[Any, type]] = []  # Any: linear layers that take new attributes
     for name in list(known):
-        rows, layer = known.pop(name), model.get_submodule(name)
-        if type(layer) is torch.nn.Linear:
-            layers.append(layer)
+        rows, layer = known.pop(name), cast(Any, model.get_submodule(name))
+        if type(layer) in (torch.nn.Linear, WideLinear):
+            layers.append((layer, type(layer)))
             layer.__class__ = _GivenLinear
             layer.known, layer.places = rows, places
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__class__ = torch.nn.Linear
+        for layer, own in layers:
+            layer.__class__ = own
             layer.__dict__.pop("known", None)
             del layer.places

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.models.shared_prompts import SharedPrompts, attention_over_prompts
+from posttrain.core.models.wide_products import product
 
 GROUPED = "posttrain_grouped"
 # Queries x keys from which SDPA with a mask beats the plain product on a CPU.
@@ -45,11 +46,11 @@ def grouped_attention(
         return output, None
     groups = key.shape[1]
     stacked = query.reshape(rows, groups, heads // groups * steps, -1)
-    scores = torch.matmul(stacked, key.transpose(2, 3)).view(rows, heads, steps, -1) * scaling
+    scores = product(stacked, key.transpose(2, 3)).view(rows, heads, steps, -1) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    output = torch.matmul(weights.view(rows, groups, heads // groups * steps, -1), value)
+    output = product(weights.view(rows, groups, heads // groups * steps, -1), value)
     return output.view(rows, heads, steps, -1).transpose(1, 2).contiguous(), None
 
 

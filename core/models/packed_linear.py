@@ -2,7 +2,8 @@
 
 A product of few rows with a bfloat16 weight in torch's order first reorders the whole weight, every
 time: with 64 rows on two cores that is a third of it. In float32 torch asks another library, which
-is slower for few rows (docs/performance.md). Nothing here has a gradient.
+is slower for few rows (docs/performance.md). Where bfloat16 products are made in float32
+(`wide_products`) the packed copy is float32's already. Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from posttrain.core.models.wide_products import WideLinear, linear, product_type
 
 # The batch that the order is chosen for; products of any other are right as well.
 ROWS = 64
@@ -27,11 +29,12 @@ class _PackedLinear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # A weight that has changed since is never answered for by its old copy.
         if self.packed is None or self.weight._version != self.version:
-            return functional.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(self.packed.dtype)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            input, self.packed, self.bias, "none", [], ""
+            input.to(self.packed.dtype), self.packed, bias, "none", [], ""
         )
-        return result
+        return result.to(input.dtype)
 
 
 def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -44,14 +47,13 @@ def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
     needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return f"torch {torch.__version__} does not offer oneDNN's order"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "the processor has no AVX-512"
     return None
 
 
 def packed_bytes(model: Any) -> int:  # Any: transformers' model classes are not typed
     """What the second copy of the weights of linear layers takes."""
-    return sum(layer.weight.nbytes for layer in _linears(model))
+    size = product_type(model.dtype, model.device).itemsize
+    return sum(layer.weight.numel() * size for layer in _linears(model))
 
 
 def can_pack(model: Any, when: When) -> bool:  # Any: as above
@@ -60,7 +62,7 @@ def can_pack(model: Any, when: When) -> bool:  # Any: as above
 
 
 def packs(size: int, dtype: torch.dtype, device: torch.device, when: When) -> bool:
-    """The same for a model whose linear layers have weights of `size` bytes."""
+    """The same for a model whose linear layers take `size` bytes when they are packed."""
     if when == "never" or why_no_packing(dtype, device) is not None:
         return False
     return when == "always" or size <= MOST_BYTES
@@ -71,9 +73,12 @@ def pack(model: Any) -> None:  # Any: as above
     """Keep the weights of linear layers packed beside what they are; again after they changed."""
     for layer in _linears(model):
         layer.__class__ = _PackedLinear
-        layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
+        weight = layer.weight.detach()
+        weight = weight.to(product_type(weight.dtype, weight.device))
+        layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         layer.version = layer.weight._version
 
 
 def _linears(model: Any) -> list[Any]:  # Any: as above; linear layers that take a new attribute
-    return [m for m in model.modules() if type(m) in (torch.nn.Linear, _PackedLinear)]
+    kinds = (torch.nn.Linear, WideLinear, _PackedLinear)
+    return [m for m in model.modules() if type(m) in kinds]

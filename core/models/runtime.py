@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.models.wide_products import is_emulated
 from posttrain.core.runtime.compiler import check_compiler
 from posttrain.core.runtime.device import choose_attention, choose_device, choose_dtype
 
@@ -35,7 +36,11 @@ class ModelRuntime:
 
     @property
     def plain_attention(self) -> str:
-        """transformers' own implementation; on a CPU eager beats SDPA at short lengths."""
+        """transformers' own implementation; on a CPU eager beats SDPA at short lengths.
+
+        Not where its bfloat16 products would be emulated.
+        """
         if self.attention != "stream":
             return self.attention
-        return "eager" if self.device.type == "cpu" else "sdpa"
+        eager = self.device.type == "cpu" and not is_emulated(self.dtype, self.device)
+        return "eager" if eager else "sdpa"

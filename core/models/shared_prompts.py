@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.core.models.wide_products import product
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
@@ -101,12 +103,12 @@ def attention_over_prompts(
         x = x.reshape(-1, groups, shared, x.shape[-1])
         return x if prompts.back is None else x[prompts.back]
 
-    of_prompt = torch.matmul(gather(own), prompt_keys.transpose(2, 3))
+    of_prompt = product(gather(own), prompt_keys.transpose(2, 3))
     if prompts.hidden is not None:
         of_prompt += prompts.hidden
-    scores = torch.cat([scatter(of_prompt), torch.matmul(own, key.transpose(2, 3))], dim=-1)
+    scores = torch.cat([scatter(of_prompt), product(own, key.transpose(2, 3))], dim=-1)
     scores *= scaling
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    output = scatter(torch.matmul(gather(weights[..., :length]), prompt_values))
-    output += torch.matmul(weights[..., length:], value)
+    output = scatter(product(gather(weights[..., :length]), prompt_values))
+    output += product(weights[..., length:], value)
     return output.reshape(rows, 1, heads, size)  # of one prompt it may be strided

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from posttrain.core.models.flex_stream import flex_stream, say_once, why_no_flex
 from posttrain.core.models.grouped_attention import grouped_attention
+from posttrain.core.models.wide_products import product
 
 STREAM = "posttrain_stream"
 # Prompt tokens from which SDPA's causal kernel beats plain products on a CPU.
@@ -204,10 +205,10 @@ def _within_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -
             enable_gqa=shared > 1,
         ).view(query.shape)
     stacked = query.reshape(prompts, groups, shared * length, size)
-    scores = torch.matmul(stacked, key.transpose(2, 3))
+    scores = product(stacked, key.transpose(2, 3))
     by_query = scores.view(prompts, groups, shared, length, length)
     weights = _softmax(by_query, _later(length, query.device), scaling)
-    return torch.matmul(weights.view(scores.shape), value).view(query.shape)
+    return product(weights.view(scores.shape), value).view(query.shape)
 
 
 def _responses(
@@ -237,14 +238,14 @@ def _with_shared_prompts(
     with_prompt = query.view(prompts, groups, rows * shared * length, size)
     with_own = query.view(prompts, groups, rows, shared * length, size)
     grid = (prompts, groups, rows, shared, length)
-    to_prompt = torch.matmul(with_prompt, prompt[0].transpose(2, 3)).view(*grid, longest)
-    to_own = torch.matmul(with_own, own[0].transpose(3, 4)).view(*grid, length)
+    to_prompt = product(with_prompt, prompt[0].transpose(2, 3)).view(*grid, longest)
+    to_own = product(with_own, own[0].transpose(3, 4)).view(*grid, length)
     scores = torch.cat([to_prompt, to_own], dim=-1)
     weights = _softmax(scores, hidden[:, None, None, None], scaling)
     to_prompt = weights[..., :longest].reshape(prompts, groups, rows * shared * length, longest)
     to_own = weights[..., longest:].reshape(prompts, groups, rows, shared * length, length)
-    of_prompt = torch.matmul(to_prompt, prompt[1]).view(query.shape)
-    return of_prompt + torch.matmul(to_own, own[1]).view(query.shape)
+    of_prompt = product(to_prompt, prompt[1]).view(query.shape)
+    return of_prompt + product(to_own, own[1]).view(query.shape)
 
 
 def _with_copied_prompts(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.core.models.adapters import check_adapter
 from posttrain.core.models.packed_linear import When, can_pack, pack
+from posttrain.core.models.wide_products import widen
 from posttrain.core.rollout_sampling import checked_weights
 
 
@@ -73,6 +74,8 @@ class EngineWeights:
     def _pack(self) -> None:
         if self._packs:
             pack(self._model)
+        else:
+            widen(self._model)
 
     @property
     def _shapes(self) -> dict[str, Sequence[int]]:

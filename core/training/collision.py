@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.models.wide_products import product
 from posttrain.core.training.forward import head_weight, response_states, to_rows
 
 CHUNK = 1024  # tokens whose float32 logits are held at a time
@@ -27,7 +28,7 @@ def response_sum_pi_squared(
     weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
     parts = []
     for chunk in torch.split(chosen, CHUNK):
-        logits = chunk @ weight.t()
+        logits = product(chunk, weight.t())
         logits = logits if logits.dtype == torch.float64 else logits.float()
         parts.append(torch.softmax(logits / temperature, dim=-1).square().sum(dim=-1))
     values = torch.cat(parts) if parts else chosen.new_zeros(0)

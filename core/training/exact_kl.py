@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.models.wide_products import product
 from posttrain.core.training.forward import States, head_weight, response_states, to_rows
 
 KlOfLogits = Callable[[Tensor, Tensor], Tensor]
@@ -95,5 +96,5 @@ def response_exact_kl(
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Logits [n, V] in at least float32."""
-    logits = hidden @ weight.t()
+    logits = product(hidden, weight.t())
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

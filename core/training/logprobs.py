@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
+from posttrain.core.models.wide_products import product, product_type
 from posttrain.core.training.head_blocks import block_math, scaled
 from posttrain.core.training.head_targets import KnownLogits, Targets
 
@@ -79,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if known is not None:
             ctx.chunks = [slice(0, count)]
         for rows in ctx.chunks:
-            logits = hidden[rows] @ weight.t() if known is None else known
+            logits = product(hidden[rows], weight.t()) if known is None else known
             for here, block in _blocks(rows, logits):
                 top, log_total, spread = math.scores(block, inv_temperature)
                 which, own, ids = targets.within(here)
@@ -112,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         sums = _WeightGradient(weight, many=len(ctx.chunks) > 1)
         for rows in reversed(ctx.chunks):
-            logits, last = hidden[rows] @ weight.t() if last is None else last, None
+            logits, last = product(hidden[rows], weight.t()) if last is None else last, None
             grads = logits.room() if isinstance(logits, KnownLogits) else logits
             for here, block in _blocks(rows, logits):
                 given = (block, ctx.inv_temperature, normaliser[here], summed[here])
@@ -124,9 +125,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad.index_put_((own, ids), grad_logprobs[which], accumulate=True)
                 grads[here.start - rows.start : here.stop - rows.start] = grad
             if grad_hidden is not None:
-                grad_hidden[rows] = grads @ weight
+                grad_hidden[rows] = product(grads, weight)
             if need_weight:
-                sums.add(grads.t() @ hidden[rows])
+                sums.add(product(grads.t(), hidden[rows]))
         found = sums.total() if need_weight else None
         return grad_hidden, found, None, None, None, None, None, None
 
@@ -191,7 +192,8 @@ def cut_logprobs(
     if targets.shape[0] == 0:
         zero = hidden[:0].sum(dim=1).float() + 0.0 * weight.sum().float()
         return zero, zero, zero.detach()
-    most = chunk_rows(hidden.device, weight.shape[0] * weight.element_size())
+    made = product_type(weight.dtype, weight.device)
+    most = chunk_rows(hidden.device, weight.shape[0] * made.itemsize)
     looked_up = Targets(targets, rows, hidden.shape[0])
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, looked_up, 1.0 / temperature, chunk or most, cut, known, compiled

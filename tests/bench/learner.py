@@ -39,6 +39,7 @@ from posttrain.core.models.loading import load_policy
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.models.stream_attention import use_stream_attention
+from posttrain.core.models.wide_products import is_emulated
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import keep_freed_memory, trim_heap
 from posttrain.core.training.learner import Learner
@@ -108,7 +109,12 @@ def plain_update(learner: Learner, batch: RolloutBatch, size: int) -> None:
 
 
 def gemm_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
-    """FLOP/s of a square product, the best of a few."""
+    """FLOP/s of a square product, the best of a few.
+
+    Where bfloat16's are made in float32 (`wide_products`), float32's, without the casts.
+    """
+    if is_emulated(dtype, device):
+        dtype = torch.float32
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(5):

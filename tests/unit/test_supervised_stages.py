@@ -14,6 +14,7 @@ from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.models import wide_products
 from posttrain.core.models.loading import load_policy, load_reward_model, save_model
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
@@ -146,6 +147,7 @@ def test_the_reward_is_read_at_the_last_token_with_or_without_shared_prompts(
 
 
 def test_auto_is_what_the_machine_is_fast_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_products, "CPU_EMULATES", False)
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(device, "has_bfloat16_instructions", lambda fast=fast: fast)
         found = ModelRuntime.from_config(ModelSection(device="cpu"))
