@@ -56,7 +56,7 @@ class ModelSection(Section):
         default="auto",
         description="compute precision; bfloat16 training keeps float32 master weights. auto: "
         "bfloat16 on a GPU and on processors with bfloat16 instructions, else float32. Where a "
-        "processor's oneDNN has no bfloat16 products they are made in float32. autocast: "
+        "processor has none, bfloat16 products are made in float32 and rounded. autocast: "
         "float32 weights, products in bfloat16 by torch.autocast, for GPUs",
     )
     attention: Literal["auto", "stream", "eager", "sdpa"] = Field(
