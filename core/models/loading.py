@@ -22,7 +22,7 @@ from posttrain.core.models.autocast import use_autocast
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sharing import why_no_shared_keys, why_no_stream
 from posttrain.core.models.stream_attention import use_stream_attention
-from posttrain.core.models.wide_products import widen
+from posttrain.core.models.wide_products import is_emulated, widen
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,8 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
     attend_as(model, runtime)
     widen(model)
+    if is_emulated(model.dtype, model.device):
+        logger.info("no bfloat16 instructions here: its products are made in float32 and rounded")
     if runtime.autocast:
         use_autocast(model, runtime.dtype)
     loaded: PreTrainedModel = model

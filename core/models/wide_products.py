@@ -21,8 +21,8 @@ from posttrain.core.runtime.processor import has_bfloat16_instructions
 def _cpu_emulates() -> bool:
     """Whether this processor has no instructions for products of bfloat16.
 
-    On x86-64 oneDNN emulates them with AVX-512 as well, at a third of float32's speed. Elsewhere it
-    is asked itself; the question has no public name, and is the one that PyTorch asks.
+    On x86-64 oneDNN emulates them with AVX-512 as well, at a quarter or a third of float32's
+    speed. Elsewhere it is asked itself; the question has no public name, and is PyTorch's own.
     """
     if platform.machine() in ("x86_64", "AMD64"):
         return not has_bfloat16_instructions()
@@ -94,13 +94,12 @@ def linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What a layer's `grad` [..., O] gives to x [..., I], weight [O, I] and bias [O] that `ctx`,
     whose first three inputs they are, needs."""
-    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-    if is_emulated(x.dtype, x.device):
-        rows, inputs, weight = rows.float(), inputs.float(), weight.float()
+    kind = product_type(x.dtype, x.device)
+    rows = grad.flatten(0, -2).to(kind)
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     return (
-        (rows @ weight).view(x.shape).to(x.dtype) if need_x else None,
-        (rows.t() @ inputs).to(x.dtype) if need_weight else None,
+        (rows @ weight.to(kind)).view(x.shape).to(x.dtype) if need_x else None,
+        (rows.t() @ x.flatten(0, -2).to(kind)).to(x.dtype) if need_weight else None,
         rows.sum(dim=0).to(x.dtype) if need_bias else None,
     )
 

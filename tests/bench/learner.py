@@ -180,15 +180,15 @@ def update(way: str, learner: Learner, batch: RolloutBatch, options: argparse.Na
         use_stream_attention(learner.model)
     else:
         learner.model.set_attn_implementation(options.attention)
-    if way == "plain":
-        plain_update(learner, batch, options.plain_micro)
-        return
     if way == "chunked":
         batch = replace(batch, group_id=torch.arange(len(batch)))
     # One model serves all ways: its compiled layers run as they are in the others.
     stance = "force_eager" if options.compile and way != "compiled" else "default"
     with torch.compiler.set_stance(stance):
-        learner.update(batch, 0, 0.0)
+        if way == "plain":
+            plain_update(learner, batch, options.plain_micro)
+        else:
+            learner.update(batch, 0, 0.0)
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
