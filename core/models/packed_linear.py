@@ -47,6 +47,9 @@ def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
     needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return f"torch {torch.__version__} does not offer oneDNN's order"
+    low = product_type(dtype, device) == torch.bfloat16
+    if low and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "oneDNN has no bfloat16 products here"
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.models import packed_linear
+from posttrain.core.models import packed_linear, wide_products
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import can_pack, packed_bytes, why_no_packing
@@ -148,7 +148,12 @@ def test_auto_stops_at_the_limit(packed: TransformersEngine) -> None:
         assert can_pack(model, "always")
 
 
-def test_only_products_of_onednn_are_packed() -> None:
+def test_only_products_of_onednn_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_no_packing(torch.float32, CPU) is None
     assert "on a CPU" in str(why_no_packing(torch.float64, CPU))
     assert "on a CPU" in str(why_no_packing(torch.bfloat16, torch.device("cuda")))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(wide_products, "CPU_EMULATES", False)
+    assert "no bfloat16" in str(why_no_packing(torch.bfloat16, CPU))
+    monkeypatch.setattr(wide_products, "CPU_EMULATES", True)
+    assert why_no_packing(torch.bfloat16, CPU) is None  # they are float32's
