@@ -15,7 +15,7 @@ from posttrain.core.costs.lengths import measured_lengths
 from posttrain.core.costs.memory import Holder, StageDisk, StageMemory, stage_disk, uses_engine
 from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
-from posttrain.core.costs.times import ALIKE, StageTime, compares_answers, stage_time
+from posttrain.core.costs.times import ALIKE, PAIRED, StageTime, compares_answers, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
 from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
@@ -129,8 +129,8 @@ class Estimator:
         ]
         if any(compares_answers(stage) for stage in self.work.config.stages.values()):
             notes.append(
-                "groups of answers that are worth the same, which teach nothing and give no pair, "
-                f"are guessed: {ALIKE:.0%} after an sft stage, else none"
+                f"guessed after an sft stage, not before: {ALIKE:.0%} of groups have answers worth "
+                f"the same and teach nothing, {PAIRED:.0%} of the pairs asked for are found"
             )
         if self.work.config.model.compile:
             notes.append(

@@ -32,7 +32,6 @@ from posttrain.core.costs.times import (
     master_bytes,
     moment_bytes,
     preference_rows,
-    preference_size,
     rl_rows,
     saved_bytes,
     sft_rows,
@@ -104,7 +103,7 @@ class Holder:
             held |= self._trained(stage.lora, stage.optimizer, head=head)
             if isinstance(stage, PreferenceStage) and has_reference(stage, self.manager):
                 held["reference"] = 0.0 if stage.lora else self._copy
-            rows = preference_rows(self.work, stage, preference_size(stage)[1])
+            rows = preference_rows(self.work, stage)
             passing["training"] = self._pass(rows, stage.lora, head=head)
         every = self.work.config.keep.every
         writes = isinstance(stage, TrainingStage) and (stage.checkpoint_every or every)

@@ -40,7 +40,11 @@ machine (Zen 4), 2.4 on another (Zen 3)."""
 ALIKE = 0.4
 """Share of a fine-tuned policy's groups whose responses are worth the same: a guess, about what the
 quickstart has, as it grows while a policy learns (arXiv:2503.14476, section 3.2). Such a group
-teaches nothing, and gives no pair of a right and a wrong answer."""
+teaches nothing."""
+PAIRED = 0.5
+"""Share of the pairs asked for that a fine-tuned policy's answers give: a guess. Groups that are
+alike give none, those of few different answers less than they may: the quickstart's gave 62, 63 and
+75 of 128."""
 FISHER_PASSES = 2
 """A product with the Fisher matrix is a backward pass through a backward pass."""
 TrainingStage = SftStage | RewardModelStage | PreferenceStage | RlStage
@@ -309,31 +313,38 @@ def compares_answers(stage: StageBase) -> bool:
 
 
 def expected_rows(work: Work, stage: PreferenceDataStage) -> int:
-    """Of the most that `preference_size` tells, without those of groups that are alike."""
+    """Of the most that `preference_size` tells, those that a fine-tuned policy is taken to give."""
     rows, _ = preference_size(stage)
     guessed = compares_answers(stage) and answers_read(work.config, stage)
-    return round((1 - ALIKE) * rows) if guessed else rows
+    return round(PAIRED * rows) if guessed else rows
+
+
+def trained_rows(stage: PreferenceDataStage, rows: int) -> int:
+    """`rows` without those held out."""
+    return rows - round(rows * stage.held_out_fraction)
 
 
 def preference_steps(stage: PreferenceDataStage, rows: int) -> int:
     """Optimizer steps on `rows`, those held out left out."""
-    train = rows - round(rows * stage.held_out_fraction)
-    return stage.epochs * math.ceil(train / stage.batch_size)
+    return stage.epochs * math.ceil(trained_rows(stage, rows) / stage.batch_size)
 
 
-def preference_rows(work: Work, stage: PreferenceDataStage, length: int) -> Rows:
-    """Answers of one mini-batch: two to a pair."""
-    limit = stage.generation.max_response_length
+def preference_rows(work: Work, stage: PreferenceDataStage) -> Rows:
+    """Answers of one mini-batch, two to a pair: an epoch's pairs are cut into equal parts."""
+    limit, length = stage.generation.max_response_length, preference_size(stage)[1]
     known = work.lengths.responses(limit, read=answers_read(work.config, stage))
     responses = Responses((length,)) if length else known
-    return work.rows(2 * stage.batch_size, 2, 2 * stage.micro_batch_size, responses, None)
+    pairs, train = stage.batch_size, trained_rows(stage, expected_rows(work, stage))
+    if train:  # else how many there are is not known yet
+        pairs = math.ceil(train / math.ceil(train / pairs))
+    return work.rows(2 * pairs, 2, 2 * stage.micro_batch_size, responses, None)
 
 
 def _preference(
     work: Work, stage: RewardModelStage | PreferenceStage, *, relative: bool
 ) -> StageTime | None:
     """Answers are sampled once, then trained on; `relative` to a reference model or not."""
-    count, length = expected_rows(work, stage), preference_size(stage)[1]
+    count = expected_rows(work, stage)
     if not count:
         return None
     once = 0.0
@@ -343,7 +354,7 @@ def _preference(
         at_once = min(PAIR_PROMPTS_PER_CALL, stage.num_prompts)
         call = work.generate(at_once, stage.num_generations, responses, limit)
         once = call * stage.num_prompts / at_once
-    rows, policy = preference_rows(work, stage, length), isinstance(stage, PreferenceStage)
+    rows, policy = preference_rows(work, stage), isinstance(stage, PreferenceStage)
     trained = trained_parameters(work, stage.lora, head=policy)
     update = work.train(rows, stage.lora, trained, head=policy) + work.adamw(trained)
     scoring = work.forward(rows, head=policy)
@@ -351,7 +362,7 @@ def _preference(
         update += scoring
         scoring *= 2
     held_out = round(count * stage.held_out_fraction)
-    once += scoring * held_out / stage.batch_size + work.write(saved_bytes(work, stage))
+    once += scoring * held_out / (rows.count / 2) + work.write(saved_bytes(work, stage))
     phases = {"update": update, "checkpoint": _checkpointing(work, stage)}
     return StageTime(training_steps(work, stage), phases, once)
 

@@ -11,7 +11,7 @@ from posttrain.core.config.supervised_stages import (
     PreferenceDataStage,
     SftStage,
 )
-from posttrain.core.costs.times import preference_size, preference_steps
+from posttrain.core.costs.times import preference_size, preference_steps, trained_rows
 
 
 def transform_tokens(stage: TransformStage) -> int:
@@ -50,8 +50,7 @@ def arithmetic(stage: Stage, config: RunConfig) -> str:
                 f"{stage.epochs} epoch(s); time is not estimated"
             )
         rows, _ = preference_size(stage)
-        train = rows - round(rows * stage.held_out_fraction)
-        steps = preference_steps(stage, rows)
+        train, steps = trained_rows(stage, rows), preference_steps(stage, rows)
         source, about = f"{rows} rows of {stage.data}", "about"
         if stage.data is None:
             about = "at most"

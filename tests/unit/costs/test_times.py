@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.config.supervised_stages import PreferenceDataStage
 from posttrain.core.costs.lengths import ROWS_TO_END, SURE, UNSURE, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
-from posttrain.core.costs.times import ALIKE, LOADING_S, StageTime
+from posttrain.core.costs.times import ALIKE, LOADING_S, StageTime, preference_rows
 from tests.helpers.costs import ALL, MadeUp, estimator, run_config
 from tests.helpers.tiny import make_tiny_model
 
@@ -257,17 +258,20 @@ def test_groups_that_are_worth_the_same_are_left_out_of_updates(
 
 
 @pytest.mark.parametrize("kind", ["reward_model", "preference"])
-@pytest.mark.parametrize(("learned", "steps"), [("sft", 4), ("base", 7)])
-def test_groups_that_are_worth_the_same_give_no_pair(
-    model: Path, kind: str, learned: str, steps: int
+@pytest.mark.parametrize(("learned", "steps", "pairs_each"), [("sft", 4, 13), ("base", 7, 15)])
+def test_a_fine_tuned_policy_gives_fewer_pairs_in_equal_mini_batches(
+    model: Path, kind: str, learned: str, steps: int, pairs_each: int
 ) -> None:
-    """Two pairs of each of 64 prompts, a fifth held out: 62 or 102 to train on, 16 at a time."""
+    """Two pairs of each of 64 prompts, a fifth held out: 51 or 102 to train on, 16 at most."""
     sft = {"kind": "sft", "inputs": {"model": "base"}}
     pairs = {"kind": kind, "inputs": {"model": learned}, "num_prompts": 64, "pairs_per_prompt": 2}
     stages = {"sft": sft, "pairs": pairs | {"held_out_fraction": 0.2, "batch_size": 16}}
-    time = estimator(run_config(model, stages), MadeUp()).costs(["pairs"])["pairs"].time
+    found = estimator(run_config(model, stages), MadeUp())
+    time, stage = found.costs(["pairs"])["pairs"].time, found.work.config.stages["pairs"]
     assert time is not None
     assert time.steps == steps
+    assert isinstance(stage, PreferenceDataStage)
+    assert preference_rows(found.work, stage).count == 2 * pairs_each
 
 
 @pytest.mark.parametrize("kind", ["rl", "reward_model", "sft"])
