@@ -22,7 +22,7 @@ from posttrain.core.config.supervised_stages import (
 )
 from posttrain.core.costs.lengths import Responses
 from posttrain.core.costs.parts import has_reference, parts_of
-from posttrain.core.costs.reuse import kept_products, reuses_products
+from posttrain.core.costs.reuse import kept_logits, kept_products, reuses_products
 from posttrain.core.costs.times import (
     FLOAT,
     TrainingStage,
@@ -117,6 +117,7 @@ class Holder:
             parts = parts_of(stage, self.manager)
             if reuses_products(self.work, stage, parts):
                 passing["sampling"] += kept_products(self.work, stage)
+                passing["sampling"] += kept_logits(self.work, stage)
         if isinstance(stage, TrainingStage) and not self.on_gpu:
             own = StageMemory(held, passing).peak - held["libraries"]
             held["holes of the heap"] = HOLES * own
@@ -174,7 +175,10 @@ class Holder:
         if reuses_products(self.work, stage, parts_of(stage, self.manager)):
             # Of the last micro-batch they become what is kept for its backward pass.
             kept, share = kept_products(self.work, stage), 1 - rows.at_once / rows.count
-            found["training"] += kept * share
+            logits = kept_logits(self.work, stage)
+            if not share:  # the only micro-batch makes its gradients in their place
+                logits = max(0.0, logits - self._made_logits(rows))
+            found["training"] += kept * share + logits
         if stage.critic is not None:
             found["critic"] = self._pass(rows, stage.critic.lora, head=False)
         return found
@@ -187,11 +191,17 @@ class Holder:
             return layers
         each, made = self.work.bytes_each, self.work.made_bytes
         wide = made if made > each else 0  # beside what is rounded, and cast from
-        logits = min(self.work.logit_rows, rows.at_once * rows.responses.mean) * (each + wide)
-        logits += 2 * block_rows(self.work.device) * FLOAT
+        blocks = 2 * block_rows(self.work.device) * FLOAT
         # The vocabulary's gradient is made beside the sum that it is added to.
         matrix = wide * shape.hidden + (0 if lora is not None else each * shape.hidden)
-        return layers + shape.vocabulary * (logits + matrix)
+        return layers + self._made_logits(rows) + shape.vocabulary * (blocks + matrix)
+
+    def _made_logits(self, rows: Rows) -> float:
+        """Logits that are made at a time, and what they are rounded from."""
+        each, made = self.work.bytes_each, self.work.made_bytes
+        size = each + made if made > each else each
+        states = min(self.work.logit_rows, rows.at_once * rows.responses.mean)
+        return states * size * self.work.shape.vocabulary
 
     def _sampling(self, stage: Stage) -> float:
         """Keys and values of the sequences that are decoded together, and their logits."""

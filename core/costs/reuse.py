@@ -5,7 +5,7 @@ from __future__ import annotations
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.costs.parts import RlParts
 from posttrain.core.costs.work import Work
-from posttrain.core.models.sampled_products import MOST_BYTES
+from posttrain.core.models.sampled_products import MOST_BYTES, MOST_LOGITS_BYTES
 from posttrain.core.models.sharing import widest_window
 
 
@@ -39,3 +39,11 @@ def kept_products(work: Work, stage: RlStage) -> float:
     tokens = shared + stage.prompts_per_step * (max(work.lengths.prompts) - shared)
     tokens += rows * (stage.generation.max_response_length - 1)
     return tokens * work.product_bytes
+
+
+def kept_logits(work: Work, stage: RlStage) -> float:
+    """Bytes of logits that a step's tokens are drawn from; 0 where they are too many to keep."""
+    rows = stage.prompts_per_step * stage.num_generations
+    states = stage.prompts_per_step + rows * (stage.generation.max_response_length - 1)
+    size = float(states * work.bytes_each * work.shape.vocabulary)
+    return size if size <= MOST_LOGITS_BYTES else 0.0

@@ -25,7 +25,7 @@ from posttrain.core.config.supervised_stages import (
 )
 from posttrain.core.costs.lengths import CHARACTERS_PER_TOKEN, Responses
 from posttrain.core.costs.parts import RlParts, has_reference, parts_of
-from posttrain.core.costs.reuse import reuses_products
+from posttrain.core.costs.reuse import kept_logits, reuses_products
 from posttrain.core.costs.work import Rows, Work
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.preference_rows import read_preference_rows
@@ -254,7 +254,8 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
     reusing = int(reuses_products(work, stage, parts))  # the first of them
     one = 0.0
     if reusing:
-        one += reusing / updates * work.train_reused(rows, trained)
+        known = kept_logits(work, stage) > 0
+        one += reusing / updates * work.train_reused(rows, trained, head=known)
     if reusing < updates:
         one += (1 - reusing / updates) * work.train(rows, stage.lora, trained, head=True)
     if parts.pretraining_rows:

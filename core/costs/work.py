@@ -17,7 +17,6 @@ from posttrain.core.config.sections import EvaluationSection, LoraSection
 from posttrain.core.costs.lengths import Lengths, Responses, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
-from posttrain.core.models.sampled_products import MOST_LOGITS_BYTES
 from posttrain.core.models.wide_products import is_emulated
 from posttrain.core.rollout.same_rows import DROP_BELOW
 from posttrain.core.training.logprobs import chunk_rows
@@ -137,21 +136,16 @@ class Work:
         added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
         return each * rows.count / rows.at_once + added
 
-    def train_reused(self, rows: Rows, trained: int) -> float:
-        """`train` where linear layers, and the head if it can, are told what they give."""
+    def train_reused(self, rows: Rows, trained: int, *, head: bool) -> float:
+        """`train` where linear layers, and the head where `head`, are told what they give."""
         cost = self.rates.reused(rows.form)
         each = cost.of(rows.tokens(rows.at_once), self.shape.layers)
-        if rows.count * rows.responses.mean <= self.most_known_logits:
+        if head:
             each += self.rates.head("reused").of(rows.projected(rows.at_once))
         else:
             each += self._head_of(rows, None)
         added = 1.5 * 4 * trained * self.rates.copy_s * (rows.micro_batches - 1)
         return each * rows.count / rows.at_once + added
-
-    @property
-    def most_known_logits(self) -> float:
-        """Tokens whose logits are kept from sampling, at most."""
-        return MOST_LOGITS_BYTES / (self.bytes_each * self.shape.vocabulary)
 
     @property
     def product_bytes(self) -> float:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# The most that is kept of one step's rollouts, and of the logits that tokens were drawn from: the
-# update never holds more of them at a time either.
+# The most that is kept of one step's rollouts, and of the logits that tokens were drawn from (5,461
+# of 49k words in bfloat16, 2,730 in float32): an update never holds more of these at a time either.
 MOST_BYTES = 2 * 10**9
-MOST_LOGITS_BYTES = 256 * 2**20
+MOST_LOGITS_BYTES = 512 * 2**20
 HEAD = ""
 Ids = tuple[int, ...]
 

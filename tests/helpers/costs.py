@@ -38,6 +38,7 @@ class MadeUp:
     sync_s: float = 0.0
     digest_s: float = 0.0
     held: float = 0.0
+    known_logits: float = 0.0
 
     def training(self, rows: Sequences, lora: LoraSection | None) -> LayerCost:
         return LayerCost(self.trained)
@@ -59,7 +60,7 @@ class MadeUp:
         return LayerCost(self.decoded, pass_s=self.decoding_pass)
 
     def head(self, work: HeadWork) -> Line:
-        return Line(0.0, 0.0)
+        return Line(0.0, self.known_logits if work == "reused" else 0.0)
 
     def draw(self, *, greedy: bool) -> float:
         return self.drawn

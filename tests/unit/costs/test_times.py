@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.core.config.supervised_stages import PreferenceDataStage
+from posttrain.core.costs import reuse
 from posttrain.core.costs.lengths import ROWS_TO_END, SURE, UNSURE, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
 from posttrain.core.costs.times import ALIKE, LOADING_S, StageTime, preference_rows
@@ -162,6 +163,17 @@ def test_the_first_update_takes_what_sampling_computed(
     )
     assert taken == pytest.approx(reused * (taken + made))
     assert made == pytest.approx((1 - reused) * (taken + made))
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_logits_are_known_if_those_of_a_whole_step_fit(
+    model: Path, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    """Those of two mini-batches, drawn after 4 prompts and 16 x 7 tokens."""
+    vocabulary = estimator(run_config(model, {"rl": RL})).work.shape.vocabulary
+    monkeypatch.setattr(reuse, "MOST_LOGITS_BYTES", 4 * vocabulary * (4 + 16 * 7) - short)
+    found = rl(model, MadeUp(known_logits=1.0), reuse_products=True, num_mini_batches=2)
+    assert (found.phases["update"] > 0) == (not short)
 
 
 def test_no_engine_but_transformers_keeps_products(model: Path) -> None:
