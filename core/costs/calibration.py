@@ -65,8 +65,9 @@ STREAMED_BYTES = 2**25
 of a few sequences takes as long as reading the weights does."""
 FEW, MANY = 1, 3
 """Layers of the two models that are compared."""
-FAR = 4
-"""How many times as much the smaller of them goes through once more: about a micro-batch."""
+FAR, FARTHEST = 4, 8
+"""How many times as much the smaller of them goes through once more: a micro-batch, if it is no
+less and no more than that."""
 
 T = TypeVar("T")
 Work = Callable[[PreTrainedModel, RolloutBatch], Callable[[], object]]
@@ -340,24 +341,37 @@ class Calibration:
         line through points that are close together is mostly their noise where a micro-batch is.
         """
         fewer, _ = models
-        form, far = self._fitting(rows, FAR * self._tokens)
+        times = self._times(rows)
+        form, far = self._fitting(rows, times * self._tokens)
         if far == 1:  # there is no less of it, so at no more than the others
             form, far = self._fitting(rows, self._tokens)
-        near = max(1, far // FAR)
+        near = max(1, int(far / times))
         batch = made_up_batch(form, near)
         few, many = (self._watch.typical(prepared(model, batch), cold=True) for model in models)
         layer = max((many - few) / (MANY - FEW), 0.5 * many / MANY)
         point = (form.tokens(near), layer)
         line = Line.through((0.0, 0.0), point)
         if far > near:
-            seconds = self._watch.typical(prepared(fewer, made_up_batch(form, far)), cold=True)
-            line = Line.through(point, (form.tokens(far), layer + (seconds - few) / FEW))
+            groups = form.uneven(far)
+            uneven = ragged_batch(groups, form.shared)
+            seconds = self._watch.typical(prepared(fewer, uneven), cold=True)
+            tokens = form.shared + sum(
+                prompt - form.shared + sum(responses) - len(responses)
+                for prompt, responses in groups
+            )
+            line = Line.through(point, (float(tokens), layer + (seconds - few) / FEW))
         longer = self._longer(rows, form)
         return LayerCost(longer * line.each, line.fixed, max(0.0, few - FEW * layer))
 
-    def _like(self, rows: Sequences) -> tuple[int, int, int]:
+    def _times(self, rows: Sequences) -> float:
+        """How many times as much as the least is measured too."""
+        return min(max(FAR, rows.tokens(rows.count) / self._tokens), FARTHEST)
+
+    def _like(self, rows: Sequences) -> tuple[int, ...]:
         """The same for rows that are alike: measured once for all of them, for each token."""
-        return self._sharing(rows), _size(rows.prompt), _size(rows.response)
+        longest = rows.longest or (rows.prompt, rows.response)
+        lengths = (rows.prompt, rows.response, *longest)
+        return self._sharing(rows), *map(_size, lengths), _size(round(self._times(rows)))
 
     def _sharing(self, rows: Sequences) -> int:
         """Rows that share a prompt; 0 where it does not tell."""

@@ -108,9 +108,14 @@ def made_up_batch(rows: Sequences, count: int) -> RolloutBatch:
     )
 
 
-def ragged_batch(groups: Groups) -> RolloutBatch:
-    """Rows of those lengths, no two of which begin alike but by the prompt of a group."""
-    prompts = [unlike(group, prompt) for group, (prompt, _) in enumerate(groups)]
+def ragged_batch(groups: Groups, shared: int = 0) -> RolloutBatch:
+    """Rows of those lengths, no two of which begin alike but by the prompt of a group.
+
+    But for the first `shared` tokens of prompts.
+    """
+    prompts = [
+        [1] * shared + unlike(group, prompt - shared) for group, (prompt, _) in enumerate(groups)
+    ]
     lengths = [response for _, responses in groups for response in responses]
     return response_batch(
         prompts=[

@@ -42,14 +42,18 @@ class Line:
 class Sequences:
     """Rows that go through the layers together: `group` rows share a prompt.
 
-    `prompt` and `response` are tokens; the response's last token goes through no layer. The first
-    `shared` tokens of all prompts are the same, and go through the layers once.
+    `prompt` and `response` are mean tokens; the response's last token goes through no layer. The
+    first `shared` tokens of all prompts are the same, and go through the layers once. `longest` are
+    tokens of the longest prompt and response, if they differ: attention is as wide as these.
+    `count` rows are a micro-batch, where that is known.
     """
 
     group: int
     prompt: int
     response: int
     shared: int = 0
+    longest: tuple[int, int] | None = None
+    count: int = 0
 
     def tokens(self, rows: float) -> float:
         """Tokens that the layers see, of `rows` rows: each prompt once a group."""
@@ -58,10 +62,28 @@ class Sequences:
         prompts = self.shared + max(1.0, rows / self.group) * (self.prompt - self.shared)
         return prompts + rows * (self.response - 1)
 
+    def uneven(self, count: int) -> Groups:
+        """`count` rows of which the first are as long as the longest, and the others make up."""
+        prompt, response = self.longest or (self.prompt, self.response)
+        starts = range(0, count, self.group)
+        prompts = _led_by(prompt, self.prompt, len(starts), self.shared + 1)
+        responses = _led_by(response, self.response, count, 1)
+        return [
+            (length, responses[start : start + self.group])
+            for length, start in zip(prompts, starts, strict=True)
+        ]
+
     @property
     def attended(self) -> float:
         """Tokens that a token attends to, on average over a row."""
         return (self.prompt + self.response) / 2
+
+
+def _led_by(longest: int, mean: int, count: int, least: int) -> list[int]:
+    """`count` lengths of about that mean: one is the longest, the others equal, `least` or more."""
+    if count == 1:
+        return [mean]
+    return [longest, *[max(least, round((count * mean - longest) / (count - 1)))] * (count - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection, LoraSection
-from posttrain.core.costs.lengths import Lengths, Responses, spread
+from posttrain.core.costs.lengths import Lengths, Responses, longest_of, spread
 from posttrain.core.costs.rates import Groups, Rates, Sequences
 from posttrain.core.costs.shape import ModelShape
 from posttrain.core.models.wide_products import is_emulated
@@ -47,7 +47,11 @@ class Rows:
         """One micro-batch's rows as the layers see them: padded to their longest, or not."""
         mean = max(1, round(self.responses.mean))
         width = self.responses.longest_of(self.micro) if self.padded else mean
-        return Sequences(self.group, round(self.prompt), width, self.shared)
+        longest = None
+        if not self.padded:
+            groups = math.ceil(self.at_once / self.group)
+            longest = longest_of(self.prompts, groups), self.responses.longest_of(self.at_once)
+        return Sequences(self.group, round(self.prompt), width, self.shared, longest, self.at_once)
 
     def tokens(self, rows: float) -> float:
         """Tokens that the layers see of so many rows: those with the same history once."""
