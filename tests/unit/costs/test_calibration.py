@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import LoraSection, ModelSection
-from posttrain.core.costs.calibration import FAR, Calibration
+from posttrain.core.costs.calibration import FAR, FARTHEST, Calibration
 from posttrain.core.costs.pieces import (
     few_layers,
     forward_pass,
@@ -22,6 +22,7 @@ from posttrain.core.costs.pieces import (
 from posttrain.core.costs.rates import Sequences
 from posttrain.core.costs.shape import ModelShape, find_model
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.training.stream import stream_of
 from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
@@ -124,3 +125,31 @@ def test_what_a_layer_costs_whatever_the_tokens_is_told_apart(
     assert sizes == [(1, near), (3, near), (1, pytest.approx(FAR * near, rel=0.5))]
     assert (found.pass_s, found.layer_s, found.token_s) == pytest.approx((5, 2, 0.01))
     assert found.of(1000, 30) == pytest.approx(5 + 30 * (2 + 10))
+
+
+@pytest.mark.parametrize(("count", "times"), [(0, FAR), (6 * 4, 6), (64, FARTHEST)])
+def test_a_layer_is_measured_at_a_micro_batch_of_uneven_rows(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch, count: int, times: int
+) -> None:
+    """Rows of 10 + 6 tokens, the longest 20 + 12; a second a layer and token."""
+    made = Calibration(shape, STREAM, checkpointing=False)
+    made._work = 6 * shape.in_layers / shape.layers * 15 * 4  # 4 rows of 15
+    rows = Sequences(1, 10, 6, longest=(20, 12), count=count)
+    batches: list[RolloutBatch] = []
+
+    def timed(work: partial[None], *, cold: bool) -> float:
+        model, batch = work.args
+        batches.append(batch)
+        tokens = stream_of(batch, include_last=False).token_ids.shape[-1]
+        return float(model.config.num_hidden_layers * tokens)
+
+    monkeypatch.setattr(made._watch, "typical", timed)
+    models = [few_layers(shape.config, n, STREAM) for n in (1, 3)]
+    found = made._layers(models, rows, lambda *given: partial(forward_pass, *given))
+    assert (found.pass_s, found.layer_s, found.token_s) == pytest.approx((0, 0, 1.0))
+    near, _, far = batches
+    assert (len(near), len(far)) == (4, times * 4)
+    for batch, longest in ((near, (10, 6)), (far, (20, 12))):
+        lengths = batch.prompt_mask.sum(1), batch.response_mask.sum(1)
+        assert tuple(int(one.max()) for one in lengths) == longest
+        assert [float(one.float().mean()) for one in lengths] == pytest.approx([10, 6], rel=0.1)

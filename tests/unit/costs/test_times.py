@@ -345,6 +345,14 @@ def test_how_many_responses_are_expected_to_differ() -> None:
     assert sure.computed(8) < Responses((40,), UNSURE).computed(8) < 1
 
 
+def test_rows_of_different_lengths_are_as_many_tokens() -> None:
+    uneven = Sequences(2, 10, 6, shared=4, longest=(16, 10))
+    assert uneven.uneven(6) == [(16, [10, 5]), (7, [5, 5]), (7, [5, 5])]
+    assert uneven.uneven(1) == [(10, [6])], "one alone is as long as the mean"
+    assert Sequences(2, 10, 6).uneven(3) == [(10, [6, 6]), (10, [6])]
+    assert Sequences(1, 10, 2, shared=9, longest=(40, 9)).uneven(2) == [(40, [9]), (10, [1])]
+
+
 def test_padding_and_sharing_of_rows() -> None:
     rows = Responses((2, 4, 6, 8))
     assert (rows.longest_of(1), rows.longest_of(64), rows.mean) == (6, 8, 5)
