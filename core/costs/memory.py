@@ -189,19 +189,21 @@ class Holder:
         layers = self.work.rates.kept(rows.heaviest, lora).of(shape.layers + 1)
         if not head:
             return layers
-        each, made = self.work.bytes_each, self.work.made_bytes
-        wide = made if made > each else 0  # beside what is rounded, and cast from
         blocks = 2 * block_rows(self.work.device) * FLOAT
         # The vocabulary's gradient is made beside the sum that it is added to.
-        matrix = wide * shape.hidden + (0 if lora is not None else each * shape.hidden)
+        matrix = (self._wide + (0 if lora is not None else self.work.bytes_each)) * shape.hidden
         return layers + self._made_logits(rows) + shape.vocabulary * (blocks + matrix)
 
     def _made_logits(self, rows: Rows) -> float:
         """Logits that are made at a time, and what they are rounded from."""
-        each, made = self.work.bytes_each, self.work.made_bytes
-        size = each + made if made > each else each
         states = min(self.work.logit_rows, rows.at_once * rows.responses.mean)
-        return states * size * self.work.shape.vocabulary
+        return states * (self.work.bytes_each + self._wide) * self.work.shape.vocabulary
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a number that products are made in, where they are then rounded; else 0."""
+        made = self.work.made_bytes
+        return made if made > self.work.bytes_each else 0
 
     def _sampling(self, stage: Stage) -> float:
         """Keys and values of the sequences that are decoded together, and their logits."""
