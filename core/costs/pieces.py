@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,18 +95,11 @@ def unlike(number: int, length: int) -> list[int]:
 
 
 def made_up_batch(rows: Sequences, count: int) -> RolloutBatch:
-    """`count` rows of that form; prompts of one group are equal, and nothing else is.
+    """`count` rows of that form, all as long; prompts of one group are equal, and nothing else is.
 
     But for the first `shared` tokens of prompts: tokens with the same history are one.
     """
-    groups = [row // rows.group for row in range(count)]
-    return response_batch(
-        prompts=[[1] * rows.shared + unlike(group, rows.prompt - rows.shared) for group in groups],
-        responses=[unlike(row, rows.response) for row in range(count)],
-        group_ids=groups,
-        pad_token_id=0,
-        problems=(),
-    )
+    return ragged_batch(replace(rows, longest=None).uneven(count), rows.shared)
 
 
 def ragged_batch(groups: Groups, shared: int = 0) -> RolloutBatch:
