@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
 from posttrain.core.costs.calibration import Calibration
@@ -15,7 +16,8 @@ from posttrain.core.costs.lengths import measured_lengths
 from posttrain.core.costs.memory import Holder, StageDisk, StageMemory, stage_disk, uses_engine
 from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
-from posttrain.core.costs.times import ALIKE, PAIRED, StageTime, compares_answers, stage_time
+from posttrain.core.costs.sureness import answers_read, idle_groups
+from posttrain.core.costs.times import PAIRED, StageTime, compares_answers, stage_time
 from posttrain.core.costs.work import SHARES_PROMPTS, Work
 from posttrain.core.models.packed_linear import When, packs
 from posttrain.core.models.runtime import ModelRuntime
@@ -127,11 +129,7 @@ class Estimator:
             "not counted: the start of the run, rewards that are programs or judges, tools, groups "
             "drawn again",
         ]
-        if any(compares_answers(stage) for stage in self.work.config.stages.values()):
-            notes.append(
-                f"guessed after an sft stage, not before: {ALIKE:.0%} of groups have answers worth "
-                f"the same and teach nothing, {PAIRED:.0%} of the pairs asked for are found"
-            )
+        notes += self._guesses
         if self.work.config.model.compile:
             notes.append(
                 "layers are measured as they are without model.compile, so updates are at most that"
@@ -144,3 +142,19 @@ class Estimator:
                 "those of the transformers engine do, and each response to have its prompt read"
             )
         return tuple(notes)
+
+    @property
+    def _guesses(self) -> list[str]:
+        """Of policies that an sft stage made; of others nothing is guessed."""
+        stages, found = self.work.config.stages, []
+        tuned = {n: s for n, s in stages.items() if answers_read(self.work.config, s)}
+        for name, stage in tuned.items():
+            if isinstance(stage, RlStage):
+                share = idle_groups(self.work, stage)
+                found.append(
+                    f"guessed: the policy of '{name}' grows sure, and {share:.0%} of its groups "
+                    "have answers worth the same and teach nothing"
+                )
+            elif compares_answers(stage):
+                found.append(f"guessed: '{name}' finds {PAIRED:.0%} of the pairs asked for")
+        return found

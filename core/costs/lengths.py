@@ -25,10 +25,6 @@ SAMPLE = 64
 """Problems that are looked at: their mean length is then known to a tenth of its own spread."""
 ASSUMED_PROMPT = 64
 """Tokens of a prompt where no tokenizer is at hand: a short question in a chat template."""
-SURE, UNSURE = 0.1, 1.5
-"""Nats a token of a policy that was fine-tuned, and of any other: how much its responses to one
-prompt have in common. SmolLM2's `entropy/mean` in the quickstart's first steps: 0.14 to 0.07; where
-responses are long they soon differ in any case."""
 ROWS_TO_END = 50
 """Worked answers read until the share of answers that run to their limit has fallen by a factor of
 e. SmolLM2-135M on GSM8K, after 0, 2, 4 and 8 steps of 16 rows: 0.63, 0.42, 0.21 and 0.08 of the
@@ -59,12 +55,12 @@ class Lengths:
         """The width that `count` prompts are padded to."""
         return longest_of(self.prompts, count)
 
-    def responses(self, limit: int, *, read: float) -> Responses:
+    def responses(self, limit: int, *, read: float, nats: float = math.inf) -> Responses:
         """Responses of at most `limit` tokens by a model that has `read` so many worked answers.
 
-        As those are, but for the share that runs on to the limit; infinity: worked answers.
+        As those are, but for the share that runs on to the limit; infinity: worked answers. Its
+        entropy is `nats` a token.
         """
-        nats = SURE if read else UNSURE
         if not read or not self.worked:
             return Responses((limit,), nats)
         runs_on = math.exp(-read / ROWS_TO_END)

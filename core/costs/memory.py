@@ -23,10 +23,10 @@ from posttrain.core.config.supervised_stages import (
 from posttrain.core.costs.lengths import Responses
 from posttrain.core.costs.parts import has_reference, parts_of
 from posttrain.core.costs.reuse import kept_logits, kept_products, reuses_products
+from posttrain.core.costs.sureness import answers
 from posttrain.core.costs.times import (
     FLOAT,
     TrainingStage,
-    answers_read,
     checkpoint_bytes,
     checkpoints,
     master_bytes,
@@ -210,7 +210,7 @@ class Holder:
         if self.work.engine != "transformers":
             return 0.0
         rows, limit = most_sampled(stage, self.work.config)
-        responses = self.work.lengths.responses(limit, read=answers_read(self.work.config, stage))
+        responses = answers(self.work, stage, limit)
         return self._cache(min(rows, self.work.engine_rows), responses)
 
     def _cache(self, rows: int, responses: Responses) -> float:
@@ -288,7 +288,7 @@ def record_bytes(work: Work, stage: TrainingStage, steps: int) -> float:
     if keep.values and isinstance(stage, RlStage):
         rows = stage.prompts_per_step * stage.num_generations
         limit = stage.generation.max_response_length
-        responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
+        responses = answers(work, stage, limit)
         width = responses.longest_of(max(1, rows))
         each += rows * (width * BYTES_PER_TOKEN + work.lengths.prompt * BYTES_PER_PROMPT_TOKEN)
     return float(each * (steps // keep.records))

@@ -6,6 +6,7 @@ Over 300 lines: one kind of stage after the other, as they are read beside each 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import RunConfig, Stage, TransformStage
+from posttrain.core.config.schema import Stage, TransformStage
 from posttrain.core.config.sections import LoraSection, OptimizerSection
 from posttrain.core.config.supervised_stages import (
     EvaluateStage,
@@ -26,6 +27,7 @@ from posttrain.core.config.supervised_stages import (
 from posttrain.core.costs.lengths import CHARACTERS_PER_TOKEN, Responses
 from posttrain.core.costs.parts import RlParts, has_reference, parts_of
 from posttrain.core.costs.reuse import kept_logits, reuses_products
+from posttrain.core.costs.sureness import PARTS, alike, answers, answers_read, rows_a_step
 from posttrain.core.costs.work import Rows, Work
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.preference_rows import read_preference_rows
@@ -37,10 +39,6 @@ FLOAT = 4
 LOADING_S = 2.0
 """A stage loads a tokenizer and a model and starts an engine: a small model, 0.6 to 1.2 s on one
 machine (Zen 4), 2.4 on another (Zen 3)."""
-ALIKE = 0.4
-"""Share of a fine-tuned policy's groups whose responses are worth the same: a guess, about what the
-quickstart has, as it grows while a policy learns (arXiv:2503.14476, section 3.2). Such a group
-teaches nothing."""
 PAIRED = 0.5
 """Share of the pairs asked for that a fine-tuned policy's answers give: a guess. Groups that are
 alike give none, those of few different answers less than they may: the quickstart's gave 62, 63 and
@@ -71,15 +69,6 @@ class StageTime:
         return loading + self.steps * self.step_s + self.once
 
 
-def answers_read(config: RunConfig, stage: StageBase) -> int:
-    """Worked answers that the model which a stage reads was fine-tuned on in this run."""
-    source = config.stages.get(stage.inputs.get("model", ""))
-    if source is None:
-        return 0
-    own = source.steps * source.batch_size if isinstance(source, SftStage) else 0
-    return own + answers_read(config, source)
-
-
 def trained_parameters(work: Work, lora: LoraSection | None, *, head: bool) -> int:
     """Parameters with gradients and moments; without `head` of a reward model or critic."""
     if lora is not None:
@@ -98,8 +87,7 @@ def stage_time(work: Work, stage: Stage, manager: PluginManager) -> StageTime | 
         return _preference(work, stage, relative=relative)
     if isinstance(stage, EvaluateStage):
         section = stage.evaluation or work.config.evaluation
-        known = answers_read(work.config, stage)
-        length = work.lengths.responses(section.max_response_length, read=known)
+        length = answers(work, stage, section.max_response_length)
         seconds = work.evaluate(section, length, samples=section.num_samples)
         return StageTime(1, {"evaluate": seconds})
     if isinstance(stage, TransformStage):
@@ -127,18 +115,33 @@ def _sft(work: Work, stage: SftStage) -> StageTime:
     return StageTime(stage.steps, phases, saved)
 
 
-def rl_rows(work: Work, stage: RlStage, *, mini: bool) -> Rows:
-    """A step's responses, or those of one mini-batch."""
-    limit = stage.generation.max_response_length
-    responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
-    count = stage.prompts_per_step * stage.num_generations
+def rl_rows(work: Work, stage: RlStage, *, mini: bool, done: float = 0.0) -> Rows:
+    """A step's responses, or those of one mini-batch, after `done` of the stage's steps."""
+    responses = answers(work, stage, stage.generation.max_response_length, done)
+    count = rows_a_step(stage)
     count //= stage.num_mini_batches if mini else 1
     group, micro = stage.num_generations, stage.micro_batch_size
     return work.rows(count, group, micro, responses, stage.max_tokens_per_microbatch)
 
 
 def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
-    rows, run = rl_rows(work, stage, mini=False), work.config
+    run = work.config
+    each = [_rl_phases(work, stage, parts, done) for done in PARTS]
+    phases = {name: statistics.fmean(part[name] for part in each) for name in each[0]}
+    greedy = answers(work, stage, run.evaluation.max_response_length)
+    once = work.evaluate(run.evaluation, greedy, samples=0) if stage.evaluate_every else 0.0
+    phases |= {
+        "sync": work.sync_weights(),
+        "sync_check": _sync_check(work, stage),
+        "evaluate": once * evaluations(stage) / stage.steps,
+        "checkpoint": _checkpointing(work, stage),
+    }
+    return StageTime(stage.steps, phases, once + work.write(saved_bytes(work, stage)))
+
+
+def _rl_phases(work: Work, stage: RlStage, parts: RlParts, done: float) -> dict[str, float]:
+    """What depends on what the policy answers, after `done` of the steps."""
+    rows = rl_rows(work, stage, mini=False, done=done)
     limit, group = stage.generation.max_response_length, stage.num_generations
     draw = partial(work.generate, stage.prompts_per_step, responses=rows.responses, limit=limit)
     advantage = parts.greedy_baseline * draw(group=1, greedy=True)
@@ -149,19 +152,11 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
         beside = parts.forward_passes
     if stage.critic is not None:
         advantage += work.forward(rows, head=False)
-    greedy = work.lengths.responses(
-        run.evaluation.max_response_length, read=answers_read(run, stage)
-    )
-    once = work.evaluate(run.evaluation, greedy, samples=0) if stage.evaluate_every else 0.0
     phases = {
         "rollout": draw(group=group),
         "score": 0.0,
         "advantage": advantage,
-        "update": _rl_update(work, stage, parts),
-        "sync": work.sync_weights(),
-        "sync_check": _sync_check(work, stage),
-        "evaluate": once * evaluations(stage) / stage.steps,
-        "checkpoint": _checkpointing(work, stage),
+        "update": _rl_update(work, stage, parts, done),
     }
     # What is not computed is not measured either.
     reused = min(parts.old_logprobs, beside) if reuses_products(work, stage, parts) else 0
@@ -174,7 +169,7 @@ def _rl(work: Work, stage: RlStage, parts: RlParts) -> StageTime:
     if reuses_products(work, stage, parts):
         kept = rows.tokens(rows.count) * work.product_bytes
         phases["rollout"] += kept * work.rates.copy_s
-    return StageTime(stage.steps, phases, once + work.write(saved_bytes(work, stage)))
+    return phases
 
 
 def checkpoints(every: int, steps: int, kept: int = 0) -> int:
@@ -244,11 +239,12 @@ def evaluations(stage: RlStage) -> int:
     return math.ceil(stage.steps / stage.evaluate_every)
 
 
-def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
+def _rl_update(work: Work, stage: RlStage, parts: RlParts, done: float) -> float:
     """All epochs and mini-batches, the critic's too."""
-    rows = rl_rows(work, stage, mini=True)
+    rows = rl_rows(work, stage, mini=True, done=done)
     if parts.compares and answers_read(work.config, stage):
-        rows = replace(rows, count=max(1, round((1 - ALIKE) * rows.count)))
+        left = 1 - alike(rows.responses.nats)
+        rows = replace(rows, count=max(1, round(left * rows.count)))
     trained = trained_parameters(work, stage.lora, head=True)
     updates = stage.epochs * stage.num_mini_batches
     reusing = int(reuses_products(work, stage, parts))  # the first of them
@@ -274,7 +270,7 @@ def _rl_update(work: Work, stage: RlStage, parts: RlParts) -> float:
         seconds += work.forward(audited, head=True)
     critic = stage.critic
     if critic is not None:
-        whole = rl_rows(work, stage, mini=False)
+        whole = rl_rows(work, stage, mini=False, done=done)
         own = trained_parameters(work, critic.lora, head=False)
         passes = work.train(whole, critic.lora, own, head=False)
         seconds += critic.epochs * (passes + critic.num_mini_batches * work.adamw(own))
@@ -333,8 +329,7 @@ def preference_steps(stage: PreferenceDataStage, rows: int) -> int:
 def preference_rows(work: Work, stage: PreferenceDataStage) -> Rows:
     """Answers of one mini-batch, two to a pair: an epoch's pairs are cut into equal parts."""
     limit, length = stage.generation.max_response_length, preference_size(stage)[1]
-    known = work.lengths.responses(limit, read=answers_read(work.config, stage))
-    responses = Responses((length,)) if length else known
+    responses = Responses((length,)) if length else answers(work, stage, limit)
     pairs, train = stage.batch_size, trained_rows(stage, expected_rows(work, stage))
     if train:  # else how many there are is not known yet
         pairs = math.ceil(train / math.ceil(train / pairs))
@@ -351,7 +346,7 @@ def _preference(
     once = 0.0
     if stage.data is None:
         limit = stage.generation.max_response_length
-        responses = work.lengths.responses(limit, read=answers_read(work.config, stage))
+        responses = answers(work, stage, limit)
         at_once = min(PAIR_PROMPTS_PER_CALL, stage.num_prompts)
         call = work.generate(at_once, stage.num_generations, responses, limit)
         once = call * stage.num_prompts / at_once

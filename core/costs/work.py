@@ -113,6 +113,11 @@ class Work:
         return chunk_rows(self.device, self.shape.vocabulary * self.made_bytes)
 
     @property
+    def rounded(self) -> bool:
+        """Whether weights are multiplied in bfloat16."""
+        return self.bytes_each == 2 or self.config.model.dtype == "autocast"
+
+    @property
     def made_bytes(self) -> int:
         """Of a number that a product gives, before it is rounded."""
         wide = self.bytes_each == 2 and is_emulated(torch.bfloat16, self.device)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.supervised_stages import PreferenceDataStage
 from posttrain.core.costs import reuse
-from posttrain.core.costs.lengths import ROWS_TO_END, SURE, UNSURE, Lengths, Responses
+from posttrain.core.costs.lengths import ROWS_TO_END, Lengths, Responses
 from posttrain.core.costs.rates import Line, Sequences
-from posttrain.core.costs.times import ALIKE, LOADING_S, StageTime, preference_rows
+from posttrain.core.costs.sureness import SURE, UNSURE, idle_groups
+from posttrain.core.costs.times import LOADING_S, StageTime, preference_rows
 from tests.helpers.costs import ALL, MadeUp, estimator, run_config
 from tests.helpers.tiny import make_tiny_model
 
@@ -242,20 +244,20 @@ def test_what_was_reused_is_checked_on_a_few_rows(model: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "left"),
     [
-        ({}, 1 - ALIKE),
+        ({}, None),
         ({"skip_idle_rows": False}, 1.0),
         ({"inputs": {"model": "base"}}, 1.0),
         ({"entropy_coef": 0.01}, 1.0),
         ({"critic": {}, "advantage": "gae"}, 1.0),
         ({"sampler": "dynamic"}, 1.0),
-        ({"policy_loss": "gspo_token"}, 1 - ALIKE),
+        ({"policy_loss": "gspo_token"}, None),
         ({"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}}, 1.0),
     ],
 )
 def test_groups_that_are_worth_the_same_are_left_out_of_updates(
-    model: Path, fields: dict[str, Any], left: float
+    model: Path, fields: dict[str, Any], left: float | None
 ) -> None:
-    """Of a policy that was fine-tuned, where nothing else reads them."""
+    """Of a policy that was fine-tuned, where nothing else reads them; None: all that differ."""
     sft = {"kind": "sft", "inputs": {"model": "base"}}
     stages = {"sft": sft, "rl": {**RL, "inputs": {"model": "sft"}, "micro_batch_size": 4} | fields}
     every = {**stages, "rl": {**stages["rl"], "skip_idle_rows": False}}
@@ -264,9 +266,32 @@ def test_groups_that_are_worth_the_same_are_left_out_of_updates(
         for which in (stages, every)
     )
     assert some is not None and all_rows is not None
+    if left is None:
+        found = estimator(run_config(model, stages))
+        stage = found.work.config.stages["rl"]
+        assert isinstance(stage, RlStage)
+        left = 1 - idle_groups(found.work, stage)
+        assert 0.5 < left < 0.7, "of one that is sure"
     share = some.phases["update"] / all_rows.phases["update"]
     assert share == pytest.approx(left, abs=0.05)
     assert some.phases["rollout"] == all_rows.phases["rollout"]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_a_longer_stage_has_quicker_steps_as_its_policy_grows_sure(model: Path, phase: str) -> None:
+    sft = {"kind": "sft", "inputs": {"model": "base"}, "steps": 1, "batch_size": 8}
+    rates = MadeUp(trained=1.0, decoded=1.0)
+    one, many = (
+        estimator(
+            run_config(model, {"sft": sft, "rl": {**RL, "inputs": {"model": "sft"}, "steps": n}}),
+            rates,
+        )
+        .costs(["rl"])["rl"]
+        .time
+        for n in (1, 100)
+    )
+    assert one is not None and many is not None
+    assert many.phases[phase] < 0.9 * one.phases[phase]
 
 
 @pytest.mark.parametrize("kind", ["reward_model", "preference"])
@@ -286,11 +311,15 @@ def test_a_fine_tuned_policy_gives_fewer_pairs_in_equal_mini_batches(
     assert preference_rows(found.work, stage).count == 2 * pairs_each
 
 
-@pytest.mark.parametrize("kind", ["rl", "reward_model", "sft"])
-def test_the_guess_of_groups_alike_is_told_where_it_is_made(model: Path, kind: str) -> None:
-    stage = RL if kind == "rl" else {"kind": kind, "inputs": {"model": "base"}}
-    notes = estimator(run_config(model, {kind: stage}), MadeUp()).notes
-    assert any("teach nothing" in note for note in notes) == (kind != "sft")
+@pytest.mark.parametrize("learned", ["sft", "base"])
+def test_guesses_of_what_a_fine_tuned_policy_answers_are_told(model: Path, learned: str) -> None:
+    sft = {"kind": "sft", "inputs": {"model": "base"}}
+    pairs = {"kind": "reward_model", "inputs": {"model": learned}}
+    stages = {"sft": sft, "pairs": pairs, "rl": {**RL, "inputs": {"model": learned}}}
+    notes = [n for n in estimator(run_config(model, stages)).notes if n.startswith("guessed")]
+    assert len(notes) == (2 if learned == "sft" else 0)
+    told = "\n".join(notes)
+    assert all(f"'{name}'" in told for name in stages if name != "sft") == bool(notes)
 
 
 def test_files_take_new_memory_twice_and_a_digest(model: Path) -> None:
