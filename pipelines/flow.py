@@ -20,6 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from posttrain.core.artifacts import StageResult
 from posttrain.core.config.dag import dependencies
 from posttrain.core.errors import ApprovalRefused
+from posttrain.pipelines.device_limit import device_tags
 from posttrain.pipelines.flow_records import leave_results, leave_samples
 from posttrain.pipelines.live import Live
 from posttrain.pipelines.pipeline import Pipeline
@@ -62,12 +63,12 @@ def post_training(
     live = pipeline.value
     live.joined_flow(str(flow_run.id))
     began = time.perf_counter()
-    # A limit on this tag, if there is one on the server, holds for all runs on such a device.
-    of_device = run_stage.with_options(tags=[f"posttrain-{live.runtime.device.type}"])
     parallel = live.config.limits.max_parallel_stages > 1
     results: dict[str, LiveResult | PrefectFuture[LiveResult]] = {}
     for stage in live.resolved.order:
-        of_kind = of_device.with_options(**options_for(live.config.stages[stage].kind))
+        kind = live.config.stages[stage].kind
+        tags = device_tags(live.runtime.device.type)
+        of_kind = run_stage.with_options(tags=tags, **options_for(kind))
         upstream = {other: results[other] for other in dependencies(live.config.stages[stage])}
         if parallel:
             results[stage] = of_kind.submit(stage, pipeline, upstream)  # type: ignore[arg-type]

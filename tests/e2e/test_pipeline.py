@@ -210,8 +210,10 @@ def test_prefect_knows_the_flow_its_stages_and_its_phases(workspace: Path, first
         )
     )
     assert flows == {"post_training": "COMPLETED", "rl": "COMPLETED"}
+    tagged = dict(database.execute("select name, tags from task_run"))
     names = [row[0] for row in database.execute("select name from task_run")]
     assert set(STAGES) <= set(names)
+    assert {tagged[stage] for stage in STAGES} == {"[]"}, "each tag is a slot to be asked for"
     for phase in (
         "rollout",
         "score_rewards",

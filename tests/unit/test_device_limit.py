@@ -1,0 +1,59 @@
+"""The tag that a limit on stages can be on: taken where Prefect's server might have one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.pipeline import environment, prepared
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from posttrain.pipelines.prefect_env import configure_prefect
+home = Path(sys.argv[1])
+configure_prefect(home)
+from posttrain.pipelines.prefect_server import OwnServer
+server = OwnServer(home)
+from prefect.client.orchestration import get_client
+from posttrain.pipelines.device_limit import device_tags
+server.wait()
+for limit in (None, "posttrain-cuda", "posttrain-cpu"):
+    if limit:
+        with get_client(sync_client=True) as client:
+            client.create_concurrency_limit(limit, 1)
+    print(device_tags("cpu"))
+"""
+ELSEWHERE = 'from posttrain.pipelines.device_limit import device_tags; print(device_tags("cpu"))'
+
+
+@pytest.mark.timeout(300)
+def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: Path) -> None:
+    home = prepared(tmp_path / "home")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(home)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["[]", "[]", "['posttrain-cpu']"]
+
+
+@pytest.mark.timeout(120)
+def test_another_server_is_not_asked(tmp_path: Path) -> None:
+    """Limits there hold for the runs of other machines, and can come while a stage waits."""
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment()
+        | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['posttrain-cpu']"
