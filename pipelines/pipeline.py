@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from posttrain.pipelines.reporters import Reporters
 from posttrain.pipelines.stage_files import StageFiles, checkpoint_folder, kept_evidence
 from posttrain.pipelines.stages.context import StageContext
 from posttrain.pipelines.stages.runners import stage_runner
-from posttrain.pipelines.stops import Stop, follows_a_stop
+from posttrain.pipelines.stops import Stop, follows_a_stop, never
 from posttrain.pipelines.storing import MODELS, store_result
 from posttrain.pipelines.watchdog import Watchdog
 
@@ -83,6 +83,7 @@ class Pipeline:
     rows_digest: str = ""
     results: dict[str, StageResult] = field(default_factory=dict)
     stop_requested: threading.Event = field(default_factory=threading.Event)
+    stop_came: Callable[[], bool] = never
     watchdog: Watchdog = field(init=False)
     prefect_flow_run_id: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -108,6 +109,8 @@ class Pipeline:
         A run from which no call comes for long is taken to hang.
         """
         self.watchdog.sign()
+        if self.stop_came():
+            self.stop_requested.set()
         if self.stop_requested.is_set():
             raise Stop
 

@@ -24,7 +24,7 @@ from posttrain.pipelines.prefect_server import OwnServer
 from posttrain.pipelines.reporters import FileReporter, Reporters
 from posttrain.pipelines.rounds import Begun, begin
 from posttrain.pipelines.settling import nothing_new, raise_if_closed, settle, take_up
-from posttrain.pipelines.stops import follows_a_stop
+from posttrain.pipelines.stops import STOPS, ArrivedSignals, follows_a_stop, never
 
 if TYPE_CHECKING:
     from posttrain.pipelines.pipeline import Pipeline
@@ -166,9 +166,14 @@ def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
         pipeline.stop_requested.set()
         raise KeyboardInterrupt
 
-    previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous = {n: signal.signal(n, stop) for n in STOPS}
     try:
-        yield
+        with ArrivedSignals() as arrived:
+            pipeline.stop_came = arrived.stop_came
+            try:
+                yield
+            finally:
+                pipeline.stop_came = never
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
