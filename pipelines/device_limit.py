@@ -11,8 +11,8 @@ def device_tags(device: str) -> list[str]:
     """`posttrain-cpu` or `posttrain-cuda`, which a stage's task takes: a limit can be on it.
 
     With a server of the run's own only where there is such a limit. Prefect asks its server for a
-    slot for each task with a tag; SQLite is busy where the end of the stage before is stored at
-    that moment, and Prefect's client asks again after 2 s.
+    slot for each task with a tag; on SQLite the answer was 503 while the end of the stage before
+    was stored, and Prefect's client asks again after 2 s.
     """
     tag = f"posttrain-{device}"
     if get_current_settings().api.url is not None:

@@ -24,13 +24,12 @@ SURE, UNSURE = 0.1, 1.5
 ROWS_TO_BE_SURE = 70
 """Rows learned from until what is between the two has fallen by a factor of e."""
 ROUNDED = 15
-"""How many times as many they are where weights are rounded to bfloat16: most updates are smaller
-than half of its steps, and change what the model computes once enough of them have added up."""
+"""How many times as many they are where weights are rounded to bfloat16. There most updates are
+smaller than half a step of a weight, and change what is computed once enough have added up."""
 ALIKE, ALIKE_NATS = 0.67, 0.2
 """Share of the groups of a policy that is quite sure whose responses are worth the same, and the
 nats by which that falls by a factor of e. The share grows while a policy learns
 (arXiv:2503.14476, section 3.2)."""
-
 PARTS = (0.125, 0.375, 0.625, 0.875)
 """Of an `rl` stage's steps: the middles of its four quarters, whose mean stands for all steps."""
 
