@@ -89,6 +89,7 @@ def seconds(folder: Path, setting: Setting, options: argparse.Namespace) -> tupl
         tokens=setting.tokens,
         ragged=False,
         attention="eager",
+        compile=False,
     )
     learner = make_learner(make_model(folder, setting), runtime, 32)
     batch = make_batch(shape, setting.vocabulary)
