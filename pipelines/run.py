@@ -24,7 +24,7 @@ from posttrain.pipelines.prefect_server import OwnServer
 from posttrain.pipelines.reporters import FileReporter, Reporters
 from posttrain.pipelines.rounds import Begun, begin
 from posttrain.pipelines.settling import nothing_new, raise_if_closed, settle, take_up
-from posttrain.pipelines.stops import STOPS, ArrivedSignals, follows_a_stop, never
+from posttrain.pipelines.stops import STOPS, follows_a_stop, never, noted_stops
 
 if TYPE_CHECKING:
     from posttrain.pipelines.pipeline import Pipeline
@@ -168,8 +168,8 @@ def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
 
     previous = {n: signal.signal(n, stop) for n in STOPS}
     try:
-        with ArrivedSignals() as arrived:
-            pipeline.stop_came = arrived.stop_came
+        with noted_stops() as came:
+            pipeline.stop_came = came
             try:
                 yield
             finally:

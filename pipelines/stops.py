@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -40,33 +40,28 @@ def never() -> bool:
     return False
 
 
-class ArrivedSignals:
-    """Which signals came, told by the interpreter itself and not by a handler; in the main thread.
+@contextmanager
+def noted_stops() -> Iterator[Callable[[], bool]]:
+    """Tells whether a stop came since it was last asked; in the main thread.
 
-    A handler's exception can be lost: in a finalizer, as there are while modules are imported, or
-    to a library that catches everything. While a flow runs Prefect's handler stands in for ours.
+    The interpreter itself notes the signal, and not a handler, whose exception can be lost: in a
+    finalizer, as there are while modules are imported, or to a library that catches everything.
+    While a flow runs Prefect's handler stands in for ours.
     """
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
-    def __enter__(self) -> Self:
-        self._read, self._write = os.pipe()
-        for end in (self._read, self._write):
-            os.set_blocking(end, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        signal.set_wakeup_fd(self._before)
-        for end in (self._read, self._write):
-            os.close(end)
-
-    def stop_came(self) -> bool:
-        """Whether one that asks to stop came since this was last asked."""
+    def came() -> bool:
         try:
-            return not STOPS.isdisjoint(os.read(self._read, 4096))
+            return not STOPS.isdisjoint(os.read(read, 4096))
         except BlockingIOError:
             return False
+
+    try:
+        yield came
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)

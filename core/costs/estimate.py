@@ -14,6 +14,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.costs.calibration import Calibration
 from posttrain.core.costs.lengths import measured_lengths
 from posttrain.core.costs.memory import Holder, StageDisk, StageMemory, stage_disk, uses_engine
+from posttrain.core.costs.parts import parts_of
 from posttrain.core.costs.rates import Rates
 from posttrain.core.costs.shape import KnownModel
 from posttrain.core.costs.sureness import answers_read, idle_groups
@@ -150,6 +151,8 @@ class Estimator:
         tuned = {n: s for n, s in stages.items() if answers_read(self.work.config, s)}
         for name, stage in tuned.items():
             if isinstance(stage, RlStage):
+                if not parts_of(stage, self.manager).compares:
+                    continue
                 share = idle_groups(self.work, stage)
                 found.append(
                     f"guessed: the policy of '{name}' grows sure, and {share:.0%} of its groups "

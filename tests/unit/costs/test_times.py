@@ -320,6 +320,8 @@ def test_guesses_of_what_a_fine_tuned_policy_answers_are_told(model: Path, learn
     assert len(notes) == (2 if learned == "sft" else 0)
     told = "\n".join(notes)
     assert all(f"'{name}'" in told for name in stages if name != "sft") == bool(notes)
+    stages["rl"]["skip_idle_rows"] = False
+    assert "teach nothing" not in "".join(estimator(run_config(model, stages)).notes)
 
 
 def test_files_take_new_memory_twice_and_a_digest(model: Path) -> None:
