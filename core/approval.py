@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.core.durable import write_text
-from posttrain.core.errors import ApprovalNeeded, DataError
+from posttrain.core.errors import DataError, PosttrainError
 
 Given = Literal["terminal", "command line", "prefect", "timeout"]
 ALL_GATES = "all"
@@ -43,6 +43,17 @@ class Answer:
         verb = "approved" if self.approved else "rejected"
         why = f": {self.reason}" if self.reason else ""
         return f"{verb} by {self.by} at {self.at}{why}"
+
+
+class ApprovalNeeded(PosttrainError):
+    """A person has to answer before the run goes on; what was computed stays.
+
+    `request` is what is asked, where the error was raised by a gate.
+    """
+
+    exit_code = 5
+    status = "waiting"
+    request: ApprovalRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from posttrain.core.approval import ApprovalRequest
 
 
 class PosttrainError(Exception):
@@ -39,17 +35,6 @@ class ResourceError(PosttrainError):
     """Something the run needs is not there: disk, memory, port, weights, package."""
 
     exit_code = 4
-
-
-class ApprovalNeeded(PosttrainError):
-    """A person has to answer before the run goes on; what was computed stays.
-
-    `request` is what is asked, where the error was raised by a gate.
-    """
-
-    exit_code = 5
-    status = "waiting"
-    request: ApprovalRequest | None = None
 
 
 class ApprovalRefused(PosttrainError):

@@ -11,12 +11,9 @@ and that module holds functions marked with `hookimpl`. All hooks start with `po
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
-
-if TYPE_CHECKING:
-    from posttrain.core.contracts import Plugin
 
 PROJECT_NAME = "posttrain"
 ENTRY_POINT_GROUP = "posttrain.plugins"
@@ -26,11 +23,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 
 
 @hookspec
-def posttrain_register() -> list[type[Plugin[Any]]]:  # type: ignore[empty-body]
+def posttrain_register() -> list[type[Any]]:  # type: ignore[empty-body]
     """Return the plugin classes this module offers.
 
     Each is a subclass of one of the base classes in `posttrain.core.contracts`. Two plugins of one
-    kind and name are an error at load, whoever offers them.
+    kind and name are an error at load, whoever offers them. (Untyped here because the contracts
+    stand above the hooks in the order of imports.)
     """
 
 

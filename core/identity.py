@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import posttrain.core
 from posttrain.core.artifacts import combine_digests, file_digest, tree_digests
 from posttrain.core.errors import ConfigError
 
@@ -110,7 +111,7 @@ def identity_of(parts: Mapping[str, str]) -> str:
 @functools.cache
 def source_digest() -> str:
     """sha256 over posttrain's own source: editing the code recomputes what it made."""
-    root = Path(__file__).parent
+    root = Path(posttrain.core.__file__).parent
     folders = {
         "core": root,
         "pipelines": root.parent / "pipelines",

@@ -13,9 +13,10 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Failed
 
+from posttrain.core.approval import ApprovalNeeded
 from posttrain.core.artifacts import RunResult
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.errors import ApprovalNeeded, PosttrainError
+from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.checks import check_inputs
 from posttrain.pipelines.cli.common import folders, resolve_configs, shared_store

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.approval import Answer, read_answer
+from posttrain.core.approval import Answer, ApprovalNeeded, read_answer
 from posttrain.core.artifacts import (
     Artifact,
     ArtifactStore,
@@ -28,7 +28,7 @@ from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Task
-from posttrain.core.errors import ApprovalNeeded, ApprovalRefused
+from posttrain.core.errors import ApprovalRefused
 from posttrain.core.identity import identity_of
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.core.approval import ApprovalNeeded
 from posttrain.core.artifacts import RunResult
-from posttrain.core.errors import ApprovalNeeded, ApprovalRefused
+from posttrain.core.errors import ApprovalRefused
 from posttrain.pipelines.rounds import Begun
 
 if TYPE_CHECKING:

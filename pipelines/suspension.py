@@ -16,8 +16,14 @@ from prefect.context import FlowRunContext
 from prefect.input import RunInput
 from pydantic import Field
 
-from posttrain.core.approval import Answer, ApprovalRequest, approvals, keep_answer, kept_answer
-from posttrain.core.errors import ApprovalNeeded
+from posttrain.core.approval import (
+    Answer,
+    ApprovalNeeded,
+    ApprovalRequest,
+    approvals,
+    keep_answer,
+    kept_answer,
+)
 from posttrain.pipelines.no_answer import plan, unplan
 
 SEPARATOR = "-"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from posttrain.core.contracts.base import ConfigT, Plugin
 from posttrain.core.data.preference_rows import PreferenceRow
@@ -15,6 +15,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.math.splits import text_key
 from posttrain.core.types import (
     Completion,
+    FinishReason,
     Problem,
     RewardSample,
     SamplingParams,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # rewards run in processes that must stay small
     from torch import Tensor
 
     from posttrain.core.models.sampled_products import SampledProducts
-    from posttrain.core.rollout.episodes import EpisodeRunner
 
 
 class Task(Plugin[ConfigT]):
@@ -238,6 +238,55 @@ class SampledRollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a response: one turn as the engine gave it, or an observation's tokens."""
+
+    token_ids: tuple[int, ...]
+    turn: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A response in progress. It is a value: branches go on from one episode side by side."""
+
+    prompt: PromptGroup
+    state: object
+    segments: tuple[Segment, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The response so far, observations included."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def turns(self) -> tuple[Completion, ...]:
+        """What the policy sampled, turn by turn."""
+        return tuple(segment.turn for segment in self.segments if segment.turn is not None)
+
+
+class Episodes(Protocol):
+    """A stage's environment, played turn by turn by a sampler that acts between turns."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens that the tokenizer knows."""
+
+    def open(self, prompt: PromptGroup) -> Episode:
+        """An episode without a turn."""
+
+    def advance(
+        self,
+        engine: RolloutEngine[Any],
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        number: int,
+    ) -> list[Episode]:
+        """Each of `episodes` after one more turn and the environment's answer to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """What a sampler is given to fill one rollout batch.
 
@@ -256,7 +305,7 @@ class RolloutRequest:
     more_prompts: Callable[[int], Sequence[PromptGroup]]
     verify: Callable[[SampledGroup], Sequence[float]]
     check: Callable[[], None]
-    episodes: EpisodeRunner | None = None
+    episodes: Episodes | None = None
 
 
 class Sampler(Plugin[ConfigT]):

@@ -5,8 +5,8 @@ What the policy sampled is never tokenised again: each turn continues the token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from posttrain.core.contracts import (
@@ -17,39 +17,11 @@ from posttrain.core.contracts import (
     SampledGroup,
     Turn,
 )
+from posttrain.core.contracts.rollout import Episode, Segment
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, FinishReason, Problem, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of a response: one turn as the engine gave it, or an observation's tokens."""
-
-    token_ids: tuple[int, ...]
-    turn: Completion | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A response in progress. It is a value: branches go on from one episode side by side."""
-
-    prompt: PromptGroup
-    state: object
-    segments: tuple[Segment, ...] = ()
-    counts: Mapping[str, float] = field(default_factory=dict)
-    finish_reason: FinishReason | None = None
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The response so far, observations included."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
-
-    @property
-    def turns(self) -> tuple[Completion, ...]:
-        """What the policy sampled, turn by turn."""
-        return tuple(segment.turn for segment in self.segments if segment.turn is not None)
+from posttrain.core.types import Completion, Problem, SamplingParams
 
 
 class EpisodeRunner:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.core.errors import ApprovalNeeded
+from posttrain.core.approval import ApprovalNeeded
 from posttrain.pipelines.cli.answers import answering_command, given_answers, terminal_ask
 from posttrain.pipelines.cli.common import (
     DEFAULT_HOME,

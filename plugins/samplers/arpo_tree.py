@@ -20,9 +20,10 @@ from posttrain.core.contracts import (
     SampledRollout,
     Sampler,
 )
+from posttrain.core.contracts.rollout import Episode
 from posttrain.core.errors import ConfigError
 from posttrain.core.hooks import hookimpl
-from posttrain.core.rollout.episodes import Episode, completion_of
+from posttrain.core.rollout.episodes import completion_of
 from posttrain.core.runtime.seeding import derive_seed
 
 
