@@ -29,7 +29,6 @@ WRITE = {  # pattern: what to write instead; whole words, case ignored
     r"talks? nonsense": "returns an invalid score",
     r"(?:given|known|sampled) products": "linear outputs",
     r"worth the same": "equal reward",
-    r"same rows": "shared prefixes",
     # "There is no X", "is no longer" and the like are plain English.
     r"(?<!there )(?<!there\n)is no(?= (?!longer|more|less|better|need|way|one)[a-z])": "is not a",
 }

@@ -32,7 +32,6 @@ CHECK = load_check()
         ),
         ("a.md", "There is no answer.\nIt is no longer so.\n", []),
         ("a.md", "A run is" + " no rank.\n", [(1, "is not a")]),
-        ("a.md", "the same\n row" + "s", []),
         ("a.md", "the la" + "w  <!-- words: allow -->\n", []),
         ("a.py", "to" + "ld = 1  # to" + "ld\n", [(1, "reported, logged or said")]),
         (
