@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
@@ -41,7 +41,7 @@ class Rollout:
     groups: Sequence[SampledGroup]
     batch: RolloutBatch | None
     metrics: dict[str, float]
-    products: SampledProducts | None = field(default=None, repr=False)
+    products: SampledOutputs | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> RolloutBatch:
@@ -70,7 +70,7 @@ class Rollout:
 class Rollouts:
     """Samples the rollouts of a stage, and keeps those that no update has used yet.
 
-    With `keep_products` the engine keeps what it computes for the update, if it can.
+    `recording` records what the engine computes, for the update; None where it does not.
     """
 
     context: StageContext
@@ -80,7 +80,7 @@ class Rollouts:
     sampler: Sampler[Any]
     prompts: PromptStream
     episodes: EpisodeRunner | None = None
-    keep_products: bool = False
+    recording: Callable[[], AbstractContextManager[SampledOutputs | None]] = nullcontext
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
@@ -131,8 +131,7 @@ class Rollouts:
             check=check,
             episodes=episodes,
         )
-        keeping = self.engine.keeping_products() if self.keep_products else nullcontext()
-        with keeping as products:
+        with self.recording() as products:
             sampled = self.sampler.sample(request)
         batch = self._batch(sampled.groups)
         kept = 0.0 if batch is None else float(batch.response_mask.sum())

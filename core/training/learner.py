@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.collision import response_sum_pi_squared
@@ -30,7 +30,6 @@ from posttrain.core.training.forward import (
     response_pass,
 )
 from posttrain.core.training.guard import KlGuard
-from posttrain.core.training.known_products import known_products
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Objective, PreparedMini
@@ -87,7 +86,7 @@ class Learner:
         step: int,
         kl_coef: float,
         check: Check = _nothing,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> UpdateResult:
         """All epochs and mini-batches over `batch`.
 
@@ -195,7 +194,7 @@ class Learner:
         batch: RolloutBatch,
         kl_coef: float,
         check: Check,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Fill `old_logprobs` and `ref_logprobs` where they are needed, and the correction."""
         objective = self.objective
@@ -217,7 +216,7 @@ class Learner:
         self,
         batch: RolloutBatch,
         check: Check = _nothing,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> RolloutBatch:
         """`batch` with `old_logprobs` and `entropy` of the present policy, unless it has them."""
         if batch.old_logprobs is not None:
@@ -301,7 +300,7 @@ class Learner:
         batch: RolloutBatch,
         check: Check = _nothing,
         cut: Cut = UNCUT,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
         size, most = self.settings.micro_batch_size, self.settings.max_tokens
@@ -333,7 +332,7 @@ class Learner:
         sums: MetricSums,
         idle: Tensor,
         check: Check = _nothing,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
@@ -353,15 +352,10 @@ class Learner:
         for rows, counts in self.ranks.share(order):
             check()
             micro = mini.select(rows)
-            known = None
-            if products is not None:
-                known = known_products(products, micro, last=rows is order[-1])
-            temperature = self.settings.temperature
+            temperature, last = self.settings.temperature, rows is order[-1]
             states, out = response_pass(
-                self.model, micro, temperature=temperature, cut=cut, known=known
+                self.model, micro, temperature=temperature, cut=cut, outputs=products, last=last
             )
-            reused = 0.0 if known is None else len(rows)
-            known = None  # its logits go when the backward pass of the head has ended
             if counts:
                 seen[rows] = out.logprobs.detach().to(seen)
                 entropy[rows] = out.entropy.detach().to(seen)
@@ -381,7 +375,7 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro)
-                sums.add_scalar("train/reused_rows", reused)
+                sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
         add = self.ranks.add

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import StepReport
 from posttrain.core.training.splitting import micro_rows
@@ -77,10 +77,10 @@ class Progress:
     norm_sum: float = 0.0
     rate_factor: float = 1.0
     num_updates: int = 0
-    products: SampledProducts | None = None
+    products: SampledOutputs | None = None
 
     @classmethod
-    def of(cls, batch: RolloutBatch, products: SampledProducts | None = None) -> Progress:
+    def of(cls, batch: RolloutBatch, products: SampledOutputs | None = None) -> Progress:
         """Before the first update."""
         nothing = torch.full(batch.mask.shape, float("nan"))
         unread = torch.full((len(batch),), -1)

@@ -11,7 +11,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.critic import Critic
 from posttrain.core.training.forward import UNCUT, ResponseForward
 from posttrain.core.training.learner import Learner
@@ -65,11 +65,11 @@ class RankedLearner(Learner):
         step: int,
         kl_coef: float,
         check: Check = _nothing,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> UpdateResult:
         """As in `Learner`; the ranks' losses keep the same state as the ones here.
 
-        `products` are in this process, and ranks compute them anew.
+        `products` are in this process, and ranks compute theirs again.
         """
         result, states = self._trainer.call("update", batch.bare(), step, kl_coef)
         for term, state in zip(self.objective.terms, states, strict=True):
@@ -85,7 +85,7 @@ class RankedLearner(Learner):
         batch: RolloutBatch,
         check: Check = _nothing,
         cut: Cut = UNCUT,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> ResponseForward:
         """As in `Learner`, of the policy; `products` are not the ranks'."""
         found: ResponseForward = self._trainer.call("policy", batch.bare(), cut)

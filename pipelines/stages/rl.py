@@ -28,7 +28,7 @@ from posttrain.pipelines.rl_loop import RlLoop
 from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.episodes import build_episodes
-from posttrain.pipelines.stages.rl_parts import build_critic, build_learner, keeps_products
+from posttrain.pipelines.stages.rl_parts import build_critic, build_learner, output_recording
 from posttrain.pipelines.stages.rl_rewards import build_scorer
 from posttrain.pipelines.stages.trained import save_trained
 
@@ -124,7 +124,7 @@ def build_loop(
                 problems, episodes or tokenizer, derive_seed(run.seed, context.name, "prompts")
             ),
             episodes=episodes,
-            keep_products=keeps_products(context, stage, learner, episodes is not None),
+            recording=output_recording(context, stage, engine, learner),
         ),
         scorer=build_scorer(context, stage, tokenizer),
         estimator=context.build(AdvantageEstimator, stage.advantage),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -18,16 +20,24 @@ from posttrain.core.contracts import (
     KlEstimator,
     PolicyLoss,
     RolloutCorrection,
+    RolloutEngine,
 )
 from posttrain.core.data.examples import read_examples
 from posttrain.core.data.problems import check_worked
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy, load_value_model
+from posttrain.core.models.sampled_outputs import (
+    SampledOutputs,
+    can_record,
+    record_outputs,
+    why_no_reuse,
+)
+from posttrain.core.models.sharing import widest_window
+from posttrain.core.models.stream_attention import STREAM
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings
 from posttrain.core.training.guard import KlGuard
-from posttrain.core.training.known_products import why_nothing_known
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
@@ -66,29 +76,24 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     )
 
 
-def keeps_products(context: StageInputs, stage: RlStage, learner: Learner, in_turns: bool) -> bool:
-    """Whether the engine keeps what it computes for the update; the log says why not."""
-    run = context.run
-    if not stage.reuse_products:
-        return False
-    if stage.max_staleness:
-        reason: str | None = "rollouts are of an older policy than the one that is updated"
-    elif in_turns:
-        reason = "responses are sampled in turns"
-    elif learner.reference is not None:
-        # Of one policy the two must agree to the last bit: AdamW makes a full step of any gap.
-        reason = "a KL term compares the policy with a reference that the trainer computes"
-    elif learner.objective.correction is not None:
-        reason = "the rollout correction compares the engine with the trainer"
-    elif run.limits.learner_ranks > 1:
-        reason = "the model is trained by other processes"
-    elif stage.loss_terms and context.build(PolicyLoss, stage.loss_terms[0]).owns_update:
-        reason = "a trust region makes products of its own"
-    else:
-        reason = why_nothing_known(learner.model, context.runtime.dtype, run.model.max_model_len)
+def output_recording(
+    context: StageInputs, stage: RlStage, engine: RolloutEngine[Any], learner: Learner
+) -> Callable[[], AbstractContextManager[SampledOutputs | None]]:
+    """Records the engine's linear outputs while it samples, if the stage reuses them."""
+    model = learner.model
+    reason = why_no_reuse(
+        context.run,
+        stage,
+        recordable=can_record(engine),
+        streams=model.config._attn_implementation == STREAM,
+        window=widest_window(model),
+        corrects=learner.objective.correction is not None,
+        owns_update=context.build(PolicyLoss, stage.loss_terms[0]).owns_update,
+    )
     if reason is not None:
-        logger.info("the update makes all products of its forward pass: %s", reason)
-    return reason is None
+        logger.info("the update computes all linear outputs itself: %s", reason)
+        return nullcontext
+    return partial(record_outputs, engine, model, learner.reference)
 
 
 def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:

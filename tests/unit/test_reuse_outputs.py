@@ -1,4 +1,4 @@
-"""Which rl stages let the engine keep what it computes, and that their update then takes it."""
+"""Which rl stages reuse the linear outputs of sampling, and that their update then does so."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.rollouts import Rollout
 from posttrain.pipelines.stages.rl import build_loop
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_stage_transform import start, write
@@ -27,11 +29,11 @@ RL: dict[str, Any] = {
     "evaluate_every": 0,
     "kl": {"controller": {"name": "fixed", "coef": 0.0}},
 }
+KL: dict[str, Any] = {"controller": {"name": "fixed", "coef": 0.1}}
 REFUSED = {
-    "off": ({"reuse_products": False}, None),
+    "off": ({"reuse_outputs": False}, "reuse_outputs"),
     "stale": ({"max_staleness": 1}, "older policy"),
     "corrected": ({"rollout_correction": {"plugin": "tis_token"}}, "correction"),
-    "reference": ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, "reference"),
     "lora": ({"lora": {"rank": 2}}, "adapter"),
     "trust_region": ({"algorithm": "trpo", "critic": {}}, "trust region"),
 }
@@ -41,7 +43,8 @@ REFUSED = {
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     folder = tmp_path_factory.mktemp("reuse")
     make_tiny_model(folder / "model")
-    stages = {"kept": RL} | {name: RL | fields for name, (fields, _) in REFUSED.items()}
+    stages = {"plain": RL} | {f"kl_{p}": RL | {"kl": KL | {"place": p}} for p in ("loss", "reward")}
+    stages |= {name: RL | fields for name, (fields, _) in REFUSED.items()}
     made = start(folder, write(folder, {"name": "arithmetic"}, stages))
     yield made
     made.engines.close()
@@ -68,20 +71,42 @@ def test_a_stage_that_cannot_says_why(
     reason = REFUSED[name][1]
     with caplog.at_level(logging.INFO, "posttrain"):
         loop = loop_of(pipeline, name, tmp_path)
-    assert not loop.rollouts.keep_products
-    said = [r.message for r in caplog.records if "all products of its forward pass" in r.message]
-    assert [reason in text for text in said if reason] == ([True] if reason else [])
+    said = [r.message for r in caplog.records if "computes all linear outputs itself" in r.message]
+    assert [reason in text for text in said] == [True]
     assert loop.rollout(1).products is None
 
 
-def test_a_step_takes_what_its_rollout_computed(pipeline: Pipeline, tmp_path: Path) -> None:
-    loop = loop_of(pipeline, "kept", tmp_path)
-    assert loop.rollouts.keep_products
-    loop.begin_step(1)
-    sampled = loop.rollout(1)
-    assert sampled.products is not None and sampled.products.layers
-    assert loop.take(sampled)
-    loop.update_policy(loop.compute_advantages(loop.score_rewards(sampled)))
+def take_step(loop: RlLoop, step: int) -> Rollout:
+    """One step without a change of phase; the rollout it was trained on."""
+    loop.begin_step(step)
+    rollout = loop.rollout(step)
+    assert loop.take(rollout)
+    loop.update_policy(loop.compute_advantages(loop.score_rewards(rollout)))
+    loop.sync_weights(step)
+    return rollout
+
+
+def test_a_step_reuses_what_its_rollout_computed(pipeline: Pipeline, tmp_path: Path) -> None:
+    loop = loop_of(pipeline, "plain", tmp_path)
+    rollout = take_step(loop, 1)
     assert loop.metrics["train/reused_rows"] == 12
     assert loop.metrics["mismatch/abs_max"] < 1e-4
-    assert not sampled.products.layers and not sampled.products.logits
+    assert rollout.products is not None, "recorded"
+    assert not rollout.products.layers and not rollout.products.logits, "and dropped"
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_with_a_reference_reuse_begins_when_the_policy_has_left_it(
+    pipeline: Pipeline, place: str, tmp_path: Path
+) -> None:
+    loop = loop_of(pipeline, f"kl_{place}", tmp_path)
+    assert take_step(loop, 1).products is None
+    assert loop.metrics["train/reused_rows"] == 0
+    if place == "loss":
+        assert loop.metrics["kl/ref_k1"] == 0.0, "exactly: the policy is its reference"
+    with torch.no_grad():  # whatever the first step did
+        loop.learner.model.get_output_embeddings().weight[3] += 0.01  # type: ignore[no-untyped-call]
+    loop.sync_weights(1)
+    assert take_step(loop, 2).products is not None
+    assert loop.metrics["train/reused_rows"] == 12
+    assert loop.metrics["mismatch/abs_max"] < 1e-4
