@@ -29,7 +29,11 @@ RL: dict[str, Any] = {
     "evaluate_every": 0,
     "kl": {"controller": {"name": "fixed", "coef": 0.0}},
 }
-KL: dict[str, Any] = {"controller": {"name": "fixed", "coef": 0.1}}
+KL = {"controller": {"name": "fixed", "coef": 0.1}}
+WITH_REFERENCE = {
+    "kl_loss": {"kl": KL | {"place": "loss"}},
+    "kl_reward": {"kl": KL | {"place": "reward", "estimator": "k1"}},
+}
 REFUSED = {
     "off": ({"reuse_outputs": False}, "reuse_outputs"),
     "stale": ({"max_staleness": 1}, "older policy"),
@@ -43,7 +47,7 @@ REFUSED = {
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     folder = tmp_path_factory.mktemp("reuse")
     make_tiny_model(folder / "model")
-    stages = {"plain": RL} | {f"kl_{p}": RL | {"kl": KL | {"place": p}} for p in ("loss", "reward")}
+    stages = {"plain": RL} | {name: RL | fields for name, fields in WITH_REFERENCE.items()}
     stages |= {name: RL | fields for name, (fields, _) in REFUSED.items()}
     made = start(folder, write(folder, {"name": "arithmetic"}, stages))
     yield made
@@ -95,14 +99,14 @@ def test_a_step_reuses_what_its_rollout_computed(pipeline: Pipeline, tmp_path: P
     assert not rollout.products.layers and not rollout.products.logits, "and dropped"
 
 
-@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("name", WITH_REFERENCE)
 def test_with_a_reference_reuse_begins_when_the_policy_has_left_it(
-    pipeline: Pipeline, place: str, tmp_path: Path
+    pipeline: Pipeline, name: str, tmp_path: Path
 ) -> None:
-    loop = loop_of(pipeline, f"kl_{place}", tmp_path)
+    loop = loop_of(pipeline, name, tmp_path)
     assert take_step(loop, 1).products is None
     assert loop.metrics["train/reused_rows"] == 0
-    if place == "loss":
+    if name == "kl_loss":
         assert loop.metrics["kl/ref_k1"] == 0.0, "exactly: the policy is its reference"
     with torch.no_grad():  # whatever the first step did
         loop.learner.model.get_output_embeddings().weight[3] += 0.01  # type: ignore[no-untyped-call]
