@@ -193,8 +193,8 @@ class OutputRecorder:
         if self._num_tokens > self._max_tokens:
             self.outputs.forget()
             _warn_once(self._num_tokens, self._max_tokens)
-            call = None
-        self._call = call
+        else:
+            self._call = call
 
     def feed(self, sequences: Tensor, rows: Tensor, num_rows: int) -> None:
         """The engine will feed the next token of `sequences` [n], numbered within this call.
