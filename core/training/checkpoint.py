@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _STATE = "state.json"
 _TENSORS = "optimizer"
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 class DamagedCheckpoint(RunError):
@@ -39,22 +40,12 @@ class DamagedCheckpoint(RunError):
 class LoopState:
     """Where a loop stands after `step` steps, and the metrics of each step so far.
 
-    `controller`, `estimator`, `losses` (by the loss's name), `critic`, `sampler` and `rewards` are
-    what the KL controller, the advantage estimator, the policy losses, the critic's schedule, the
-    sampler and the whitening of rewards keep; `prompts` counts those taken from the task;
-    `rollouts` were sampled for steps to come.
+    `parts` has what the plugins and other parts of the loop keep, by the part's name.
     """
 
     step: int
-    controller: dict[str, float]
+    parts: Mapping[str, Any]  # Any: JSON, each part's own
     history: list[dict[str, float]]
-    estimator: dict[str, float] = field(default_factory=dict)
-    losses: dict[str, dict[str, float]] = field(default_factory=dict)
-    critic: dict[str, float] = field(default_factory=dict)
-    sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
-    prompts: int = 0
-    rewards: dict[str, float] = field(default_factory=dict)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
 
 
 def save_checkpoint(

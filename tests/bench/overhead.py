@@ -91,8 +91,8 @@ def measure(steps: int) -> dict[str, object]:
 
         from posttrain.core.tracking.mlflow_store import prepare_database
         from posttrain.core.tracking.mlflow_tracker import PipelineTracker
-        from posttrain.pipelines.live import Live
-        from posttrain.pipelines.rl import rl_flow
+        from posttrain.pipelines.rl.flow import rl_flow
+        from posttrain.pipelines.rl.live import Live
 
         tracker = PipelineTracker.start(
             uri=prepare_database(home),

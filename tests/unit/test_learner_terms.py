@@ -14,13 +14,12 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.guard import KlGuard
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.ptx import PtxTerm
-from posttrain.core.training.updates import UpdateSettings
-from posttrain.pipelines.stages.rl_parts import in_optimizer_steps
+from posttrain.core.training.updates import KlGuard, UpdateSettings
+from posttrain.pipelines.rl.build import in_optimizer_steps
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch
 from tests.helpers.tiny import make_tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.pipelines.pipeline import Pipeline
-from posttrain.pipelines.rl_loop import RlLoop
+from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stages.rl import build_loop
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_stage_transform import start, write

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from posttrain.pipelines.rollouts import rollouts_due
+from posttrain.pipelines.rl.rollouts import rollouts_due
 
 
 def versions(first: int, last: int, staleness: int, have: set[int]) -> dict[int, int]:

@@ -9,7 +9,7 @@ import pytest
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation import EvaluatedProblem
 from posttrain.core.types import Problem
-from posttrain.pipelines.tracked import FILE, PROMPTS, tracked_rows
+from posttrain.pipelines.rl.recording import FILE, PROMPTS, tracked_rows
 
 
 def evaluated(step: int, count: int = 3) -> list[EvaluatedProblem]:
