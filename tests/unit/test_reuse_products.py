@@ -71,17 +71,19 @@ def test_a_stage_that_cannot_says_why(
     assert not loop.rollouts.keep_products
     said = [r.message for r in caplog.records if "all products of its forward pass" in r.message]
     assert [reason in text for text in said if reason] == ([True] if reason else [])
-    assert loop.rollout(1).products is None
+    assert loop.rollouts.sample(1).products is None
 
 
 def test_a_step_takes_what_its_rollout_computed(pipeline: Pipeline, tmp_path: Path) -> None:
     loop = loop_of(pipeline, "kept", tmp_path)
     assert loop.rollouts.keep_products
-    loop.begin_step(1)
-    sampled = loop.rollout(1)
+    sampled = loop.rollouts.sample(1)
     assert sampled.products is not None and sampled.products.layers
-    assert loop.take(sampled)
-    loop.update_policy(loop.compute_advantages(loop.score_rewards(sampled)))
-    assert loop.metrics["train/reused_rows"] == 12
-    assert loop.metrics["mismatch/abs_max"] < 1e-4
+    taken, _ = loop.take(sampled)
+    assert taken
+    scored, _ = loop.score_rewards(sampled)
+    ready, _ = loop.compute_advantages(scored)
+    _, metrics = loop.update_policy(ready)
+    assert metrics["train/reused_rows"] == 12
+    assert metrics["mismatch/abs_max"] < 1e-4
     assert not sampled.products.layers and not sampled.products.logits

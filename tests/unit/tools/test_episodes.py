@@ -239,7 +239,7 @@ def test_an_evaluation_runs_whole_episodes(tiny: Tiny) -> None:
     section = EvaluationSection(num_problems=4, max_response_length=30, num_samples=3)
     task = Sevens(NoConfig())
     result = evaluate_policy(
-        tiny.engine, tiny.tokenizer, task, PROBLEMS, section, 1, episodes=runner
+        tiny.engine, tiny.tokenizer, task, tiny.prompts(runner), section, 1, episodes=runner
     )
     greedy = runner.generate(
         tiny.engine, tiny.prompts(runner), SamplingParams(max_tokens=30, temperature=0.0)

@@ -1,0 +1,32 @@
+"""An update of the policy as an RL step takes it: columns filled, optimizer steps, mismatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.updates import PolicyLearner, UpdateResult
+
+
+def update(
+    learner: PolicyLearner,
+    batch: RolloutBatch,
+    step: int,
+    kl_coef: float,
+    products: SampledProducts | None = None,
+) -> UpdateResult:
+    """The learner's result with all metrics of the update."""
+    columns = ColumnFiller(learner)
+    ready, metrics = columns.fill_for_update(batch, step, kl_coef, products=products)
+    result = learner.update(ready, step, kl_coef, products=products)
+    shown = columns.after_update(ready, kl_coef, result, products)
+    return replace(result, metrics=metrics | result.metrics | shown)
+
+
+def with_old_logprobs(
+    learner: PolicyLearner, batch: RolloutBatch, products: SampledProducts | None = None
+) -> RolloutBatch:
+    """`batch` with `old_logprobs` of the learner's policy."""
+    return ColumnFiller(learner).fill(batch, {"old_logprobs"}, products=products)[0]
