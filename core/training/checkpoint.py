@@ -56,7 +56,7 @@ def save_checkpoint(
     critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> None:
-    """Write `folder` anew: tensors first, the state with their digest last, then rename.
+    """Write a new `folder`: tensors first, the state with their digest last, then rename.
 
     The tensors of a `critic`'s optimizer lie in a folder of their own inside it. A `reference` is
     given when it is no longer what the stage started from.
@@ -93,20 +93,20 @@ def load_checkpoint(
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
-            f"{SCHEMA_VERSION}: run with --fresh to start the stage anew"
+            f"{SCHEMA_VERSION}: run with --fresh to start the stage over"
         )
     wanted, saved = _by_place(optimizer, critic), record["optimizers"]
     if set(wanted) != set(saved):
         has, needs = (("a" if _CRITIC in places else "no") for places in (saved, wanted))
         raise RunError(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
-            "--fresh to start the stage anew"
+            "--fresh to start the stage over"
         )
     for place, one in wanted.items():
         if saved[place]["precision"] != one.precision:
             raise RunError(
                 f"checkpoint '{folder}' keeps {saved[place]['precision']}, but the stage "
-                f"{one.precision}: run with --fresh to start the stage anew"
+                f"{one.precision}: run with --fresh to start the stage over"
             )
     _check_files(folder, record)
     for place, one in wanted.items():
@@ -166,7 +166,7 @@ def _check_files(folder: Path, record: dict[str, Any]) -> None:
     if any(not path.is_file() or file_digest(path) != digest for path, digest in paths.items()):
         raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged (a file is missing or its digest differs): run with "
-            "--fresh to start the stage anew"
+            "--fresh to start the stage over"
         )
 
 
@@ -176,7 +176,7 @@ def read_step(folder: Path) -> int:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote beside the tensors."""
+    """What `save_checkpoint` wrote next to the tensors."""
     try:
         record: dict[str, Any] = json.loads((folder / _STATE).read_text())
         if not isinstance(record, dict) or "step" not in record:
@@ -184,7 +184,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged ({_STATE} is not what was written: {error}): run "
-            "with --fresh to start the stage anew"
+            "with --fresh to start the stage over"
         ) from error
     return record
 

@@ -81,6 +81,28 @@ def update_columns(objective: Objective, settings: UpdateSettings, kl_coef: floa
 
 
 @dataclass(frozen=True, slots=True)
+class ReadyBatch:
+    """A batch with every column that an update reads, and what was measured of it.
+
+    With `mismatch_pending` the log-probs of the policy that sampled are first computed by the
+    update: then its result shows the mismatch.
+    """
+
+    batch: RolloutBatch
+    metrics: dict[str, float]
+    mismatch_pending: bool = False
+
+    def pending_mismatch(self, result: UpdateResult) -> dict[str, float]:
+        """The mismatch in the rows that the first optimizer step read; empty if measured before."""
+        if not self.mismatch_pending:
+            return {}
+        assert result.first_pass is not None, "some row was read"
+        rows, policy = result.first_pass
+        seen = with_old_logprobs(self.batch.select(rows), policy)
+        return mismatch_of(seen, seen.mask)
+
+
+@dataclass(frozen=True, slots=True)
 class ColumnFiller:
     """Fills columns with forward passes of `learner`, and measures the mismatch on the way."""
 
@@ -119,47 +141,36 @@ class ColumnFiller:
         kl_coef: float,
         check: Check = no_check,
         products: SampledProducts | None = None,
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    ) -> ReadyBatch:
         """`batch` ready for the update of `step`, and metrics with the mismatch where it is known.
 
         With `products` the update reuses what the engine computed, so that its own log-probs cannot
         show a mismatch: a few rows are computed again, other ones in each step.
         """
+        objective, settings = self.learner.objective, self.learner.settings
         metrics = {} if products is None else self._audit(batch, step, check)
-        learner = self.learner
-        names = update_columns(learner.objective, learner.settings, kl_coef)
+        names = update_columns(objective, settings, kl_coef)
         batch, found = self.fill(batch, names, check, products)
         metrics |= found
-        if products is None and not self._update_shows_mismatch(batch, kl_coef):
-            read = self._has_policy_logprobs(batch) and self._any_row_is_read(batch, kl_coef)
-            metrics |= self.mismatch(batch, batch.mask if read else batch.response_mask, check)
-        return batch, metrics
+        if products is not None:
+            return ReadyBatch(batch, metrics)
+        idle = settings.idle_rows(objective, batch, kl_coef)
+        is_read = bool((batch.mask.any(dim=1) & ~idle).any())
+        if batch.old_logprobs is not None and not objective.bypass_old:
+            metrics |= mismatch_of(batch, batch.mask if is_read else batch.response_mask)
+        elif is_read and not (objective.bypass_old and objective.owns_update):
+            # The first optimizer step computes what is needed. A trust region moves the policy
+            # before it reads a row.
+            return ReadyBatch(batch, metrics, mismatch_pending=True)
+        else:
+            metrics |= self.mismatch(batch, check)
+        return ReadyBatch(batch, metrics)
 
-    def after_update(
-        self,
-        batch: RolloutBatch,
-        kl_coef: float,
-        result: UpdateResult,
-        products: SampledProducts | None = None,
-    ) -> dict[str, float]:
-        """The mismatch, where it is that of log-probs which only the update computed."""
-        if products is not None or not self._update_shows_mismatch(batch, kl_coef):
-            return {}
-        assert result.first_pass is not None, "some row was read"
-        rows, policy = result.first_pass
-        seen = with_old_logprobs(batch.select(rows), policy)
-        return mismatch_of(seen, seen.mask)
-
-    def mismatch(
-        self, batch: RolloutBatch, mask: torch.Tensor, check: Check = no_check
-    ) -> dict[str, float]:
-        """Engine against the present policy, from `old_logprobs` or else from a pass of its own.
-
-        Tokens outside `mask` [B, T] are left out.
-        """
-        if not self._has_policy_logprobs(batch):
+    def mismatch(self, batch: RolloutBatch, check: Check = no_check) -> dict[str, float]:
+        """Engine against the present policy on all sampled tokens, for a step without an update."""
+        if batch.old_logprobs is None or self.learner.objective.bypass_old:
             batch = with_old_logprobs(batch, self.learner.policy_pass(batch, check))
-        return mismatch_of(batch, mask)
+        return mismatch_of(batch, batch.response_mask)
 
     def _audit(self, batch: RolloutBatch, step: int, check: Check) -> dict[str, float]:
         """The mismatch of a few rows, computed by the trainer alone."""
@@ -167,21 +178,3 @@ class ColumnFiller:
         few = batch.select((torch.arange(count) + step * count) % len(batch))
         few = with_old_logprobs(few, self.learner.policy_pass(few, check))
         return mismatch_of(few, few.response_mask)
-
-    def _update_shows_mismatch(self, batch: RolloutBatch, kl_coef: float) -> bool:
-        """Whether the update's first pass has log-probs of the sampling policy, and nothing else.
-
-        With `bypass_old` the first mini-batch alone is read by the policy that sampled it; a trust
-        region has moved the policy by then.
-        """
-        objective = self.learner.objective
-        if self._has_policy_logprobs(batch) or (objective.bypass_old and objective.owns_update):
-            return False
-        return self._any_row_is_read(batch, kl_coef)
-
-    def _has_policy_logprobs(self, batch: RolloutBatch) -> bool:
-        return batch.old_logprobs is not None and not self.learner.objective.bypass_old
-
-    def _any_row_is_read(self, batch: RolloutBatch, kl_coef: float) -> bool:
-        idle = self.learner.settings.idle_rows(self.learner.objective, batch, kl_coef)
-        return bool((batch.mask.any(dim=1) & ~idle).any())

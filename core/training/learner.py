@@ -175,7 +175,8 @@ class Learner:
                 now = self.forward_only(self.model, mini, check)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", step, number)
-        return mini, self.objective.prepare(mini, draw, len(self._micro_rows(mini)))
+        num_parts = len(self.settings.micro_rows(mini, self.ranks.size))
+        return mini, self.objective.prepare(mini, draw, num_parts)
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check
@@ -223,14 +224,10 @@ class Learner:
         temperature = self.settings.temperature
         return forward_only(model, batch, size, temperature, check, cut, most, self.ranks, products)
 
-    def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
-        """Row indices of each micro-batch, of all ranks."""
-        return self.settings.micro_rows(batch, self.ranks.size)
-
     def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
         rows, parts = [], []
-        for index, counts in self.ranks.share(self._micro_rows(batch)):
+        for index, counts in self.ranks.share(self.settings.micro_rows(batch, self.ranks.size)):
             check()
             micro, temperature = batch.select(index), self.settings.temperature
             found = response_sum_pi_squared(self.model, micro, temperature=temperature)
@@ -265,7 +262,9 @@ class Learner:
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
             self.optimizer.fill_gradients()
-        parts = self._micro_rows(mini.select(active)) if len(active) else []
+        parts = []
+        if len(active):
+            parts = self.settings.micro_rows(mini.select(active), self.ranks.size)
         order = [active[part] for part in parts if mini.mask[active[part]].any()]
         for rows, counts in self.ranks.share(order):
             check()

@@ -70,8 +70,8 @@ class PreparedMini:
 class MicroLoss:
     """A micro-batch's share of the loss: `total` with gradient, and detached for the record.
 
-    `parts` are shares of each term; `tokens` are [B, T] or [B] values to be averaged over the mask
-    of that shape beside them.
+    `parts` are shares of each term; `tokens` are [B, T] or [B] values with the mask of that shape
+    over which they are averaged.
     """
 
     total: Tensor

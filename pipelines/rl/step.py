@@ -37,7 +37,7 @@ from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
 from posttrain.core.training.retention import is_due, step_folder, trim
-from posttrain.core.training.updates import PolicyLearner
+from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stages.context import StageContext
@@ -60,6 +60,7 @@ class RlLoop:
     context: StageContext
     stage: RlStage
     learner: PolicyLearner
+    columns: ColumnFiller
     engine: RolloutEngine[Any]
     tokenizer: ChatTokenizer
     rollouts: Rollouts
@@ -130,7 +131,7 @@ class RlLoop:
         if in_reward:
             needed |= {"old_logprobs", "ref_logprobs"}
         batch, metrics = drop_groups(rollout.rows, self.stage.drop_groups)
-        batch, found = self._columns.fill(batch, needed, self.context.check, rollout.products)
+        batch, found = self.columns.fill(batch, needed, self.context.check, rollout.products)
         metrics |= found
         if in_reward:
             metrics |= (kl := kl_of_batch(batch, self.kl))
@@ -163,44 +164,37 @@ class RlLoop:
         return batch
 
     def update_policy(self, rollout: Rollout) -> tuple[Update, Metrics]:
-        """Take the optimizer steps of the critic and, unless that is ahead of it, of the policy."""
-        check, batch = self.context.check, rollout.rows
+        """Take the optimizer steps of the critic and, unless it trains alone, of the policy."""
+        check, products = self.context.check, rollout.products
+        batch, step = rollout.rows, rollout.step
         check()
-        update, metrics = Update(rollout, batch), dict[str, float]()
-        if self.critic is not None:
-            metrics |= self.critic.update(batch, rollout.step, check)
+        metrics = {} if self.critic is None else self.critic.update(batch, step, check)
         if self.critic is not None and self.critic.pretraining:
-            metrics |= self._columns.mismatch(batch, batch.response_mask, check)
+            metrics |= self.columns.mismatch(batch, check)
+            update = Update(rollout, batch)
         else:
-            update, found = self._update_policy(rollout)
-            metrics |= found
+            kl_coef = self.controller.coefficient() if self.stage.kl.place == "loss" else 0.0
+            ready = self.columns.fill_for_update(batch, step, kl_coef, check, products)
+            result = self.learner.update(ready.batch, step, kl_coef, check, products)
+            metrics |= ready.metrics | result.metrics | ready.pending_mismatch(result)
+            metrics |= self._control_kl(rollout, result)
+            update = Update(rollout, ready.batch, kl_coef, result)
         rollout.forget_products()
         self._heap.step_done()
         return update, metrics
 
-    def _update_policy(self, rollout: Rollout) -> tuple[Update, Metrics]:
-        """Fill what the loss reads, take the policy's optimizer steps, adapt the KL coefficient."""
-        kl, step, check, products = (
-            self.stage.kl,
-            rollout.step,
-            self.context.check,
-            rollout.products,
-        )
-        kl_coef = self.controller.coefficient() if kl.place == "loss" else 0.0
-        batch, metrics = self._columns.fill_for_update(rollout.rows, step, kl_coef, check, products)
-        result = self.learner.update(batch, step, kl_coef, check, products)
-        metrics |= result.metrics
-        metrics |= self._columns.after_update(batch, kl_coef, result, products)
-        reference_kl = rollout.reference_kl
+    def _control_kl(self, rollout: Rollout, result: UpdateResult) -> Metrics:
+        """Adapt the KL coefficient to the KL of this step; refresh the reference when due."""
+        kl, metrics, reference_kl = self.stage.kl, dict[str, float](), rollout.reference_kl
         if kl.place == "loss" and "kl/ref_k1" in result.metrics:
             per_token = result.metrics["kl/ref_k1"]
             reference_kl = (per_token, per_token * rollout.mean_length)
-            metrics |= {"kl/ref_token": reference_kl[0], "kl/ref_sequence": reference_kl[1]}
+            metrics = {"kl/ref_token": reference_kl[0], "kl/ref_sequence": reference_kl[1]}
         if reference_kl is not None:
-            self.controller.update(*reference_kl, len(batch))
-        if kl.refresh_every and step % kl.refresh_every == 0:
+            self.controller.update(*reference_kl, len(rollout.rows))
+        if kl.refresh_every and rollout.step % kl.refresh_every == 0:
             self.learner.refresh_reference()
-        return Update(rollout, batch, kl_coef, result), metrics
+        return metrics
 
     def sync_weights(self, step: int) -> tuple[None, Metrics]:
         """Give the engine the policy of version `step`."""
@@ -229,11 +223,6 @@ class RlLoop:
             self.episodes,
         )
         return result, {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
-
-    @property
-    def _columns(self) -> ColumnFiller:
-        """Fills what the policy and its reference compute."""
-        return ColumnFiller(self.learner)
 
     # -- state --------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.tracking.plots import learning_curves
+from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
 from posttrain.core.training.updates import PolicyLearner
 from posttrain.core.types import Problem
@@ -111,6 +112,7 @@ def build_loop(
         context=context,
         stage=stage,
         learner=learner,
+        columns=ColumnFiller(learner),
         engine=engine,
         tokenizer=tokenizer,
         rollouts=Rollouts(

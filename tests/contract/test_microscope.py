@@ -238,7 +238,7 @@ def test_weights_are_the_gradients_that_arrived_in_the_learner(shape: str, model
         model, MasterOptimizer(model, section, 8), objective, settings, load_tiny(model_dir)
     )
     Listening.heard.clear()
-    batch, _ = ColumnFiller(learner).fill_for_update(batch, STEP, kl_coef)
+    batch = ColumnFiller(learner).fill_for_update(batch, STEP, kl_coef).batch
     result = learner.update(batch, STEP, kl_coef)
     evidence = StepEvidence(
         STEP,

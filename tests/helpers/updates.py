@@ -19,10 +19,9 @@ def update(
 ) -> UpdateResult:
     """The learner's result with all metrics of the update."""
     columns = ColumnFiller(learner)
-    ready, metrics = columns.fill_for_update(batch, step, kl_coef, products=products)
-    result = learner.update(ready, step, kl_coef, products=products)
-    shown = columns.after_update(ready, kl_coef, result, products)
-    return replace(result, metrics=metrics | result.metrics | shown)
+    ready = columns.fill_for_update(batch, step, kl_coef, products=products)
+    result = learner.update(ready.batch, step, kl_coef, products=products)
+    return replace(result, metrics=ready.metrics | result.metrics | ready.pending_mismatch(result))
 
 
 def with_old_logprobs(

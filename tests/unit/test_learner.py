@@ -129,7 +129,7 @@ def learner_for(
 
 
 def gradient(learner: Learner, batch: RolloutBatch, kl_coef: float) -> list[Tensor]:
-    batch, _ = ColumnFiller(learner).fill_for_update(batch, 1, kl_coef)
+    batch = ColumnFiller(learner).fill_for_update(batch, 1, kl_coef).batch
     batch, prepared = learner._prepare(batch, 1, 0, lambda: None)
     idle = torch.zeros(len(batch), dtype=torch.bool)
     learner._accumulate(batch, prepared, kl_coef, MetricSums(), idle)

@@ -129,9 +129,9 @@ def test_steps_without_an_update_of_their_own_are_measured_too(
     model, cut = load_tiny(model_dir), Cut(20, 0.8)
     batch = rollout(model, cut, off=0.1)
     learner = make_learner(model, manager, cut)
-    assert ColumnFiller(learner).mismatch(batch, batch.response_mask)[
-        "mismatch/abs_mean"
-    ] == pytest.approx(0.1, abs=1e-6)
+    assert ColumnFiller(learner).mismatch(batch)["mismatch/abs_mean"] == pytest.approx(
+        0.1, abs=1e-6
+    )
     nothing = batch.with_columns(mask=torch.zeros_like(batch.mask))
     found = update(learner, nothing, 1, 0.0).metrics
     assert found["mismatch/abs_mean"] == pytest.approx(0.1, abs=1e-6)
