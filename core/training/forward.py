@@ -58,6 +58,22 @@ class ResponseForward:
     log_kept: Tensor | None = None
     reused: bool = False
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
+        """The same with `change` made to each tensor."""
+        kept = None if self.log_kept is None else change(self.log_kept)
+        return ResponseForward(change(self.logprobs), change(self.entropy), kept)
+
+    def rows(self, index: Tensor) -> ResponseForward:
+        """The rows `index` [n], in that order."""
+        return self.map(lambda values: values[index])
+
+    def put(self, index: Tensor, found: ResponseForward) -> None:
+        """Write `found` [n, T], detached, over the rows `index` [n]."""
+        self.logprobs[index] = found.logprobs.detach().to(self.logprobs)
+        self.entropy[index] = found.entropy.detach().to(self.entropy)
+        if self.log_kept is not None and found.log_kept is not None:
+            self.log_kept[index] = found.log_kept.to(self.log_kept)
+
 
 def response_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float, cut: Cut = UNCUT

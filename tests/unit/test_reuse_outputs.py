@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.pipelines.pipeline import Pipeline
-from posttrain.pipelines.rl_loop import RlLoop
-from posttrain.pipelines.rollouts import Rollout
+from posttrain.pipelines.rl.rollouts import Rollout
+from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stages.rl import build_loop
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_stage_transform import start, write
@@ -77,24 +77,25 @@ def test_a_stage_that_cannot_says_why(
         loop = loop_of(pipeline, name, tmp_path)
     said = [r.message for r in caplog.records if "computes all linear outputs itself" in r.message]
     assert [reason in text for text in said] == [True]
-    assert loop.rollout(1).products is None
+    assert loop.rollouts.sample(1).products is None
 
 
-def take_step(loop: RlLoop, step: int) -> Rollout:
-    """One step without a change of phase; the rollout it was trained on."""
-    loop.begin_step(step)
-    rollout = loop.rollout(step)
-    assert loop.take(rollout)
-    loop.update_policy(loop.compute_advantages(loop.score_rewards(rollout)))
+def take_step(loop: RlLoop, step: int) -> tuple[Rollout, Mapping[str, float]]:
+    """One step phase by phase: the rollout it was trained on, and the update's metrics."""
+    rollout = loop.rollouts.sample(step)
+    taken, _ = loop.take(rollout)
+    assert taken
+    scored, _ = loop.score_rewards(rollout)
+    ready, _ = loop.compute_advantages(scored)
+    _, metrics = loop.update_policy(ready)
     loop.sync_weights(step)
-    return rollout
+    return rollout, metrics
 
 
 def test_a_step_reuses_what_its_rollout_computed(pipeline: Pipeline, tmp_path: Path) -> None:
-    loop = loop_of(pipeline, "plain", tmp_path)
-    rollout = take_step(loop, 1)
-    assert loop.metrics["train/reused_rows"] == 12
-    assert loop.metrics["mismatch/abs_max"] < 1e-4
+    rollout, metrics = take_step(loop_of(pipeline, "plain", tmp_path), 1)
+    assert metrics["train/reused_rows"] == 12
+    assert metrics["mismatch/abs_max"] < 1e-4
     assert rollout.products is not None, "recorded"
     assert not rollout.products.layers and not rollout.products.logits, "and dropped"
 
@@ -104,13 +105,13 @@ def test_with_a_reference_reuse_begins_when_the_policy_has_left_it(
     pipeline: Pipeline, name: str, tmp_path: Path
 ) -> None:
     loop = loop_of(pipeline, name, tmp_path)
-    assert take_step(loop, 1).products is None
-    assert loop.metrics["train/reused_rows"] == 0
+    rollout, metrics = take_step(loop, 1)
+    assert rollout.products is None and metrics["train/reused_rows"] == 0
     if name == "kl_loss":
-        assert loop.metrics["kl/ref_k1"] == 0.0, "exactly: the policy is its reference"
+        assert metrics["kl/ref_k1"] == 0.0, "exactly: the policy is its reference"
     with torch.no_grad():  # whatever the first step did
         loop.learner.model.get_output_embeddings().weight[3] += 0.01  # type: ignore[no-untyped-call]
     loop.sync_weights(1)
-    assert take_step(loop, 2).products is not None
-    assert loop.metrics["train/reused_rows"] == 12
-    assert loop.metrics["mismatch/abs_max"] < 1e-4
+    rollout, metrics = take_step(loop, 2)
+    assert rollout.products is not None and metrics["train/reused_rows"] == 12
+    assert metrics["mismatch/abs_max"] < 1e-4

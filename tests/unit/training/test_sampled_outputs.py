@@ -25,12 +25,13 @@ from posttrain.core.models.packed_linear import why_no_packing
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.training.learner import Learner
+from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.stream import distinct_prompts, stream_of
 from posttrain.core.training.updates import UpdateResult
 from posttrain.core.types import SamplingParams
 from tests.helpers.sampled import ALIKE, PROMPTS, Sampled, sample, save_family, start_engine
 from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
+from tests.helpers.updates import update, with_old_logprobs
 from tests.unit.training.test_stream import FAMILIES
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def gradient(
     learner._accumulate = accumulate  # type: ignore[method-assign]
     learner.optimizer.step = stop  # type: ignore[assignment,method-assign]
     with pytest.raises(GradientTaken):
-        learner.update(batch, 1, 0.0, products=outputs)
+        update(learner, batch, 1, 0.0, outputs)
     named = zip(model.named_parameters(), learner.optimizer._masters, strict=True)
     return {n: m.grad.clone() for (n, _), m in named if m.grad is not None}, counted
 
@@ -114,7 +115,7 @@ def test_the_gradient_is_the_same_and_no_linear_layer_computes(
     wanted, counted = gradient(model, batch, None, options)
     assert counted["train/reused_rows"] == 0
     made = linear_calls(monkeypatch)
-    monkeypatch.setattr(Learner, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
+    monkeypatch.setattr(ColumnFiller, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
     model = load_policy(folders[family], FLOAT)
     found, counted = gradient(model, batch, sampled.outputs, options)
     assert_equal_gradients(found, wanted)
@@ -233,7 +234,7 @@ def updated(
     model = load_policy(folder, FLOAT)
     learner = speed_learner(model, Options(micro_batch_size=3), rate=1e-3)
     learner.settings = replace(learner.settings, epochs=2, num_mini_batches=3)
-    return model, learner.update(sampled.batch(), 1, 0.0, products=outputs)
+    return model, update(learner, sampled.batch(), 1, 0.0, outputs)
 
 
 def test_only_the_first_optimizer_step_reuses_them(folders: dict[str, Path]) -> None:
@@ -255,9 +256,9 @@ def test_old_logprobs_are_those_that_were_sampled(
     batch = sampled.batch()
     learner = speed_learner(load_policy(folders["llama"], FLOAT), Options(micro_batch_size=5))
     learner.settings = replace(learner.settings, temperature=1.0)
-    wanted = learner.with_old_logprobs(batch)
+    wanted = with_old_logprobs(learner, batch)
     made = linear_calls(monkeypatch)
-    found = learner.with_old_logprobs(batch, products=sampled.outputs)
+    found = with_old_logprobs(learner, batch, sampled.outputs)
     assert made == []
     for name in ("old_logprobs", "entropy"):
         torch.testing.assert_close(found.column(name), wanted.column(name), rtol=0, atol=1e-5)
@@ -276,7 +277,7 @@ def test_a_wrong_engine_is_noticed_though_its_outputs_are_reused(
     found = {}
     for name, sampled in (("right", right), ("wrong", wrong)):
         learner = speed_learner(load_policy(folders["llama"], FLOAT), Options())
-        found[name] = learner.update(sampled.batch(), 3, 0.0, products=sampled.outputs)
+        found[name] = update(learner, sampled.batch(), 3, 0.0, sampled.outputs)
         assert found[name].metrics["train/reused_rows"] == len(sampled.batch())
     assert found["right"].metrics["mismatch/abs_max"] < 1e-4
     assert found["wrong"].metrics["mismatch/abs_mean"] > 1e-3

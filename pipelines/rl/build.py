@@ -1,4 +1,4 @@
-"""The parts of an RL stage that its config may ask for, built from plugins and models."""
+"""The parts of an RL stage, built from its config, plugins and models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from posttrain.core.contracts import (
     KlController,
     KlEstimator,
     PolicyLoss,
+    Reward,
+    RewardContext,
     RolloutCorrection,
     RolloutEngine,
 )
@@ -35,17 +37,18 @@ from posttrain.core.models.sampled_outputs import (
 )
 from posttrain.core.models.sharing import widest_window
 from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.rewards.scoring import Scorer, WeightedReward
+from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.training.critic import Critic, CriticSettings
-from posttrain.core.training.guard import KlGuard
+from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.sft import worked_batch
-from posttrain.core.training.updates import UpdateSettings
-from posttrain.core.training.value_phase import ValuePhase
+from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stages.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stages.trained import reference_of, start_training
 
@@ -77,7 +80,7 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
 
 
 def output_recording(
-    context: StageInputs, stage: RlStage, engine: RolloutEngine[Any], learner: Learner
+    context: StageInputs, stage: RlStage, engine: RolloutEngine[Any], learner: PolicyLearner
 ) -> Callable[[], AbstractContextManager[SampledOutputs | None]]:
     """Records the engine's linear outputs while it samples, if the stage reuses them."""
     model = learner.model
@@ -174,7 +177,7 @@ def build_ptx(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) ->
     )
 
 
-def build_critic(context: StageInputs, stage: RlStage) -> ValuePhase | None:
+def build_critic(context: StageInputs, stage: RlStage) -> Critic | None:
     """The value model with its optimizer, when the stage has one."""
     section = stage.critic
     if section is None:
@@ -197,8 +200,7 @@ def build_critic(context: StageInputs, stage: RlStage) -> ValuePhase | None:
         stage.steps * per_batch,
         seed=seed,
     )
-    critic = Critic(model, optimizer, critic_settings(context, stage), context.ranks)
-    return value_phase(critic, section)
+    return Critic(model, optimizer, critic_settings(context, stage), context.ranks)
 
 
 def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
@@ -217,8 +219,10 @@ def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
     )
 
 
-def value_phase(critic: Critic, section: CriticSection) -> ValuePhase:
-    """The critic with its head start."""
+def value_phase(critic: ValueModel | None, section: CriticSection | None) -> ValuePhase | None:
+    """The critic with its head start, when the stage has one."""
+    if critic is None or section is None:
+        return None
     return ValuePhase(
         critic, pretrain_steps=section.pretrain_steps, pretrain_slope=section.pretrain_slope
     )
@@ -238,3 +242,46 @@ def build_trust_region(
     if not loss.owns_update:
         return None
     return NaturalGradient(model, loss.config, settings.temperature, settings.micro_batch_size)
+
+
+def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:
+    """The rewards with their weights, shaping and, if they need one, their pool."""
+    setup = RewardContext(
+        inputs={role: artifact.path for role, artifact in context.inputs.items()},
+        dtype=context.runtime.dtype,
+        device=context.runtime.device,
+        attention=context.runtime.attention,
+        batch_size=stage.micro_batch_size,
+    )
+    rewards = [context.build(Reward, component) for component in stage.rewards]
+    for reward in rewards:
+        if reward.runs_in == "host":
+            reward.setup(setup)
+    weights = [component.weight for component in stage.rewards]
+    return Scorer(
+        task=context.task,
+        rewards=[WeightedReward(r, w) for r, w in zip(rewards, weights, strict=True)],
+        tokenizer=tokenizer,
+        clip=stage.reward_clip,
+        on_missing=stage.on_missing,
+        max_failure_rate=stage.reward_pool.max_failure_rate,
+        pool=_pool(context, stage, [r for r in rewards if r.runs_in == "worker"], setup),
+        shaping=RewardShaping(
+            stage.overlong_filter, stage.reward_whiten, keep_mean=stage.reward_keep_mean
+        ),
+    )
+
+
+def _pool(
+    context: StageInputs, stage: RlStage, rewards: Sequence[Reward[Any]], setup: RewardContext
+) -> RewardPool | None:
+    """A pool for the rewards that run in worker processes; None when there are none."""
+    if not rewards:
+        return None
+    return RewardPool(
+        rewards,
+        workers=stage.reward_pool.workers,
+        timeout_s=stage.reward_pool.timeout_s,
+        context=setup,
+        check=context.check,
+    )
