@@ -74,7 +74,7 @@ class RolloutBatch:
 
     `log_kept` [B, T] is the log of the old policy's probability on what top-k and top-p kept at
     each token; None when they cut nothing, or it is not known yet. Once it is filled,
-    `rollout_logprobs` are the engine's plus it: on the uncut law, as `old_logprobs` are.
+    `rollout_logprobs` are the engine's plus it: of the untruncated distribution, as `old_logprobs`.
     `samples` are what the rewards saw of each row, `scores` what each of the K rewards said of it.
     """
 

@@ -16,7 +16,6 @@ from posttrain.core.math.intervals import mean_interval, standard_error, wilson
 from posttrain.core.math.subsets import pass_at_k
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.generation import generate_groups
-from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
 
@@ -73,13 +72,13 @@ def evaluate_policy(
     engine: RolloutEngine[Any],
     tokenizer: ChatTokenizer,
     task: Task[Any],
-    problems: Sequence[Problem],
+    prompts: Sequence[PromptGroup],
     section: EvaluationSection,
     seed: int,
     progress: Callable[[int], None] = lambda done: None,
     episodes: EpisodeRunner | None = None,
 ) -> Evaluation:
-    """Evaluate the engine's current weights on `problems`.
+    """Evaluate the engine's current weights on the problems of `prompts`.
 
     Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
     avg@k: the mean over problems of the share of `num_samples` answers that were right; its
@@ -87,8 +86,8 @@ def evaluate_policy(
     is told how many problems are done. With `episodes`, answers take several turns.
     """
     rows: list[EvaluatedProblem] = []
-    for start in range(0, len(problems), section.batch_size):
-        part = problems[start : start + section.batch_size]
+    for start in range(0, len(prompts), section.batch_size):
+        part = prompts[start : start + section.batch_size]
         rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes)
         progress(len(rows))
     return Evaluation(tuple(rows), _summary(rows, section))
@@ -98,16 +97,14 @@ def _evaluate_part(
     engine: RolloutEngine[Any],
     tokenizer: ChatTokenizer,
     task: Task[Any],
-    problems: Sequence[Problem],
+    prompts: Sequence[PromptGroup],
     section: EvaluationSection,
     seed: int,
     episodes: EpisodeRunner | None,
 ) -> list[EvaluatedProblem]:
-    encoder: PromptEncoder = episodes or tokenizer
-    prompts = [PromptGroup(problem, encoder.encode_prompt(problem)) for problem in problems]
     draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
     greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
-    verdicts: list[tuple[Verdict, ...]] = [()] * len(problems)
+    verdicts: list[tuple[Verdict, ...]] = [()] * len(prompts)
     if section.num_samples:
         # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
         sampled = draw(
@@ -119,11 +116,12 @@ def _evaluate_part(
                 seed=derive_seed(seed, "evaluate"),
             ),
         )
-        for i, (problem, group) in enumerate(zip(problems, sampled, strict=True)):
+        for i, group in enumerate(sampled):
             texts = [response_texts(c, tokenizer).last for c in group.completions]
-            verdicts[i] = tuple(task.verify(problem, text) for text in texts)
+            verdicts[i] = tuple(task.verify(group.prompt.problem, text) for text in texts)
     rows = []
-    for problem, group, sampled_verdicts in zip(problems, greedy, verdicts, strict=True):
+    for group, sampled_verdicts in zip(greedy, verdicts, strict=True):
+        problem = group.prompt.problem
         (completion,) = group.completions
         said = response_texts(completion, tokenizer)
         verdict = task.verify(problem, said.last)

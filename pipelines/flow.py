@@ -22,9 +22,9 @@ from posttrain.core.config.dag import dependencies
 from posttrain.core.errors import ApprovalRefused
 from posttrain.pipelines.device_limit import device_tags
 from posttrain.pipelines.flow_records import leave_results, leave_samples
-from posttrain.pipelines.live import Live
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.retries import options_for
+from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.settling import first_closed
 
 LiveResult = Live[StageResult | None]

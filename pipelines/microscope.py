@@ -19,9 +19,9 @@ from posttrain.core.microscope.what_if import WhatIf, objective_under, usual
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.reports.page import write_html
 from posttrain.core.training.objective import Objective
+from posttrain.pipelines.rl.build import build_objective, update_settings
 from posttrain.pipelines.stages.context import StageContext
 from posttrain.pipelines.stages.inputs import PluginT
-from posttrain.pipelines.stages.rl_parts import build_objective, update_settings
 
 FOLDER = "microscope"
 """Of the pages among the files of a stage's MLflow run."""

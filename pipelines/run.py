@@ -18,10 +18,10 @@ from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.report import Reporter
 from posttrain.pipelines.gates import Ask, Gates, check_answers
-from posttrain.pipelines.live import Live
 from posttrain.pipelines.prefect_env import configure_prefect, inside_a_flow_run
 from posttrain.pipelines.prefect_server import OwnServer
 from posttrain.pipelines.reporters import FileReporter, Reporters
+from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.rounds import Begun, begin
 from posttrain.pipelines.settling import nothing_new, raise_if_closed, settle, take_up
 from posttrain.pipelines.stops import STOPS, follows_a_stop, never, noted_stops

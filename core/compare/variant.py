@@ -19,8 +19,8 @@ from posttrain.core.compare.frozen import FrozenMini, FrozenStep
 from posttrain.core.contracts import AdvantageEstimator, KlEstimator
 from posttrain.core.errors import ConfigError
 from posttrain.core.math.masking import masked, row_means
+from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.scoring import place_on_last_token, subtract_kl
 from posttrain.core.training.objective import Objective, PreparedMini
 
 _FILLED_BY = {

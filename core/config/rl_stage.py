@@ -189,11 +189,11 @@ class RlStage(StageBase):
         description="leave rows whose advantages are all 0 out of forward and backward where no "
         "other term reads them; the gradient is the same, metrics of tokens are of the other rows",
     )
-    reuse_products: bool = Field(
+    reuse_outputs: bool = Field(
         default=True,
-        description="keep what linear layers give while responses are sampled, up to 2 GB, for the "
-        "first update of the same policy; with the engine transformers on a CPU, full weights and "
-        "no reference model",
+        description="record the outputs of linear layers while responses are sampled, up to 2 GB, "
+        "and reuse them in the first update; requires the engine transformers on a CPU and full "
+        "weights, no LoRA",
     )
     max_staleness: int = Field(
         default=0,

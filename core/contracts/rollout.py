@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -28,8 +27,6 @@ from posttrain.core.types import (
 if TYPE_CHECKING:  # rewards run in processes that must stay small
     import torch
     from torch import Tensor
-
-    from posttrain.core.models.sampled_products import SampledProducts
 
 
 class Task(Plugin[ConfigT]):
@@ -172,13 +169,6 @@ class RolloutEngine(Plugin[ConfigT]):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
         """`params.num_generations` completions for each prompt, in the order of `prompts`."""
-
-    def keeping_products(self) -> AbstractContextManager[SampledProducts | None]:
-        """Inside, `generate` keeps what linear layers give, for the update of the same policy.
-
-        None from an engine that does not: then the update computes it.
-        """
-        return nullcontext()
 
     @abstractmethod
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -21,13 +21,12 @@ from posttrain.core.data.packing import response_batch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.checkpointing import use_checkpointing
 from posttrain.core.models.decoding import DecodingMemory, can_share
-from posttrain.core.models.given_products import products_given
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.loading import attend_as
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import pack
 from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.models.sampled_products import linear_layers
+from posttrain.core.models.sampled_outputs import linear_layers, outputs_reused
 from posttrain.core.models.wide_products import product, widen
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.head_targets import KnownLogits
@@ -158,7 +157,7 @@ def reusing(
 ) -> None:
     """A pass whose linear layers are told that they give what is `known`."""
     rows = len(next(iter(known.values())))
-    with products_given(model, dict(known), torch.arange(rows)):
+    with outputs_reused(model, dict(known), torch.arange(rows)):
         work(model, batch)
 
 

@@ -5,31 +5,22 @@ from __future__ import annotations
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.costs.parts import RlParts
 from posttrain.core.costs.work import Work
-from posttrain.core.models.sampled_products import MOST_BYTES, MOST_LOGITS_BYTES
+from posttrain.core.models.sampled_outputs import MAX_BYTES, MAX_LOGITS_BYTES, why_no_reuse
 from posttrain.core.models.sharing import widest_window
 
 
 def reuses_products(work: Work, stage: RlStage, parts: RlParts) -> bool:
-    """Whether the first update on a rollout takes what linear layers gave in sampling."""
-    run, shape = work.config, work.shape
-    window = widest_window(shape)
-    return (
-        stage.reuse_products
-        and work.engine == "transformers"
-        and work.device.type == "cpu"
-        and not work.padded
-        and not stage.max_staleness
-        and stage.environment is None
-        and stage.lora is None
-        and parts.trust_region is None
-        and not parts.corrects
-        and not parts.has_reference
-        and run.limits.learner_ranks == 1
-        and run.model.dtype != "autocast"
-        and not run.model.gradient_checkpointing
-        and (window is None or window >= run.model.max_model_len)
-        and 0 < kept_products(work, stage) <= MOST_BYTES
+    """Whether the first update on a rollout reuses the linear outputs of sampling."""
+    reason = why_no_reuse(
+        work.config,
+        stage,
+        recordable=work.engine == "transformers" and work.device.type == "cpu",
+        streams=not work.padded,
+        window=widest_window(work.shape),
+        corrects=parts.corrects,
+        owns_update=parts.trust_region is not None,
     )
+    return reason is None and 0 < kept_products(work, stage) <= MAX_BYTES
 
 
 def kept_products(work: Work, stage: RlStage) -> float:
@@ -46,4 +37,4 @@ def kept_logits(work: Work, stage: RlStage) -> float:
     rows = stage.prompts_per_step * stage.num_generations
     states = stage.prompts_per_step + rows * (stage.generation.max_response_length - 1)
     size = float(states * work.bytes_each * work.shape.vocabulary)
-    return size if size <= MOST_LOGITS_BYTES else 0.0
+    return size if size <= MAX_LOGITS_BYTES else 0.0

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from posttrain.core.artifacts import file_digest
 from posttrain.core.config.sections import LoraSection, ModelSection
 from posttrain.core.models.lora import add_adapter
-from posttrain.core.models.sampled_products import linear_outputs
+from posttrain.core.models.sampled_outputs import num_linear_outputs
 from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, converted_folder
 
 HEAD_SIZE = 64
@@ -96,7 +96,7 @@ def shape_of(config: Any) -> ModelShape:  # Any: as above
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        linear_outputs=linear_outputs(model),
+        linear_outputs=num_linear_outputs(model),
     )
 
 

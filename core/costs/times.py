@@ -33,7 +33,7 @@ from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.preference_rows import read_preference_rows
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sync_check import PROBE_LENGTH
-from posttrain.core.training.learner import AUDITED_ROWS
+from posttrain.core.training.columns import AUDITED_ROWS
 
 FLOAT = 4
 LOADING_S = 2.0

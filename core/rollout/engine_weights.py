@@ -30,11 +30,6 @@ class EngineWeights:
         self._packs = can_pack(model, packed)
         self._pack()
 
-    @property
-    def has_adapter(self) -> bool:
-        """Whether an adapter is around the layers."""
-        return self._adapter is not None
-
     @torch.no_grad()
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all weights in place and drop the adapter. Only a tied output layer may be left out.

@@ -13,7 +13,7 @@ from posttrain.core.types import Problem
 
 
 class PromptEncoder(Protocol):
-    """A `ChatTokenizer`, or an `EpisodeRunner`, whose prompts tell of the environment."""
+    """A `ChatTokenizer`, or an `EpisodeRunner`, whose prompts describe the environment."""
 
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
         """Token ids of the prompt."""
@@ -21,23 +21,22 @@ class PromptEncoder(Protocol):
 
 
 class PromptStream:
-    """An endless stream of prompts: the problems in order, then again and again in other orders."""
+    """An endless stream of prompts: all of them in order, then again and again in other orders."""
 
-    def __init__(self, problems: Sequence[Problem], tokenizer: PromptEncoder, seed: int) -> None:
-        self.problems, self.tokenizer, self.seed = problems, tokenizer, seed
+    def __init__(self, prompts: Sequence[PromptGroup], seed: int) -> None:
+        self.prompts, self.seed = prompts, seed
         self.position = 0
-        self._order: tuple[int, list[int]] = (0, list(range(len(problems))))
+        self._order: tuple[int, list[int]] = (0, list(range(len(prompts))))
 
     def take(self, count: int) -> list[PromptGroup]:
         """The next `count` prompts."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> PromptGroup:
-        epoch, index = divmod(self.position, len(self.problems))
+        epoch, index = divmod(self.position, len(self.prompts))
         self.position += 1
         if epoch != self._order[0]:
             draw = generator(self.seed, "prompts", epoch)
-            order = torch.randperm(len(self.problems), generator=draw).tolist()
+            order = torch.randperm(len(self.prompts), generator=draw).tolist()
             self._order = (epoch, order)
-        problem = self.problems[self._order[1][index]]
-        return PromptGroup(problem, self.tokenizer.encode_prompt(problem))
+        return self.prompts[self._order[1][index]]

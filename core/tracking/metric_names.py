@@ -166,7 +166,7 @@ METRICS: dict[str, Metric] = {
         "count", "rows left out of an update because their advantages are 0 and nothing else counts"
     ),
     "train/reused_rows": Metric(
-        "count", "rows of which the update took what linear layers gave during sampling", "higher"
+        "count", "rows whose linear outputs the update reused from sampling", "higher"
     ),
     "train/skipped_empty": Metric("count", "updates skipped because no token took loss", "lower"),
     # held-out evaluation

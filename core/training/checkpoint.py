@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _STATE = "state.json"
 _TENSORS = "optimizer"
 _CRITIC = "critic"
 _REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 class DamagedCheckpoint(RunError):
@@ -39,22 +40,12 @@ class DamagedCheckpoint(RunError):
 class LoopState:
     """Where a loop stands after `step` steps, and the metrics of each step so far.
 
-    `controller`, `estimator`, `losses` (by the loss's name), `critic`, `sampler` and `rewards` are
-    what the KL controller, the advantage estimator, the policy losses, the critic's schedule, the
-    sampler and the whitening of rewards keep; `prompts` counts those taken from the task;
-    `rollouts` were sampled for steps to come.
+    `parts` has what the plugins and other parts of the loop keep, by the part's name.
     """
 
     step: int
-    controller: dict[str, float]
+    parts: Mapping[str, Any]  # Any: JSON, each part's own
     history: list[dict[str, float]]
-    estimator: dict[str, float] = field(default_factory=dict)
-    losses: dict[str, dict[str, float]] = field(default_factory=dict)
-    critic: dict[str, float] = field(default_factory=dict)
-    sampler: dict[str, Any] = field(default_factory=dict)  # Any: JSON
-    prompts: int = 0
-    rewards: dict[str, float] = field(default_factory=dict)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
 
 
 def save_checkpoint(
@@ -65,7 +56,7 @@ def save_checkpoint(
     critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> None:
-    """Write `folder` anew: tensors first, the state with their digest last, then rename.
+    """Write a new `folder`: tensors first, the state with their digest last, then rename.
 
     The tensors of a `critic`'s optimizer lie in a folder of their own inside it. A `reference` is
     given when it is no longer what the stage started from.
@@ -102,20 +93,20 @@ def load_checkpoint(
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
-            f"{SCHEMA_VERSION}: run with --fresh to start the stage anew"
+            f"{SCHEMA_VERSION}: run with --fresh to start the stage over"
         )
     wanted, saved = _by_place(optimizer, critic), record["optimizers"]
     if set(wanted) != set(saved):
         has, needs = (("a" if _CRITIC in places else "no") for places in (saved, wanted))
         raise RunError(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
-            "--fresh to start the stage anew"
+            "--fresh to start the stage over"
         )
     for place, one in wanted.items():
         if saved[place]["precision"] != one.precision:
             raise RunError(
                 f"checkpoint '{folder}' keeps {saved[place]['precision']}, but the stage "
-                f"{one.precision}: run with --fresh to start the stage anew"
+                f"{one.precision}: run with --fresh to start the stage over"
             )
     _check_files(folder, record)
     for place, one in wanted.items():
@@ -175,7 +166,7 @@ def _check_files(folder: Path, record: dict[str, Any]) -> None:
     if any(not path.is_file() or file_digest(path) != digest for path, digest in paths.items()):
         raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged (a file is missing or its digest differs): run with "
-            "--fresh to start the stage anew"
+            "--fresh to start the stage over"
         )
 
 
@@ -185,7 +176,7 @@ def read_step(folder: Path) -> int:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote beside the tensors."""
+    """What `save_checkpoint` wrote next to the tensors."""
     try:
         record: dict[str, Any] = json.loads((folder / _STATE).read_text())
         if not isinstance(record, dict) or "step" not in record:
@@ -193,7 +184,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged ({_STATE} is not what was written: {error}): run "
-            "with --fresh to start the stage anew"
+            "with --fresh to start the stage over"
         ) from error
     return record
 

@@ -1,4 +1,4 @@
-"""The critic: a value model beside the policy, with an optimizer of its own.
+"""The critic: a value model next to the policy, its update, and its head start.
 
 Axes: B rows, T response tokens, H hidden size.
 """
@@ -6,9 +6,9 @@ Axes: B rows, T response tokens, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, Counts, TokenLoss
+from posttrain.core.math.returns import rewards_to_go
 from posttrain.core.math.values import explained_variance, value_loss
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import after_last, response_states, to_rows
@@ -24,6 +25,8 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows, mini_batches
+
+SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
 
 
 def response_values(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -171,3 +174,81 @@ class Critic:
             TokenLoss(loss, micro.mask), micro.mask, counts, micro.group_id
         )
         return share, clipped
+
+
+class ValueModel(Protocol):
+    """A critic: `Critic` in this process, `RankedCritic` on ranks."""
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the critic."""
+
+    def values(
+        self, batch: RolloutBatch, check: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor]:
+        """`values` [B, T] and `bootstrap_value` [B] of the present critic, float32."""
+
+    def update(
+        self, batch: RolloutBatch, step: int, check: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Regression of the critic on `returns` [B, T], from `values` [B, T]."""
+
+
+class ValuePhase:
+    """A critic with `pretrain_steps` rollout batches, at most, before the policy moves.
+
+    Value pre-training (VAPO, arXiv:2504.05118, section 3.1): while the policy stands still, the
+    critic alone is fitted to Monte-Carlo returns, until its explained variance rises no more.
+    """
+
+    def __init__(self, critic: ValueModel, *, pretrain_steps: int, pretrain_slope: float) -> None:
+        self.critic = critic
+        self.pretrain_steps, self.pretrain_slope = pretrain_steps, pretrain_slope
+        self._explained: list[float] = []
+        self._left = pretrain_steps
+        self.pretraining = pretrain_steps > 0
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the critic."""
+        return self.critic.stored
+
+    def with_values(self, batch: RolloutBatch, check: Callable[[], None]) -> RolloutBatch:
+        """`batch` with `values` and `bootstrap_value` of the present critic."""
+        values, bootstrap = self.critic.values(batch, check)
+        return batch.with_columns(values=values, bootstrap_value=bootstrap)
+
+    def update(self, batch: RolloutBatch, step: int, check: Callable[[], None]) -> dict[str, float]:
+        """One pass of the critic, and whether the policy may move from this step on.
+
+        `pretraining` is true for the steps that belong to the critic alone, this one included.
+        """
+        self.pretraining = self._left > 0
+        if not self.pretraining:
+            return self.critic.update(batch, step, check) | {"value/pretraining": 0.0}
+        returns = monte_carlo_returns(batch)
+        metrics = self.critic.update(batch.with_columns(returns=returns), step, check)
+        self._left -= 1
+        if "value/ev" in metrics:
+            self._explained.append(metrics["value/ev"])
+        if len(self._explained) > SLOPE_WINDOW:
+            rise = self._explained[-1] - self._explained[-1 - SLOPE_WINDOW]
+            if rise / SLOPE_WINDOW < self.pretrain_slope:
+                self._left = 0
+        return metrics | {"value/pretraining": 1.0}
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must keep with the critic's weights."""
+        window = self._explained[-1 - SLOPE_WINDOW :]
+        return {"left": float(self._left)} | {f"ev_{i}": ev for i, ev in enumerate(window)}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from `state`."""
+        self._left = int(state["left"])
+        self._explained = [state[f"ev_{i}"] for i in range(len(state) - 1)]
+        self.pretraining = self._left > 0
+
+
+def monte_carlo_returns(batch: RolloutBatch) -> Tensor:
+    """Undiscounted rewards-to-go [B, T]: what the critic is fitted to before the policy moves."""
+    return rewards_to_go(batch.column("token_rewards"), batch.response_mask, gamma=1.0)

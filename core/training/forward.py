@@ -19,13 +19,12 @@ from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.autocast import compute_dtype
 from posttrain.core.models.compiling import is_compiled
 from posttrain.core.models.flex_stream import prepared
-from posttrain.core.models.given_products import products_given
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import FoundOutputs, SampledOutputs, outputs_reused
 from posttrain.core.models.sharded import put_away, run_backbone
 from posttrain.core.models.sharing import why_no_shared_keys, widest_window
 from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.training.head_targets import KnownLogits
 from posttrain.core.training.histories import distinct_states
-from posttrain.core.training.known_products import KnownProducts, known_products
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows
@@ -51,11 +50,29 @@ class ResponseForward:
     """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0.
 
     `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
+    `reused`: linear layers returned what sampling had computed.
     """
 
     logprobs: Tensor
     entropy: Tensor
     log_kept: Tensor | None = None
+    reused: bool = False
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
+        """The same with `change` made to each tensor."""
+        kept = None if self.log_kept is None else change(self.log_kept)
+        return ResponseForward(change(self.logprobs), change(self.entropy), kept)
+
+    def rows(self, index: Tensor) -> ResponseForward:
+        """The rows `index` [n], in that order."""
+        return self.map(lambda values: values[index])
+
+    def put(self, index: Tensor, found: ResponseForward) -> None:
+        """Write `found` [n, T], detached, over the rows `index` [n]."""
+        self.logprobs[index] = found.logprobs.detach().to(self.logprobs)
+        self.entropy[index] = found.entropy.detach().to(self.entropy)
+        if self.log_kept is not None and found.log_kept is not None:
+            self.log_kept[index] = found.log_kept.to(self.log_kept)
 
 
 def response_logprobs(
@@ -71,13 +88,21 @@ def response_pass(
     *,
     temperature: float,
     cut: Cut = UNCUT,
-    known: KnownProducts | None = None,
+    outputs: SampledOutputs | None = None,
+    last: bool = False,
 ) -> tuple[States, ResponseForward]:
-    """What `response_states` gives, and what follows from it; what is `known` is used up."""
-    given: AbstractContextManager[None] = nullcontext()
-    if known is not None:
-        given = products_given(model, known.layers, known.places)
-    with given:
+    """What `response_states` gives, and what follows from it.
+
+    Linear outputs that sampling recorded in `outputs` are reused, with `last` for the last time.
+    """
+    found: FoundOutputs | None = None
+    reusing: AbstractContextManager[None] = nullcontext()
+    if outputs is not None:
+        found = outputs.find(batch, distinct_prompts(batch.group_id)[0], last=last)
+    if found is not None:
+        kept = stream_of(batch, include_last=False).kept
+        reusing = outputs_reused(model, found.layers, found.places[kept])
+    with reusing:
         states = response_states(model, batch, include_last=False)
     return states, project_states(
         model,
@@ -85,7 +110,7 @@ def response_pass(
         batch.response_ids.shape,
         temperature=temperature,
         cut=cut,
-        known=known,
+        found=found,
     )
 
 
@@ -99,18 +124,17 @@ def forward_only(
     cut: Cut = UNCUT,
     max_tokens: int | None = None,
     ranks: Ranks = ALONE,
-    products: SampledProducts | None = None,
+    outputs: SampledOutputs | None = None,
 ) -> ResponseForward:
     """Log-probs and entropy [B, T] of `model` without gradient, on the CPU, in micro-batches.
 
-    What `products` has of them is not computed again.
+    Linear outputs recorded in `outputs` are reused.
     """
     order, rows, parts = micro_rows(batch, micro_batch_size, max_tokens, ranks.size), [], []
     for index, counts in ranks.share(order):
         check()
         micro = batch.select(index)
-        known = None if products is None else known_products(products, micro, last=False)
-        _, out = response_pass(model, micro, temperature=temperature, cut=cut, known=known)
+        _, out = response_pass(model, micro, temperature=temperature, cut=cut, outputs=outputs)
         if counts:
             rows.append(index)
             parts.append(out)
@@ -244,11 +268,11 @@ def project_states(
     *,
     temperature: float,
     cut: Cut = UNCUT,
-    known: KnownProducts | None = None,
+    found: FoundOutputs | None = None,
 ) -> ResponseForward:
     """Log-probs and entropy of `shape` [B, T] from what `response_states` gave.
 
-    Equal states are projected once; logits that are `known` are not made again, and used up.
+    Equal states are projected once; logits that were `found` are reused.
     """
     mask = states.mask
     rows, columns = mask.nonzero(as_tuple=True)
@@ -256,8 +280,8 @@ def project_states(
     logits = None
     if states.places is not None:
         first, like = distinct_states(states.places[rows, columns])
-    if known is not None:
-        first, like, logits = known.in_order(first, like)
+    if found is not None:
+        first, like, logits = logits_in_order(found, first, like)
     values, entropies, kept = cut_logprobs(
         states.hidden[rows[first], columns[first]],
         head_weight(model),
@@ -272,7 +296,21 @@ def project_states(
         to_rows(values, mask, shape),
         to_rows(entropies, mask, shape),
         to_rows(kept, mask, shape) if cut else None,
+        reused=found is not None,
     )
+
+
+def logits_in_order(
+    found: FoundOutputs, first: Tensor, like: Tensor
+) -> tuple[Tensor, Tensor, KnownLogits | None]:
+    """Recorded logits of states, and what `distinct_states` gave in the order of these."""
+    if found.logits is None:
+        return first, like, None
+    places, order = found.logit_places.to(first.device)[first].sort()
+    own = torch.empty_like(order)
+    own[order] = torch.arange(len(order), device=order.device)
+    spent = found.last and bool((places.diff() > 0).all())
+    return first[order], own[like], KnownLogits(found.logits.to(places.device), places, spent)
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:

@@ -2,13 +2,12 @@
 
 Every term of the loss is divided by counts of the *global* mini-batch, taken before its first
 micro-batch, so the summed gradients equal that of one big batch. What the loss is made of is the
-objective's business; here are the epochs, mini-batches and micro-batches. Over 300 lines
-because one update, on one rank or several, is read from top to bottom.
+objective's business; here are the epochs, mini-batches and micro-batches. The columns that the loss
+reads were filled before, by `columns.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.collision import response_sum_pi_squared
+from posttrain.core.training.columns import update_columns, with_old_logprobs
 from posttrain.core.training.exact_kl import response_exact_kl
 from posttrain.core.training.forward import (
     UNCUT,
@@ -29,26 +29,22 @@ from posttrain.core.training.forward import (
     forward_only,
     response_pass,
 )
-from posttrain.core.training.guard import KlGuard
-from posttrain.core.training.known_products import known_products
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
-from posttrain.core.training.records import record_micro, update_metrics
-from posttrain.core.training.sampled_law import mismatch_of, on_uncut_law
 from posttrain.core.training.splitting import mini_rows
-from posttrain.core.training.updates import Progress, UpdateResult, UpdateSettings
-
-Check = Callable[[], None]
-# Neighbours, so that both have one prompt, mostly: each pass reads all weights as it is.
-AUDITED_ROWS = 2
-
-
-def _nothing() -> None:
-    """A check that never stops anything."""
+from posttrain.core.training.updates import (
+    Check,
+    KlGuard,
+    Progress,
+    UpdateResult,
+    UpdateSettings,
+    no_check,
+    record_micro,
+)
 
 
 class Learner:
@@ -86,29 +82,19 @@ class Learner:
         batch: RolloutBatch,
         step: int,
         kl_coef: float,
-        check: Check = _nothing,
-        products: SampledProducts | None = None,
+        check: Check = no_check,
+        products: SampledOutputs | None = None,
     ) -> UpdateResult:
-        """All epochs and mini-batches over `batch`.
+        """All epochs and mini-batches over `batch`, which has the columns of `update_columns`.
 
-        Needs `advantages`, and fills `old_logprobs` itself: from a forward pass before the first
-        update, or, when there is only one update and nothing else reads them, from that update's
-        own forward, which is the same policy. `check` raises to stop, between micro-batches.
-        `products` are what the present policy computed when it sampled `batch`: its log-probs and
-        the first optimizer step do not compute it again. They are empty afterwards.
+        A batch without `old_logprobs` has one optimizer step, and takes them from the forward pass
+        of that step, which sees the policy that sampled. `products` are what the present policy
+        computed when it sampled `batch`; the first optimizer step does not compute it again, and
+        they are empty afterwards.
         """
-        batch.require(["advantages", "mask"], "the learner")
-        given = batch.columns()
-        # Of what the engine computed itself its difference from the trainer says nothing.
-        audited = self._audit(batch, step, check) if products is not None else {}
-        batch, metrics = self._ready(batch, kl_coef, check, products)
-        columns = {name: batch.column(name) for name in batch.columns() - given}
         settings, done = self.settings, Progress.of(batch, products)
-        # An update without a row to learn from, or one that sees the policy only when it has moved.
-        moved = self.objective.bypass_old and self.trust_region is not None
-        unseen = moved or not (batch.mask.any(dim=1) & ~self._idle_rows(batch, kl_coef)).any()
-        if unseen and not audited:
-            metrics |= self.mismatch(batch, check)
+        needed = update_columns(self.objective, settings, kl_coef) - {"is_weight"}
+        batch.require({"advantages", "mask"} | needed, "the learner")
         parts = mini_rows(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
@@ -125,20 +111,14 @@ class Learner:
                 done.saw(rows, mini.column("old_logprobs"), mini.entropy, number)
             elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
-        metrics |= update_metrics(done.sums, done.num_updates)
-        if done.report is not None:
-            metrics |= {"grad/norm": done.mean_norm, "lr": done.report.learning_rate}
+        metrics = done.metrics()
         if self.guard is not None:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
-        if audited:
-            metrics |= audited
-        elif not unseen:
-            metrics |= self._seen_mismatch(batch, done, first)
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
         return UpdateResult(
-            metrics, first, done.seen_logprobs, done.seen_entropy, done.seen_by, columns
+            metrics, first, done.seen_logprobs, done.seen_entropy, done.seen_by, done.first_pass
         )
 
     def _one_update(
@@ -157,20 +137,18 @@ class Learner:
         mini-batch's rows in that batch.
         """
         own = MetricSums()
-        idle = self._idle_rows(mini, kl_coef)
-        seen, entropy, log_kept = self._accumulate(
-            mini, prepared, kl_coef, own, idle, check, done.products
-        )
+        idle = self.settings.idle_rows(self.objective, mini, kl_coef)
+        seen = self._accumulate(mini, prepared, kl_coef, own, idle, check, done.products)
         done.forget_products()
         own = self.ranks.merge(own)
         own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         if done.first_logprobs is None:
-            done.first_logprobs = seen
+            done.first_logprobs = seen.logprobs
         rows = (~idle).nonzero().squeeze(1)
-        done.saw(of_batch[rows], seen[rows], entropy[rows], place[1])
-        if done.first_mini is None and len(rows):
-            kept = on_uncut_law(mini, log_kept)
-            done.first_mini, done.first_seen = kept.select(rows), seen[rows]
+        read = seen.rows(rows)
+        done.saw(of_batch[rows], read.logprobs, read.entropy, place[1])
+        if done.first_pass is None and len(rows):
+            done.first_pass = (of_batch[rows], read)
         if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
             done.sums.add_scalar("guard/exceeded", 1.0)
             if self.guard.action == "stop":
@@ -184,80 +162,10 @@ class Learner:
         done.took(report)
         return True
 
-    def _idle_rows(self, batch: RolloutBatch, kl_coef: float) -> Tensor:
-        """Rows [B] that are left out because they teach nothing."""
-        if not self.settings.skip_idle_rows:
-            return torch.zeros(len(batch), dtype=torch.bool)
-        return self.objective.idle_rows(batch, kl_coef)
-
-    def _ready(
-        self,
-        batch: RolloutBatch,
-        kl_coef: float,
-        check: Check,
-        products: SampledProducts | None = None,
-    ) -> tuple[RolloutBatch, dict[str, float]]:
-        """Fill `old_logprobs` and `ref_logprobs` where they are needed, and the correction."""
-        objective = self.objective
-        needs_old = (
-            self.settings.updates_per_batch > 1
-            or objective.correction is not None
-            or objective.needs_prepare()
-            or self.trust_region is not None
-        )
-        if needs_old or objective.bypass_old:
-            batch = self.with_old_logprobs(batch, check, products)
-        exact = objective.kl is not None and objective.kl.from_logits
-        if kl_coef > 0 and objective.kl is not None and batch.ref_logprobs is None and not exact:
-            batch = batch.with_columns(ref_logprobs=self.reference_logprobs(batch, check))
-        corrected = batch.is_weight is not None or batch.correction_mask is not None
-        return (batch, {}) if corrected else objective.correct(batch)
-
-    def with_old_logprobs(
-        self,
-        batch: RolloutBatch,
-        check: Check = _nothing,
-        products: SampledProducts | None = None,
-    ) -> RolloutBatch:
-        """`batch` with `old_logprobs` and `entropy` of the present policy, unless it has them."""
-        if batch.old_logprobs is not None:
-            return batch
-        if self.objective.bypass_old:
-            return batch.with_columns(old_logprobs=batch.rollout_logprobs)
-        old = self.forward_only(self.model, batch, check, self.settings.cut, products)
-        batch = on_uncut_law(batch, old.log_kept)
-        return batch.with_columns(old_logprobs=old.logprobs, entropy=old.entropy)
-
-    def mismatch(self, batch: RolloutBatch, check: Check = _nothing) -> dict[str, float]:
-        """Engine against the present policy on all of `batch`, for a step that updates nothing."""
-        if batch.old_logprobs is not None and not self.objective.bypass_old:
-            return mismatch_of(batch, batch.old_logprobs, batch.response_mask)
-        old = self.forward_only(self.model, batch, check, self.settings.cut)
-        batch = on_uncut_law(batch, old.log_kept)
-        return mismatch_of(batch, old.logprobs, batch.response_mask)
-
-    def _seen_mismatch(
-        self, batch: RolloutBatch, done: Progress, first: Tensor
-    ) -> dict[str, float]:
-        """Engine against the policy that sampled, as the passes of this update saw it."""
-        # With `bypass_old` only the first mini-batch is seen by the policy that sampled it.
-        own = self.objective.bypass_old or batch.old_logprobs is None
-        compared, seen = (done.first_mini, done.first_seen) if own else (batch, first)
-        assert compared is not None and seen is not None
-        return mismatch_of(compared, seen, compared.mask)
-
-    def _audit(self, batch: RolloutBatch, step: int, check: Check) -> dict[str, float]:
-        """`mismatch` of a few rows, others at each step, by the trainer alone."""
-        count = min(AUDITED_ROWS, len(batch))
-        few = batch.select((torch.arange(count) + step * count) % len(batch))
-        own = self.forward_only(self.model, few, check, self.settings.cut)
-        few = on_uncut_law(few, own.log_kept)
-        return mismatch_of(few, own.logprobs, few.response_mask)
-
     def _prepare(
         self, mini: RolloutBatch, step: int, number: int, check: Check
     ) -> tuple[RolloutBatch, PreparedMini]:
-        """Counts and whole-mini-batch statistics; the policy's present log-probs if asked for."""
+        """Counts and statistics of a mini-batch; its present log-probs if a loss needs them."""
         if self.objective.needs_prepare():
             # Before the first update the old policy *is* the present one.
             if number == 0 and mini.entropy is not None and not self.objective.bypass_old:
@@ -266,12 +174,13 @@ class Learner:
                 now = self.forward_only(self.model, mini, check)
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", step, number)
-        return mini, self.objective.prepare(mini, draw, len(self._micro_rows(mini)))
+        num_parts = len(self.settings.micro_rows(mini, self.ranks.size))
+        return mini, self.objective.prepare(mini, draw, num_parts)
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check
     ) -> dict[str, float]:
-        """Tell the losses that this batch is done; measure how far it moved the policy if asked."""
+        """Report the finished batch to the losses; measure how far it moved the policy if asked."""
         losses = [term.loss for term in self.objective.terms]
         found: dict[str, float] = {}
         if any(loss.wants_phase_kl() for loss in losses):
@@ -290,32 +199,34 @@ class Learner:
         put_away(self.reference)
         self.reference.load_state_dict(self.model.state_dict())
 
-    def reference_logprobs(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
+    def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
         """Log-probs [B, T] of the frozen reference policy."""
         assert self.reference is not None, "a KL term needs a reference model"
         return self.forward_only(self.reference, batch, check).logprobs
+
+    def policy_pass(
+        self, batch: RolloutBatch, check: Check = no_check, products: SampledOutputs | None = None
+    ) -> ResponseForward:
+        """The present policy's log-probs, entropy and probability kept by top-k and top-p."""
+        return self.forward_only(self.model, batch, check, self.settings.cut, products)
 
     def forward_only(
         self,
         model: PreTrainedModel,
         batch: RolloutBatch,
-        check: Check = _nothing,
+        check: Check = no_check,
         cut: Cut = UNCUT,
-        products: SampledProducts | None = None,
+        products: SampledOutputs | None = None,
     ) -> ResponseForward:
         """Log-probs and entropy [B, T] of `model` without gradient, in micro-batches."""
         size, most = self.settings.micro_batch_size, self.settings.max_tokens
         temperature = self.settings.temperature
         return forward_only(model, batch, size, temperature, check, cut, most, self.ranks, products)
 
-    def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
-        """Row indices of each micro-batch, of all ranks."""
-        return self.settings.micro_rows(batch, self.ranks.size)
-
-    def sum_pi_squared(self, batch: RolloutBatch, check: Check = _nothing) -> Tensor:
+    def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
         """The policy's sum of squared probabilities [B, T] at each response token."""
         rows, parts = [], []
-        for index, counts in self.ranks.share(self._micro_rows(batch)):
+        for index, counts in self.ranks.share(self.settings.micro_rows(batch, self.ranks.size)):
             check()
             micro, temperature = batch.select(index), self.settings.temperature
             found = response_sum_pi_squared(self.model, micro, temperature=temperature)
@@ -332,45 +243,40 @@ class Learner:
         kl_coef: float,
         sums: MetricSums,
         idle: Tensor,
-        check: Check = _nothing,
-        products: SampledProducts | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        check: Check = no_check,
+        products: SampledOutputs | None = None,
+    ) -> ResponseForward:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
         What `products` has of them is not computed again, and forgotten with the last of them.
-        Returns log-probs and entropy [B, T] of the forward passes (rows without loss stay 0) and,
-        when these are the old policy's too, the log mass that a cut of the rollout keeps.
+        Returns what the forward passes gave, 0 in rows without loss; the probability kept by top-k
+        and top-p where the passes are those of the old policy too.
         """
-        seen = torch.zeros_like(mini.rollout_logprobs)
-        entropy = torch.zeros_like(seen)
         cut = self.settings.cut if mini.old_logprobs is None else UNCUT
-        log_kept = torch.zeros_like(seen) if cut else None
+        seen = ResponseForward(
+            torch.zeros_like(mini.rollout_logprobs),
+            torch.zeros_like(mini.rollout_logprobs),
+            torch.zeros_like(mini.rollout_logprobs) if cut else None,
+        )
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
             self.optimizer.fill_gradients()
-        parts = self._micro_rows(mini.select(active)) if len(active) else []
+        parts = []
+        if len(active):
+            parts = self.settings.micro_rows(mini.select(active), self.ranks.size)
         order = [active[part] for part in parts if mini.mask[active[part]].any()]
         for rows, counts in self.ranks.share(order):
             check()
             micro = mini.select(rows)
-            known = None
-            if products is not None:
-                known = known_products(products, micro, last=rows is order[-1])
+            last = rows is order[-1]
             temperature = self.settings.temperature
             states, out = response_pass(
-                self.model, micro, temperature=temperature, cut=cut, known=known
+                self.model, micro, temperature=temperature, cut=cut, outputs=products, last=last
             )
-            reused = 0.0 if known is None else len(rows)
-            known = None  # its logits go when the backward pass of the head has ended
             if counts:
-                seen[rows] = out.logprobs.detach().to(seen)
-                entropy[rows] = out.entropy.detach().to(seen)
-            if log_kept is not None and out.log_kept is not None:
-                if counts:
-                    log_kept[rows] = out.log_kept.to(log_kept)
-                micro = on_uncut_law(micro, out.log_kept)
+                seen.put(rows, out)
             if micro.old_logprobs is None:
-                micro = micro.with_columns(old_logprobs=out.logprobs.cpu())
+                micro = with_old_logprobs(micro, out)
             loss = self.objective.loss(
                 out.logprobs.cpu(),
                 out.entropy.cpu(),
@@ -381,11 +287,10 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro)
-                sums.add_scalar("train/reused_rows", reused)
+                sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
-        add = self.ranks.add
-        return add(seen), add(entropy), None if log_kept is None else add(log_kept)
+        return seen.map(self.ranks.add)
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

@@ -2,8 +2,7 @@
 
 It knows nothing of models. The order on a policy term is fixed: token loss, off-policy mask,
 entropy mask, rollout weight, aggregator; KL and entropy terms take neither mask nor weight. All
-counts come from the global mini-batch, so micro-batches' shares add up exactly. Over 300 lines by
-a little: the terms of one loss stand on one page.
+counts come from the global mini-batch, so micro-batches' shares add up exactly.
 
 Axes: B rows, T response tokens.
 """
@@ -71,8 +70,8 @@ class PreparedMini:
 class MicroLoss:
     """A micro-batch's share of the loss: `total` with gradient, and detached for the record.
 
-    `parts` are shares of each term; `tokens` are [B, T] or [B] values to be averaged over the mask
-    of that shape beside them.
+    `parts` are shares of each term; `tokens` are [B, T] or [B] values with the mask of that shape
+    over which they are averaged.
     """
 
     total: Tensor
@@ -102,6 +101,11 @@ class Objective:
     renormalise: bool = False
     top_entropy: float = 1.0
 
+    @property
+    def owns_update(self) -> bool:
+        """Whether a loss takes its own steps, in place of the optimizer's."""
+        return any(term.loss.owns_update for term in self.terms)
+
     def needs_prepare(self) -> bool:
         """Whether the policy's log-probs on a whole mini-batch are needed before its update."""
         bypassed = self.bypass_old and self.correction is not None
@@ -124,7 +128,7 @@ class Objective:
         return (masked(mini.column("advantages"), mini.mask) == 0).all(dim=1)
 
     def required_columns(self) -> frozenset[str]:
-        """Columns that must be filled before an update; `old_logprobs` the learner can fill."""
+        """Columns that the losses read."""
         return frozenset().union(*(term.loss.required_columns() for term in self.terms))
 
     def correct(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""How several ranks share a batch: each computes some of its micro-batches, sums are of all.
+"""How several ranks share a batch: each computes some micro-batches, sums are over all ranks.
 
 Every rank has the whole batch, cuts it in the same way and takes its counts, so a rank's share of a
 loss is divided by what one process alone would divide it by.
@@ -7,7 +7,7 @@ loss is divided by what one process alone would divide it by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,33 +18,49 @@ from posttrain.core.training.metrics import MetricSums
 PartT = TypeVar("PartT")
 
 
-class Ranks:
-    """One process that has no others beside it: its share is everything."""
+class Ranks(Protocol):
+    """The processes that train one model together, as each of them sees them."""
+
+    rank: int
+    size: int
+
+    def share(self, parts: Sequence[PartT]) -> list[tuple[PartT, bool]]:
+        """The parts that this rank computes, and whether each counts.
+
+        Sharded weights are gathered by all ranks together, so all of them compute equally many: a
+        rank with none left computes one again that does not count.
+        """
+
+    def add(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on each of them; of a tensor on the CPU."""
+
+    def merge(self, sums: MetricSums) -> MetricSums:
+        """What all ranks have measured, the same on each of them."""
+
+
+class OneProcess:
+    """No other ranks: the share of this process is everything."""
 
     rank: int = 0
     size: int = 1
 
     def share(self, parts: Sequence[PartT]) -> list[tuple[PartT, bool]]:
-        """The parts that this rank computes, and whether each counts.
-
-        Sharded weights are gathered by all ranks together, so all of them compute equally many: who
-        has none left computes one again that does not count.
-        """
+        """As in `Ranks`."""
         return [(part, True) for part in parts]
 
     def add(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on each of them; of a tensor on the CPU."""
+        """As in `Ranks`."""
         return values
 
     def merge(self, sums: MetricSums) -> MetricSums:
-        """What all ranks have measured."""
+        """As in `Ranks`."""
         return sums
 
 
-ALONE = Ranks()
+ALONE: Ranks = OneProcess()
 
 
-class ProcessGroup(Ranks):
+class ProcessGroup:
     """The ranks of torch's default process group."""
 
     def __init__(self) -> None:

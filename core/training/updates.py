@@ -1,25 +1,41 @@
-"""How a rollout batch is cut into updates, and what they come to."""
+"""What an update of the policy is given and returns, what is counted on the way, and by whom.
+
+`PolicyLearner` is the contract of an RL step with what trains: `Learner` in this process,
+`RankedLearner` on ranks. Axes: B rows, T response tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.metrics import MetricSums
-from posttrain.core.training.optim import StepReport
+from posttrain.core.training.objective import MicroLoss, Objective
+from posttrain.core.training.optim import StepReport, StoredOptimizer
 from posttrain.core.training.splitting import micro_rows
+
+Check = Callable[[], None]
+"""Called between micro-batches; raises to stop."""
+
+
+def no_check() -> None:
+    """A check that never stops anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """How one rollout batch is cut up. Micro-batches change memory and speed, never the result.
 
-    `temperature` and `cut` are the rollout's: the law that its tokens were sampled from.
+    `temperature` and `cut` are the rollout's: the distribution its tokens were sampled from.
     """
 
     epochs: int
@@ -35,6 +51,12 @@ class UpdateSettings:
         """Row indices of each micro-batch of `batch`."""
         return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
+    def idle_rows(self, objective: Objective, batch: RolloutBatch, kl_coef: float) -> Tensor:
+        """Rows [B] that an update leaves out because they give no gradient."""
+        if not self.skip_idle_rows:
+            return torch.zeros(len(batch), dtype=torch.bool)
+        return objective.idle_rows(batch, kl_coef)
+
     @property
     def updates_per_batch(self) -> int:
         """Optimizer steps taken on each rollout batch."""
@@ -47,7 +69,8 @@ class UpdateResult:
 
     `seen_logprobs` and `seen_entropy` [B, T] are those that the last optimizer step on each row was
     computed from, and `seen_by` [B] is that step's number on this batch, from 0; NaN and -1 for
-    rows that none read. `columns` are what the learner filled of the batch besides.
+    rows that none read. `first_pass` has the rows [n] that the first optimizer step read, and its
+    forward pass over them; None if no row was read, or by a trust region.
     """
 
     metrics: dict[str, float]
@@ -55,32 +78,96 @@ class UpdateResult:
     seen_logprobs: Tensor
     seen_entropy: Tensor
     seen_by: Tensor
-    columns: dict[str, Tensor]
+    first_pass: tuple[Tensor, ResponseForward] | None = None
+
+
+class PolicyLearner(Protocol):
+    """The policy that an RL stage trains."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy in this process, as it was after the last update."""
+
+    @property
+    def reference(self) -> PreTrainedModel | None:
+        """The reference policy, if it is in this process."""
+
+    @property
+    def objective(self) -> Objective:
+        """The terms of the loss; its plugins keep the state of the last update."""
+
+    @property
+    def settings(self) -> UpdateSettings:
+        """How a rollout batch is cut up."""
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """What a checkpoint keeps of the policy."""
+
+    def update(
+        self,
+        batch: RolloutBatch,
+        step: int,
+        kl_coef: float,
+        check: Check = no_check,
+        products: SampledOutputs | None = None,
+    ) -> UpdateResult:
+        """All optimizer steps on a batch that `ColumnFiller.fill_for_update` made ready."""
+
+    def policy_pass(
+        self, batch: RolloutBatch, check: Check = no_check, products: SampledOutputs | None = None
+    ) -> ResponseForward:
+        """The present policy's log-probs, entropy and probability kept by top-k and top-p."""
+
+    def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+        """Log-probs [B, T] of the reference policy."""
+
+    def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+        """The policy's sum of squared probabilities [B, T] at each response token."""
+
+    def refresh_reference(self) -> None:
+        """Make the present policy the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class KlGuard:
+    """Bound on the KL from the rollout's policy (k3, nats per token, on a mini-batch).
+
+    Several updates on one batch drift away from the policy that sampled it. Beyond the bound `stop`
+    gives up the rest of the batch's updates, this one included; `lower_rate` multiplies the
+    learning rate by `factor` for each update that finds the bound exceeded.
+    """
+
+    max_kl: float
+    action: Literal["stop", "lower_rate"]
+    factor: float = 0.5
+
+    def exceeded(self, kl: float) -> bool:
+        """Whether the measured `kl` is beyond the bound."""
+        return kl > self.max_kl
 
 
 @dataclass
 class Progress:
     """What the updates on one rollout batch have come to so far; begun by `of`.
 
-    `first_mini` is the mini-batch of the first update and `first_seen` what its forward pass saw.
-    `products` are what is known of that pass.
+    `products` are what is known of the first optimizer step's pass.
     """
 
     first_logprobs: Tensor | None
     seen_logprobs: Tensor
     seen_entropy: Tensor
     seen_by: Tensor
-    first_mini: RolloutBatch | None = None
-    first_seen: Tensor | None = None
+    first_pass: tuple[Tensor, ResponseForward] | None = None
     sums: MetricSums = field(default_factory=MetricSums)
     report: StepReport | None = None
     norm_sum: float = 0.0
     rate_factor: float = 1.0
     num_updates: int = 0
-    products: SampledProducts | None = None
+    products: SampledOutputs | None = None
 
     @classmethod
-    def of(cls, batch: RolloutBatch, products: SampledProducts | None = None) -> Progress:
+    def of(cls, batch: RolloutBatch, products: SampledOutputs | None = None) -> Progress:
         """Before the first update."""
         nothing = torch.full(batch.mask.shape, float("nan"))
         unread = torch.full((len(batch),), -1)
@@ -92,11 +179,6 @@ class Progress:
         if entropy is not None:
             self.seen_entropy[rows] = entropy.to(self.seen_entropy)
         self.seen_by[rows] = number
-
-    @property
-    def mean_norm(self) -> float:
-        """Mean norm of the gradients before clipping."""
-        return self.norm_sum / self.num_updates
 
     def forget_products(self) -> None:
         """The first mini-batch has been through, and the policy moves."""
@@ -111,3 +193,40 @@ class Progress:
         self.num_updates += 1
         self.sums.add_scalar("train/skipped_empty", float(report.skipped))
         self.sums.add_scalar("grad/clipped", float(report.grad_clipped))
+
+    def metrics(self) -> dict[str, float]:
+        """Of all updates so far; what sums over the parts of an update is given per update."""
+        metrics = self.sums.result()
+        for name in [n for n in metrics if n.startswith("loss/")] + ["grad/clipped"]:
+            if name in metrics:
+                metrics[name] /= max(1, self.num_updates)
+        positive, negative = metrics.pop("contrib/pos", 0.0), metrics.pop("contrib/neg", 0.0)
+        if positive + negative > 0:
+            metrics["contrib/pos_share"] = positive / (positive + negative)
+        metrics["train/updates"] = float(self.num_updates)
+        if self.report is not None:
+            metrics["grad/norm"] = self.norm_sum / self.num_updates
+            metrics["lr"] = self.report.learning_rate
+        return metrics
+
+
+def record_micro(
+    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch
+) -> None:
+    """Add a micro-batch's share of every metric."""
+    mask = micro.mask
+    for name, value in loss.parts.items():
+        sums.add_scalar(name, value)
+    sums.add_scalar("loss/total", loss.total.detach())
+    sums.add("entropy/mean", out.entropy.cpu(), mask)
+    sums.add("entropy/approx", -out.logprobs.detach().cpu(), mask)
+    if micro.ref_logprobs is not None:
+        gap = out.logprobs.detach().cpu() - micro.ref_logprobs
+        sums.add("kl/ref_k1", gap, mask)
+        sums.add("kl/ref_k3", (-gap).clamp(-20, 20).exp() - 1 + gap, mask)
+    for name, (value, where) in loss.tokens.items():
+        if name == "ratio":
+            sums.add("ratio/mean", value, where)
+            sums.add_extremes("ratio", value, where)
+        else:
+            sums.add(name, value, where)

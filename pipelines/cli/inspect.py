@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.core.microscope.what_if import WhatIf
-    from posttrain.pipelines.evidence import EvidenceFolder
     from posttrain.pipelines.microscope import PastStage
+    from posttrain.pipelines.rl.evidence import EvidenceFolder
 
 EPILOG = (
     "Examples:\n\n"

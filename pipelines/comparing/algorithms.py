@@ -23,7 +23,7 @@ from posttrain.core.runtime.device import set_threads
 from posttrain.pipelines.comparing.past_run import PastRun, check_step, read_unchanged
 from posttrain.pipelines.comparing.start_model import StartModel, load_start
 from posttrain.pipelines.comparing.variants import OWN, Wanted, build_variants
-from posttrain.pipelines.stages.rl_parts import update_settings
+from posttrain.pipelines.rl.build import update_settings
 
 
 @dataclass(frozen=True, slots=True)

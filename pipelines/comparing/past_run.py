@@ -28,8 +28,8 @@ from posttrain.core.evidence.step import (
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecord
-from posttrain.pipelines.evidence import EvidenceFolder, find_evidence
 from posttrain.pipelines.replay.sources import find_inputs
+from posttrain.pipelines.rl.evidence import EvidenceFolder, find_evidence
 from posttrain.pipelines.stages.inputs import StageInputs
 
 

@@ -21,12 +21,11 @@ from posttrain.core.forensics.responses import TOTAL, numbered
 from posttrain.core.rescoring.flips import Flips, find_flips
 from posttrain.core.rescoring.scores import ScoreDistribution, distribution, recorded
 from posttrain.core.rewards.checking import is_failure
+from posttrain.core.rewards.scoring import Scorer, score_samples, shaped_sum
 from posttrain.core.runtime.device import set_threads
-from posttrain.core.scorer import Scorer
-from posttrain.core.scoring import score_samples, shaped_sum
 from posttrain.core.types import Score
 from posttrain.pipelines.comparing.past_run import PastRun, read_steps
-from posttrain.pipelines.stages.rl_rewards import build_scorer
+from posttrain.pipelines.rl.build import build_scorer
 
 
 @dataclass(frozen=True, slots=True)

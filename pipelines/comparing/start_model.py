@@ -14,8 +14,8 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.training.checkpoint import DamagedCheckpoint, check_whole, load_checkpoint
 from posttrain.core.training.retention import starting_points, step_of
 from posttrain.pipelines.comparing.past_run import PastRun
+from posttrain.pipelines.rl.build import build_critic, build_learner
 from posttrain.pipelines.stage_files import checkpoint_folder
-from posttrain.pipelines.stages.rl_parts import build_critic, build_learner
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import AdvantageEstimator, KlController, KlEstimator
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.comparing.past_run import PastRun
+from posttrain.pipelines.rl.build import build_objective
 from posttrain.pipelines.stages.inputs import StageInputs
-from posttrain.pipelines.stages.rl_parts import build_objective
 
 OWN = "as run"
 # Of a stage, what makes its loss: an algorithm sets these anew. The rest is the run's.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
@@ -18,10 +17,8 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.supervised_stages import PreferenceStage, RewardModelStage, SftStage
 from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.data.preference import Pair
-from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import PreferenceLearner, Rows
 from posttrain.core.training.preference_objective import PreferenceObjective, PreferenceTerm
@@ -29,8 +26,8 @@ from posttrain.core.training.preference_scores import Scoring
 from posttrain.core.training.reward_model import pair_hits, reward_step
 from posttrain.core.training.sft import sft_step
 from posttrain.core.training.updates import UpdateResult
+from posttrain.pipelines.rl.build import build_critic, build_learner
 from posttrain.pipelines.stages.inputs import StageInputs
-from posttrain.pipelines.stages.rl_parts import build_critic, build_learner
 from posttrain.pipelines.stages.trained import reference_of, start_training
 
 Methods = Mapping[str, Callable[..., Any]]  # Any: each method has its own arguments
@@ -52,35 +49,27 @@ def rl(inputs: StageInputs) -> Trained:
     stage = inputs.stage
     assert isinstance(stage, RlStage)
     learner = build_learner(inputs, stage, inputs.tokenizer())
-    phase = build_critic(inputs, stage)
+    critic = build_critic(inputs, stage)
     optimizers = {"policy": learner.optimizer}
 
     def update(
-        batch: RolloutBatch, step: int, kl_coef: float
+        batch: RolloutBatch, step: int, kl_coef: float, states: Sequence[dict[str, float]]
     ) -> tuple[UpdateResult, list[dict[str, float]]]:
-        result = learner.update(batch, step, kl_coef)
-        return result, [term.loss.state() for term in learner.objective.terms]
-
-    def policy(batch: RolloutBatch, cut: Cut) -> ResponseForward:
-        return learner.forward_only(learner.model, batch, cut=cut)
+        losses = [term.loss for term in learner.objective.terms]
+        for loss, state in zip(losses, states, strict=True):
+            loss.load_state(state)
+        return learner.update(batch, step, kl_coef), [loss.state() for loss in losses]
 
     methods: dict[str, Callable[..., Any]] = {
         "update": update,
-        "policy": policy,
+        "policy": learner.policy_pass,
         "reference": learner.reference_logprobs,
         "sum_pi_squared": learner.sum_pi_squared,
         "refresh_reference": learner.refresh_reference,
     }
-    if phase is not None:
-        optimizers["critic"] = phase.critic.optimizer
-
-        def values(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-            return phase.critic.values(batch)
-
-        def update_critic(batch: RolloutBatch, step: int) -> dict[str, float]:
-            return phase.critic.update(batch, step)
-
-        methods |= {"values": values, "update_critic": update_critic}
+    if critic is not None:
+        optimizers["critic"] = critic.optimizer
+        methods |= {"values": critic.values, "update_critic": critic.update}
     return Trained(learner.model, optimizers, methods)
 
 

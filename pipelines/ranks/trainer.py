@@ -31,7 +31,7 @@ WORKER = "posttrain.pipelines.ranks.worker"
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a rank is told: which stage it trains, and what else its trainer is built from."""
+    """What a rank is given: which stage it trains, and what else its trainer is built from."""
 
     run: RunConfig
     stage: str

@@ -214,12 +214,16 @@ def _compute(context: ReplayContext, until: int) -> None:
         return
     with opened_loop(context) as loop:
         context.started(until)
+        record = loop.recorder
         for step in range(loop.first_step, until + 1):
-            loop.begin_step(step)
+            record.begin_step(step)
             for due in loop.rollouts_due(step):
-                loop.rollout(due)
-            rollout = loop.rollout(step)  # which may have waited since an earlier step
-            if loop.take(rollout):
-                loop.update_policy(loop.compute_advantages(loop.score_rewards(rollout)))
-            loop.sync_weights(step)
-            loop.end_step(step)
+                loop.rollouts.sample(due)
+            rollout = loop.rollouts.sample(step)  # which may have waited since an earlier step
+            if record.run(loop.take, rollout):
+                scored = record.run(loop.score_rewards, rollout)
+                ready = record.run(loop.compute_advantages, scored)
+                record.updated(record.run(loop.update_policy, ready))
+            record.run(loop.sync_weights, step)
+            record.run(loop.check_sync, f"the sync of step {step}")
+            record.end_step(step)

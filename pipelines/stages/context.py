@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.core.approval import Answer
 from posttrain.core.artifacts import ArtifactKind
 from posttrain.core.config.sections import EvaluationSection
+from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.problems import problems_digest
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import Evaluation
@@ -115,19 +116,21 @@ class StageContext(StageInputs):
             of=self.task.fingerprint() if made is None else made.digest,
         )
 
-    def check_lengths(
-        self, tokenizer: PromptEncoder, problems: Sequence[Problem], max_response_length: int
-    ) -> None:
-        """Raise `DataError` for a prompt that leaves no room for a response."""
+    def encode_prompts(
+        self, encoder: PromptEncoder, problems: Sequence[Problem], max_response_length: int
+    ) -> list[PromptGroup]:
+        """Each problem's prompt; raises `DataError` for one that leaves no room for a response."""
         limit = self.run.model.max_model_len
-        for problem in problems:
-            length = len(tokenizer.encode_prompt(problem))
+        prompts = [PromptGroup(problem, encoder.encode_prompt(problem)) for problem in problems]
+        for prompt in prompts:
+            length = len(prompt.prompt_ids)
             if length + max_response_length > limit:
                 raise DataError(
-                    f"the prompt {problem.prompt[:60]!r}... has {length} tokens; with "
+                    f"the prompt {prompt.problem.prompt[:60]!r}... has {length} tokens; with "
                     f"{max_response_length} for the response it exceeds model.max_model_len "
                     f"{limit}: raise it, shorten the response, or drop the prompt"
                 )
+        return prompts
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = None) -> Path:

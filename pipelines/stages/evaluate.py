@@ -39,8 +39,8 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     problems = context.held_out_problems(section)
     tokenizer = ChatTokenizer.load(model_dir, context.run.model.system_prompt)
     episodes = build_episodes(context, stage.environment, tokenizer)
-    context.check_lengths(episodes or tokenizer, problems, section.max_response_length)
-    context.started(len(problems))
+    prompts = context.encode_prompts(episodes or tokenizer, problems, section.max_response_length)
+    context.started(len(prompts))
 
     def progress(done: int) -> None:
         context.check()
@@ -48,7 +48,7 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
 
     with context.engines.lease(model_dir) as engine:
         return evaluate_policy(
-            engine, tokenizer, context.task, problems, section, context.run.seed, progress, episodes
+            engine, tokenizer, context.task, prompts, section, context.run.seed, progress, episodes
         )
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.supervised_stages import PreferenceDataStage
-from posttrain.core.contracts import RolloutEngine
+from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL, Pair, make_pairs
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Problem, SamplingParams
+from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stages.context import StageContext
 
 KEPT = "own_answers.json"
@@ -64,14 +64,14 @@ def sample_pairs(
 ) -> list[Pair]:
     """Pairs of the model's own answers to training problems; those of an interrupted run again."""
     problems = context.training_problems(stage.num_prompts)
-    context.check_lengths(tokenizer, problems, stage.generation.max_response_length)
+    prompts = context.encode_prompts(tokenizer, problems, stage.generation.max_response_length)
     kept = context.checkpoints / KEPT
     if kept.is_file():
         answers = OwnAnswers.read(kept)
         context.reporter.say(f"{context.name}: {len(answers.pairs)} pairs sampled before ({kept})")
     else:
         with context.engines.lease(context.model_dir) as engine:
-            answers = _sample(context, stage, engine, tokenizer, problems)
+            answers = _sample(context, stage, engine, tokenizer, prompts)
         answers.write(kept)
     context.tracker.log_table("answers", 0, answers.table)
     return answers.pairs
@@ -86,14 +86,14 @@ def _sample(
     stage: PreferenceDataStage,
     engine: RolloutEngine[Any],
     tokenizer: ChatTokenizer,
-    problems: Sequence[Problem],
+    prompts: Sequence[PromptGroup],
 ) -> OwnAnswers:
     pairs: list[Pair] = []
     table: list[dict[str, object]] = []
-    for start in range(0, len(problems), PAIR_PROMPTS_PER_CALL):
+    for start in range(0, len(prompts), PAIR_PROMPTS_PER_CALL):
         context.check()
-        part = problems[start : start + PAIR_PROMPTS_PER_CALL]
-        prompts = [tokenizer.encode_prompt(p) for p in part]
+        part = prompts[start : start + PAIR_PROMPTS_PER_CALL]
+        ids = [prompt.prompt_ids for prompt in part]
         params = SamplingParams(
             num_generations=stage.num_generations,
             max_tokens=stage.generation.max_response_length,
@@ -102,15 +102,13 @@ def _sample(
             top_k=stage.generation.top_k,
             seed=derive_seed(context.run.seed, context.name, start),
         )
-        for problem, prompt, group in zip(
-            part, prompts, engine.generate(prompts, params), strict=True
-        ):
-            answers = []
+        for prompt, group in zip(part, engine.generate(ids, params), strict=True):
+            problem, answers = prompt.problem, []
             for completion in group:
                 text = tokenizer.decode_response(completion.token_ids)
                 correct = context.task.verify(problem, text).correct >= 1.0
                 answers.append((completion.token_ids, correct))
                 table.append({"prompt": problem.prompt, "response": text, "correct": correct})
-            pairs += make_pairs(problem.key, prompt, answers, stage.pairs_per_prompt)
+            pairs += make_pairs(problem.key, prompt.prompt_ids, answers, stage.pairs_per_prompt)
         context.reporter.say(f"{context.name}: {len(pairs)} pairs of {start + len(part)} problems")
     return OwnAnswers(pairs, table[:SHOWN])

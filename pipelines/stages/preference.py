@@ -14,9 +14,9 @@ from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.tracking.plots import preference_curves
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_tensors import preference_tensors
-from posttrain.pipelines.alarms import raise_alarm
 from posttrain.pipelines.ranks.methods import preference_objective
 from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
+from posttrain.pipelines.rl.recording import raise_alarm
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.preference_data import (
     gather_labelled,

@@ -18,24 +18,32 @@ from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.tracking.plots import learning_curves
-from posttrain.core.training.checkpoint import load_checkpoint
+from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.critic import ValueModel
+from posttrain.core.training.updates import PolicyLearner
 from posttrain.core.types import Problem
-from posttrain.pipelines.live import Live
 from posttrain.pipelines.microscope import log_pages
 from posttrain.pipelines.ranks.rl import on_ranks
 from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
-from posttrain.pipelines.rl_loop import RlLoop
-from posttrain.pipelines.rollouts import Rollouts
+from posttrain.pipelines.rl.build import (
+    build_critic,
+    build_learner,
+    build_scorer,
+    output_recording,
+    value_phase,
+)
+from posttrain.pipelines.rl.live import Live
+from posttrain.pipelines.rl.recording import Recorder
+from posttrain.pipelines.rl.rollouts import Rollouts
+from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.episodes import build_episodes
-from posttrain.pipelines.stages.rl_parts import build_critic, build_learner, keeps_products
-from posttrain.pipelines.stages.rl_rewards import build_scorer
 from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_rl(context: StageContext) -> StageOutput:
     """Train the input model with reinforcement learning; saves the result and the curves."""
-    from posttrain.pipelines.rl import rl_flow  # a replay needs no Prefect
+    from posttrain.pipelines.rl.flow import rl_flow  # a replay needs no Prefect
 
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
@@ -44,15 +52,14 @@ def run_rl(context: StageContext) -> StageOutput:
         if loop.critic is not None:
             loop.critic.stored.close()
     save_trained(context, loop.learner.model, loop.tokenizer, "model")
-    plots = learning_curves(
-        loop.history, loop.evaluations, f"{context.run.name}: {context.name}", context.out / "plots"
-    )
+    title, record = f"{context.run.name}: {context.name}", loop.recorder
+    plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
     for path in plots:
         context.tracker.log_file(path, "plots")
     log_pages(context)
     return StageOutput(
         {"model": context.out / "model", "report": context.out / "plots"},
-        loop.metrics,
+        record.metrics,
         resumed=context.resume_from is not None,
     )
 
@@ -68,14 +75,8 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
         loop.check_sync("the start of the stage")
         if loop.scorer.pool is not None:
             opened.enter_context(loop.scorer.pool)
-        found = context.resume_from
-        if found is not None:
-            critic = None if loop.critic is None else loop.critic.stored
-            learner = loop.learner
-            state = load_checkpoint(
-                found, learner.stored, critic=critic, reference=learner.reference
-            )
-            loop.resume(found, state)
+        if context.resume_from is not None:
+            loop.resume(context.resume_from)
         yield loop
 
 
@@ -85,33 +86,33 @@ def build_loop(
     engine: RolloutEngine[Any],
     ranks: RankTrainer | None = None,
 ) -> RlLoop:
-    """Load the models and build every plugin of the stage; with `ranks`, models are theirs.
-
-    Over 60 lines by a little: it is the list of what a stage is made of, and decides nothing.
-    """
+    """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
     tokenizer = context.tokenizer()
     episodes = build_episodes(context, stage.environment, tokenizer)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     longest = max(stage.generation.max_response_length, run.evaluation.max_response_length)
-    context.check_lengths(episodes or tokenizer, [*problems, *held_out], longest)
-    kl = context.build(KlEstimator, stage.kl.estimator)
+    prompts = context.encode_prompts(episodes or tokenizer, [*problems, *held_out], longest)
     controller = context.build(KlController, stage.kl.controller)
 
     def worked(problem: Problem) -> tuple[int, ...]:
         prompt = tokenizer.encode_prompt(problem)
         return (*prompt, *tokenizer.encode_response(problem.worked))
 
-    learner, critic = (
-        (build_learner(context, stage, tokenizer), build_critic(context, stage))
-        if ranks is None
-        else on_ranks(context, stage, ranks)
-    )
+    learner: PolicyLearner
+    model: ValueModel | None
+    if ranks is None:
+        learner, model = build_learner(context, stage, tokenizer), build_critic(context, stage)
+    else:
+        learner, model = on_ranks(context, stage, ranks)
+    critic = value_phase(model, stage.critic)
+    scorer = build_scorer(context, stage, tokenizer)
     return RlLoop(
         context=context,
         stage=stage,
         learner=learner,
+        columns=ColumnFiller(learner),
         engine=engine,
         tokenizer=tokenizer,
         rollouts=Rollouts(
@@ -121,17 +122,20 @@ def build_loop(
             tokenizer=tokenizer,
             sampler=context.build(Sampler, stage.sampler),
             prompts=PromptStream(
-                problems, episodes or tokenizer, derive_seed(run.seed, context.name, "prompts")
+                prompts[: len(problems)], derive_seed(run.seed, context.name, "prompts")
             ),
             episodes=episodes,
-            keep_products=keeps_products(context, stage, learner, episodes is not None),
+            recording=output_recording(context, stage, engine, learner),
         ),
-        scorer=build_scorer(context, stage, tokenizer),
+        scorer=scorer,
         estimator=context.build(AdvantageEstimator, stage.advantage),
-        kl=kl,
+        kl=context.build(KlEstimator, stage.kl.estimator),
         controller=controller,
         episodes=episodes,
-        held_out=held_out,
+        held_out=prompts[len(problems) :],
+        recorder=Recorder(
+            context, stage, tokenizer, learner, critic, controller, reward_names=scorer.names
+        ),
         critic=critic,
         sync_check=SyncCheck(
             engine,

@@ -11,8 +11,7 @@ K key heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +25,6 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
-from posttrain.core.models.sampled_products import ProductKeeper, SampledProducts
 from posttrain.core.rollout.engine_weights import EngineWeights
 from posttrain.core.rollout.same_rows import next_rows
 from posttrain.core.rollout.stop_strings import StopStrings
@@ -46,6 +44,7 @@ from posttrain.core.types import Completion, FinishReason, SamplingParams
 # transformers takes seconds to import, and this module is imported whenever plugins are listed.
 if TYPE_CHECKING:
     from posttrain.core.data.tokenization import ChatTokenizer
+    from posttrain.core.models.sampled_outputs import OutputRecorder
 
 # Prompt tokens that must be spared before a pass for the common ones by themselves is worth it.
 LEAST_SPARED = 64
@@ -77,10 +76,10 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     name = "transformers"
     Config = TransformersEngineConfig
+    recorder: OutputRecorder | None = None
     _setup: EngineSetup | None = None
     _model: Any = None  # Any: transformers' model classes are not typed
     _weights: EngineWeights | None = None
-    _keeper: ProductKeeper | None = None
     _version: str = ""
     _tokenizer: ChatTokenizer | None = None
 
@@ -119,6 +118,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         self._weights = EngineWeights(self._model, self.config.packed_weights)
         self._setup, self._version, self.policy_version = setup, __version__, 0
 
+    @property
+    def model(self) -> Any:  # Any: as above
+        """The engine's own copy of the model; None before `start`."""
+        return self._model
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
@@ -138,20 +142,6 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             rows = self._decode(chunk, prompts, own, [limits[p] for p, _ in where], params)
             found.update(zip(where, rows, strict=True))
         return [[found[p, g] for g in range(params.num_generations)] for p in range(len(prompts))]
-
-    @contextmanager
-    def keeping_products(self) -> Iterator[SampledProducts | None]:
-        """As in the contract; an adapter's layers are not told from those that it is around."""
-        # A GPU's memory is scarce, and there another engine samples.
-        if self._started().device.type != "cpu" or self._held().has_adapter:
-            yield None
-            return
-        self._keeper = ProductKeeper(self._model)
-        try:
-            with self._keeper.listening() as products:
-                yield products
-        finally:
-            self._keeper = None
 
     @torch.inference_mode()
     def _decode(
@@ -173,9 +163,8 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         uniforms = torch.from_numpy(draws).to(device)
         own = [prompts[p] for p in chunk.prompts]
         common = self._common(own, width)
-        keeper = self._keeper
-        if keeper is not None and not keeper.begin(own, common, len(seeds), width):
-            keeper = None
+        if self.recorder is not None:
+            self.recorder.begin(own, common, len(seeds), width)
         logits, memory = self._prefill(own, common, chunk, width)
         owners = torch.arange(len(own), device=device).repeat_interleave(len(chunk.generations))
         going = torch.arange(len(seeds), device=device)  # responses that have not ended
@@ -207,12 +196,12 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             rows = fed.rows
             if fed.of is not None:
                 memory.keep(fed.of)
-            if keeper is not None:
-                keeper.feed(going, rows, len(fed.ids))
+            if self.recorder is not None:
+                self.recorder.feed(going, rows, len(fed.ids))
             logits = self._forward(fed.ids[:, None], **memory.next_token())
         found = self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
-        if keeper is not None:
-            keeper.end(owners.tolist(), [c.token_ids for c in found])
+        if self.recorder is not None:
+            self.recorder.end(owners.tolist(), [c.token_ids for c in found])
         return found
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:

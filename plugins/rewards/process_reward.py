@@ -15,7 +15,7 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
 from posttrain.core.hooks import hookimpl
-from posttrain.core.step_scores import ending_token, step_ends
+from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
 ROLE = "process_reward_model"

@@ -38,6 +38,7 @@ from posttrain.core.training.forward import UNCUT  # noqa: E402
 from posttrain.core.types import SamplingParams  # noqa: E402
 from tests.helpers.mismatch import Rig, make_rig  # noqa: E402
 from tests.helpers.tiny import make_tiny_model  # noqa: E402
+from tests.helpers.updates import update  # noqa: E402
 
 LAWS = {"plain": (1.0, 1.0, 0), "cut": (0.7, 0.8, 20)}
 SHOWN = ("mismatch/abs_max", "mismatch/abs_mean", "mismatch/k3", "ess/token", "ess/seq")
@@ -73,7 +74,7 @@ def measure(rig: Rig, updates: int) -> dict[str, object]:
 def skipped_sync(rig: Rig) -> str:
     """What the check says when one more update is never given to the engine."""
     rig.engine.differing_weights = lambda weights: None  # type: ignore[method-assign]
-    rig.learner.update(rig.sample(), 99, 0.0)
+    update(rig.learner, rig.sample(), 99, 0.0)
     try:
         rig.check.after("a sync that was skipped")
     except RunError as error:

@@ -1,8 +1,9 @@
 """What Prefect and MLflow add to an RL step, in milliseconds; prints one JSON line.
 
-Drives the real RL flow of `pipelines/rl.py` (real Prefect tasks, real SQLite MLflow, sample tables)
-over a loop whose phases do nothing, so that all of a step's time is orchestration and tracking. The
-step pauses a tenth of a second for MLflow's writer thread, far less than a real step gives it.
+Drives the real RL flow of `pipelines/rl/flow.py` (real Prefect tasks, real SQLite MLflow, sample
+tables) over a loop whose phases do nothing, so that all of a step's time is orchestration and
+tracking. The step pauses a tenth of a second for MLflow's writer thread, far less than a real step
+gives it.
 
     python tests/bench/overhead.py [--steps 100]
 """
@@ -31,7 +32,10 @@ ROWS = [
 
 
 class EmptyLoop:
-    """The loop's interface with phases that do nothing but record what a real step records."""
+    """The loop, its rollouts and its recorder, with phases that do nothing.
+
+    A step records what a real one records.
+    """
 
     evaluates_before_first_step = False
     max_staleness = 0
@@ -40,6 +44,7 @@ class EmptyLoop:
         self.tracker, self.steps, self.seconds, self.step = tracker, steps, [], 0
         names = [n for n in METRICS if not n.startswith(("eval/", "rm/", "sft/"))][:50]
         self.metrics = dict.fromkeys(names, 0.5)
+        self.recorder = self.rollouts = self
 
     def remaining_steps(self) -> range:
         return range(1, self.steps + 1)
@@ -47,23 +52,27 @@ class EmptyLoop:
     def begin_step(self, step: int) -> None:
         self.began = time.perf_counter()
 
-    def rollout(self, step: int) -> SimpleNamespace:
+    def sample(self, step: int) -> SimpleNamespace:
         return SimpleNamespace()
+
+    def run(self, phase: Any, *args: Any) -> Any:
+        return phase(*args)
 
     def take(self, rollout: SimpleNamespace) -> bool:
         return True
 
-    def score_rewards(self, batch: SimpleNamespace) -> SimpleNamespace:
-        return batch
+    def score_rewards(self, rollout: SimpleNamespace) -> SimpleNamespace:
+        return rollout
 
-    def compute_advantages(self, batch: SimpleNamespace) -> SimpleNamespace:
-        return batch
+    compute_advantages = update_policy = score_rewards
 
-    def update_policy(self, batch: SimpleNamespace) -> None:
+    def updated(self, update: SimpleNamespace) -> None:
         self.step += 1
         self.tracker.log_table("samples", self.step, ROWS)
 
     def sync_weights(self, step: int) -> None: ...
+
+    def check_sync(self, event: str) -> None: ...
 
     def evaluation_is_due(self, step: int) -> bool:
         return False
@@ -91,8 +100,8 @@ def measure(steps: int) -> dict[str, object]:
 
         from posttrain.core.tracking.mlflow_store import prepare_database
         from posttrain.core.tracking.mlflow_tracker import PipelineTracker
-        from posttrain.pipelines.live import Live
-        from posttrain.pipelines.rl import rl_flow
+        from posttrain.pipelines.rl.flow import rl_flow
+        from posttrain.pipelines.rl.live import Live
 
         tracker = PipelineTracker.start(
             uri=prepare_database(home),

@@ -24,6 +24,7 @@ from posttrain.core.math.masking import masked
 from posttrain.core.microscope.weights import CLIP_STATES, token_weights
 from posttrain.core.plugin_manager import PluginEntry
 from posttrain.core.runtime.seeding import generator
+from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, MicroLoss, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -237,10 +238,11 @@ def test_weights_are_the_gradients_that_arrived_in_the_learner(shape: str, model
         model, MasterOptimizer(model, section, 8), objective, settings, load_tiny(model_dir)
     )
     Listening.heard.clear()
+    batch = ColumnFiller(learner).fill_for_update(batch, STEP, kl_coef).batch
     result = learner.update(batch, STEP, kl_coef)
     evidence = StepEvidence(
         STEP,
-        batch.with_columns(**{"old_logprobs": result.old_logprobs} | result.columns),
+        batch.with_columns(old_logprobs=result.old_logprobs),
         result.seen_logprobs,
         result.seen_entropy,
         result.seen_by,

@@ -14,6 +14,7 @@ from tests.helpers.engines import make_engine
 from tests.helpers.mismatch import make_rig
 from tests.helpers.plugins import MANAGER
 from tests.helpers.tiny import make_tiny_model
+from tests.helpers.updates import update, with_old_logprobs
 
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 LAWS = [(1.0, 1.0, 0), (0.7, 0.8, 20)]
@@ -53,7 +54,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
             # Far enough that weights of before the updates would be seen.
             assert sum(found["sync/probe_change"] for found in steps) > 10 * mean
             if dtype == torch.float32:
-                batch = rig.learner.with_old_logprobs(rig.sample())
+                batch = with_old_logprobs(rig.learner, rig.sample())
                 old, roll = batch.column("old_logprobs"), batch.rollout_logprobs
                 for entry in MANAGER.entries("rollout_correction"):
                     plugin = MANAGER.build(RolloutCorrection, entry.name)
@@ -63,7 +64,7 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
                     assert got.keep is None or got.keep[live].all(), entry.name
                     kept = plugin.keeps(old, batch)
                     assert kept is None or kept[live].all(), entry.name
-            rig.learner.update(rig.sample(), 99, 0.0)
+            update(rig.learner, rig.sample(), 99, 0.0)
             with pytest.raises(RunError, match=f"'{engine}' kept "):
                 rig.check.after("a sync that never was")
         finally:

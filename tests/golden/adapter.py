@@ -49,14 +49,13 @@ from posttrain.core.math.shaping import (
 )
 from posttrain.core.math.values import value_loss
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.scoring import (
+from posttrain.core.rewards.scoring import (
     clip_rewards,
     component_metrics,
-    place_on_last_token,
     reward_metrics,
-    subtract_kl,
     weighted_sum,
 )
+from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.training.logprobs import entropy_of_logits
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, MicroLoss, Objective, PreparedMini

@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageEstimator, Advantages
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.scoring import place_on_last_token
+from posttrain.core.rewards.shaping import place_on_last_token
 from tests.helpers.batches import build_batch
 
 MANAGER = PluginManager()

@@ -27,6 +27,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import SamplingParams
 from tests.helpers.engines import AnyEngine, make_engine
 from tests.helpers.rollouts import batch_of_groups
+from tests.helpers.updates import update
 
 MAX_LEN = 256
 # Probability, and score, within which a float32 sum may fall on either side of a cut's edge.
@@ -81,7 +82,7 @@ class Rig:
 
     def step(self) -> dict[str, float]:
         """Sample, update, sync, check; returns what was measured."""
-        found = self.learner.update(self.sample(), self.version, 0.0).metrics
+        found = update(self.learner, self.sample(), self.version, 0.0).metrics
         self.version += 1
         self.sync()
         found |= self.check.after(f"the sync of step {self.version}")

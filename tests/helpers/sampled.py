@@ -1,4 +1,4 @@
-"""Rollouts of a tiny model by the transformers engine, with what the engine kept of them."""
+"""Rollouts of a tiny model by the transformers engine, with the recorded linear outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import EngineSetup
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs
 from posttrain.core.types import Completion, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.rollouts import batch_of_groups
@@ -44,11 +44,11 @@ def start_engine(
 
 @dataclass
 class Sampled:
-    """What an engine sampled, in groups, and kept."""
+    """What an engine sampled, in groups, and what was recorded."""
 
     prompts: list[Sequence[int]] = field(default_factory=list)
     groups: list[list[Completion]] = field(default_factory=list)
-    products: SampledProducts | None = None
+    outputs: SampledOutputs | None = None
 
     def batch(self, *, idle: Sequence[int] = ()) -> RolloutBatch:
         """All rows, with an advantage for each token but for those of rows that are `idle`."""
@@ -67,12 +67,12 @@ def sample(
     calls: int = 1,
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> Sampled:
-    """A group for each of `prompts` in each of `calls` of the engine, all kept together."""
+    """A group for each of `prompts` in each of `calls` of the engine, all recorded together."""
     found = Sampled()
-    with engine.keeping_products() as products:
+    with record_outputs(engine) as outputs:
         for _ in range(calls):
             found.groups += engine.generate(prompts, params)
             found.prompts += prompts
             params = replace(params, seed=params.seed + 1)
-    found.products = products
+    found.outputs = outputs
     return found

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import NoConfig, Task
+from posttrain.core.contracts import NoConfig, PromptGroup, Task
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.evaluation import Evaluation, evaluate_policy
 from posttrain.core.types import Problem, Split, Verdict
@@ -39,7 +39,8 @@ def evaluate(folder: Path, batch_size: int, top_p: float = 1.0) -> Evaluation:
         num_problems=6, max_response_length=12, num_samples=16, batch_size=batch_size, top_p=top_p
     )
     tokenizer = ChatTokenizer.load(folder, None)
-    return evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), PROBLEMS, section, seed=3)
+    prompts = [PromptGroup(p, tokenizer.encode_prompt(p)) for p in PROBLEMS]
+    return evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), prompts, section, seed=3)
 
 
 def test_the_batch_size_changes_no_answer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import NoConfig
+from posttrain.core.contracts import NoConfig, PromptGroup
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation import EvaluatedProblem, evaluate_policy
@@ -90,7 +90,8 @@ def test_an_evaluation_reports_each_k_with_its_error_over_problems(tmp_path: Pat
         num_problems=6, max_response_length=12, num_samples=8, pass_at=(1, 4), majority=True
     )
     tokenizer = ChatTokenizer.load(folder, None)
-    found = evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), PROBLEMS, section, seed=3)
+    prompts = [PromptGroup(p, tokenizer.encode_prompt(p)) for p in PROBLEMS]
+    found = evaluate_policy(engine, tokenizer, EvenLength(NoConfig()), prompts, section, seed=3)
     values = [r.pass_at(4) for r in found.rows]
     assert 0 < sum(values) < 6, "otherwise this test shows nothing"
     assert found.metrics["eval/pass_at/4"] == pytest.approx(sum(values) / 6)

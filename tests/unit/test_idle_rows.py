@@ -21,6 +21,7 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.updates import UpdateSettings
 from tests.helpers.rollouts import load_tiny, ragged_batch
 from tests.helpers.tiny import make_tiny_model
+from tests.helpers.updates import update
 
 IDLE = [3, 4, 5, 8]  # a whole group and one row
 
@@ -73,7 +74,7 @@ def test_idle_rows_are_not_computed_and_the_step_is_the_same(
     after, metrics = {}, {}
     for skip in (False, True):
         learner = make_learner(model_dir, manager, skip)
-        metrics[skip] = learner.update(batch_with_idle_rows(IDLE), 0, 0.0).metrics
+        metrics[skip] = update(learner, batch_with_idle_rows(IDLE), 0, 0.0).metrics
         after[skip] = parameters(learner)
     assert rows == [4, 4, 1, 4], "9 rows, then those with a token and an advantage"
     for left, right in zip(after[True], after[False], strict=True):
@@ -89,9 +90,9 @@ def test_a_batch_of_idle_rows_is_an_update_by_momentum_alone(
     after = {}
     for skip in (False, True):
         learner = make_learner(model_dir, manager, skip)
-        learner.update(batch_with_idle_rows([]), 0, 0.0)
+        update(learner, batch_with_idle_rows([]), 0, 0.0)
         before = parameters(learner)
-        found = learner.update(batch_with_idle_rows(list(range(9))), 1, 0.0).metrics
+        found = update(learner, batch_with_idle_rows(list(range(9))), 1, 0.0).metrics
         after[skip] = parameters(learner)
         assert found["train/updates"] == 1 and found["train/skipped_empty"] == 0
         assert found["grad/norm"] == 0 and "mismatch/abs_max" in found
@@ -128,7 +129,7 @@ def test_no_row_is_idle_where_each_micro_batch_is_divided_by_its_own_counts(
         (term,) = learner.objective.terms
         terms = (replace(term, aggregator=local),)
         learner.objective = replace(learner.objective, terms=terms, aggregator=local)
-        learner.update(batch_with_idle_rows(IDLE), 0, 0.0)
+        update(learner, batch_with_idle_rows(IDLE), 0, 0.0)
         after[skip] = parameters(learner)
     for left, right in zip(after[True], after[False], strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=0)

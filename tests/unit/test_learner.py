@@ -20,6 +20,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.logprobs import token_logprobs
@@ -29,6 +30,7 @@ from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.updates import UpdateSettings
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
 from tests.helpers.tiny import make_tiny_model
+from tests.helpers.updates import update
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def learner_for(
 
 
 def gradient(learner: Learner, batch: RolloutBatch, kl_coef: float) -> list[Tensor]:
-    batch, _ = learner._ready(batch, kl_coef, lambda: None)
+    batch = ColumnFiller(learner).fill_for_update(batch, 1, kl_coef).batch
     batch, prepared = learner._prepare(batch, 1, 0, lambda: None)
     idle = torch.zeros(len(batch), dtype=torch.bool)
     learner._accumulate(batch, prepared, kl_coef, MetricSums(), idle)
@@ -190,7 +192,7 @@ def test_a_batch_without_any_scored_row_changes_no_weight(
     batch = ragged_batch([5], group_size=3)
     empty = batch.with_columns(mask=torch.zeros_like(batch.mask))
     learner = learner_for(model, manager, "token-mean", 3)
-    result = learner.update(empty, step=1, kl_coef=0.0)
+    result = update(learner, empty, 1, 0.0)
     assert result.metrics["train/skipped_empty"] == 1.0
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
@@ -201,12 +203,12 @@ def test_more_updates_per_batch_move_the_ratio_off_one(
 ) -> None:
     batch = ragged_batch([5, 4, 6, 3], group_size=3)
     one = learner_for(load_tiny(model_dir, torch.float32), manager, "token-mean", 12)
-    metrics = one.update(batch, step=1, kl_coef=0.0).metrics
+    metrics = update(one, batch, 1, 0.0).metrics
     assert metrics["ratio/max"] == metrics["ratio/min"] == 1.0
     four = learner_for(
         load_tiny(model_dir, torch.float32), manager, "token-mean", 12, epochs=2, num_mini_batches=2
     )
-    metrics = four.update(batch, step=1, kl_coef=0.0).metrics
+    metrics = update(four, batch, 1, 0.0).metrics
     assert metrics["ratio/max"] > 1.001 > 0.999 > metrics["ratio/min"]
 
 

@@ -14,15 +14,15 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.guard import KlGuard
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.ptx import PtxTerm
-from posttrain.core.training.updates import UpdateSettings
-from posttrain.pipelines.stages.rl_parts import in_optimizer_steps
+from posttrain.core.training.updates import KlGuard, UpdateSettings
+from posttrain.pipelines.rl.build import in_optimizer_steps
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch
 from tests.helpers.tiny import make_tiny_model
+from tests.helpers.updates import update
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +84,20 @@ def test_the_guard_stops_a_batch_once_the_policy_has_moved_too_far(
 ) -> None:
     batch = ragged_batch([5, 4, 6], group_size=3)
     free = make_learner(load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2)
-    moved = free.update(batch, 1, 0.0).metrics
+    moved = update(free, batch, 1, 0.0).metrics
     assert moved["train/updates"] == 6
     bound = KlGuard(max_kl=1e-4, action="stop")
     held = make_learner(
         load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=bound
     )
-    metrics = held.update(batch, 1, 0.0).metrics
+    metrics = update(held, batch, 1, 0.0).metrics
     # The first update sees a ratio of 1; the second sees what the first did, and is given up.
     assert metrics["train/updates"] == 1 and metrics["guard/exceeded"] == 1
     wide = KlGuard(max_kl=1e6, action="stop")
     again = make_learner(
         load_tiny(model_dir, torch.float32), manager, epochs=6, rate=3e-2, guard=wide
     )
-    metrics = again.update(batch, 1, 0.0).metrics
+    metrics = update(again, batch, 1, 0.0).metrics
     assert metrics["train/updates"] == 6 and metrics["guard/exceeded"] == 0
 
 
@@ -106,7 +106,7 @@ def test_the_guard_can_lower_the_rate_instead(model_dir: Path, manager: PluginMa
     guard = KlGuard(max_kl=1e-4, action="lower_rate", factor=0.5)
     model = load_tiny(model_dir, torch.float32)
     learner = make_learner(model, manager, epochs=4, rate=3e-2, guard=guard)
-    metrics = learner.update(batch, 1, 0.0).metrics
+    metrics = update(learner, batch, 1, 0.0).metrics
     assert metrics["train/updates"] == 4
     assert metrics["guard/rate_factor"] == 0.125 and metrics["lr"] == pytest.approx(3e-2 / 8)
 
@@ -165,7 +165,7 @@ def test_the_pre_training_term_has_counts_of_its_own(
 
         learner.optimizer.step = keep  # type: ignore[method-assign]
         with pytest.raises(StopIteration):
-            learner.update(batch, 1, 0.0)
+            update(learner, batch, 1, 0.0)
         return found
 
     both = gradients(0.5, 1.0, 6)
@@ -196,7 +196,7 @@ def test_the_prepare_pass_sees_the_policy_at_the_start_of_each_update(
         learner = make_learner(
             model, manager, losses=[("bapo", {}, 1.0)], epochs=3, micro=micro, rate=3e-2
         )
-        metrics = learner.update(batch, 1, 0.0).metrics
+        metrics = update(learner, batch, 1, 0.0).metrics
         results.append((weights(model), metrics))
     for name in ("bapo/c_low", "bapo/c_high", "bapo/rho"):
         assert results[0][1][name] == pytest.approx(results[1][1][name], rel=1e-4)
@@ -213,12 +213,12 @@ def test_truncated_weights_halve_the_gradient_of_tokens_the_engine_overrates(
         model, ragged_batch([5, 4], group_size=3), float(torch.tensor(2).log())
     )
     plain = make_learner(model, manager)
-    plain_loss = plain.update(batch, 1, 0.0).metrics["loss/policy"]
+    plain_loss = update(plain, batch, 1, 0.0).metrics["loss/policy"]
     model = load_tiny(model_dir, torch.float32)
     corrected = make_learner(
         model, manager, correction=manager.build(RolloutCorrection, "tis_token")
     )
-    metrics = corrected.update(batch, 1, 0.0).metrics
+    metrics = update(corrected, batch, 1, 0.0).metrics
     assert metrics["loss/policy"] == pytest.approx(0.5 * plain_loss, rel=1e-4)
 
 
@@ -228,7 +228,7 @@ def test_a_bypassed_old_policy_makes_the_ratio_against_the_engine(
     model = load_tiny(model_dir, torch.float32)
     batch = with_engine_logprobs(model, ragged_batch([5, 4], group_size=3), -0.5)
     bare = RolloutBatch(**{**{n: getattr(batch, n) for n in batch.columns()}, "old_logprobs": None})
-    metrics = make_learner(model, manager, bypass_old=True).update(bare, 1, 0.0).metrics
+    metrics = update(make_learner(model, manager, bypass_old=True), bare, 1, 0.0).metrics
     assert metrics["ratio/mean"] == pytest.approx(float(torch.tensor(0.5).exp()), rel=1e-4)
 
 
@@ -262,10 +262,10 @@ def test_a_refreshed_reference_is_the_present_policy(
         rate=1e-2,
         kl=manager.build(KlEstimator, "k3"),
     )
-    assert learner.update(batch, 1, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
-    assert learner.update(batch, 2, 0.1).metrics["kl/ref_k3"] > 1e-5
+    assert update(learner, batch, 1, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert update(learner, batch, 2, 0.1).metrics["kl/ref_k3"] > 1e-5
     learner.refresh_reference()
-    assert learner.update(batch, 3, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert update(learner, batch, 3, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_an_exact_kl_term_uses_both_models_logits(model_dir: Path, manager: PluginManager) -> None:
@@ -283,7 +283,7 @@ def test_an_exact_kl_term_uses_both_models_logits(model_dir: Path, manager: Plug
         learner = make_learner(
             model, manager, reference=reference, kl=manager.build(KlEstimator, "full")
         )
-        metrics = learner.update(zero, 1, 1.0).metrics
+        metrics = update(learner, zero, 1, 1.0).metrics
         assert (metrics["loss/kl"] > 1e-4) == moves
         assert moves == (metrics["grad/norm"] > 1e-4)
         assert changed(before, model) or not moves

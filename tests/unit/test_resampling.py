@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.group_filter import drop_groups
-from posttrain.core.resampling import resample
+from posttrain.core.training.groups import drop_groups, resample
 from tests.helpers.batches import build_batch
 
 

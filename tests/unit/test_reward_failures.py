@@ -15,7 +15,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.failures import check_failure_rate
 from posttrain.core.rewards.pool import RewardPool
-from posttrain.core.scoring import OnMissing, WeightedReward, rollout_metrics, score_batch
+from posttrain.core.rewards.scoring import OnMissing, WeightedReward, rollout_metrics, score_batch
 from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.types import RewardSample, Score

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.packing import response_batch
-from posttrain.core.group_filter import drop_groups
 from posttrain.core.math.groups import outcome_rewards
 from posttrain.core.math.running import RunningMoments
-from posttrain.core.reward_shaping import RewardShaping, filter_overlong
-from posttrain.core.scoring import place_on_last_token
+from posttrain.core.rewards.shaping import RewardShaping, filter_overlong, place_on_last_token
+from posttrain.core.training.groups import drop_groups
 from posttrain.core.types import Problem
 
 

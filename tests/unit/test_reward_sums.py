@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from posttrain.core.math.groups import equal_share
-from posttrain.core.scoring import clip_rewards, component_metrics, reward_metrics, weighted_sum
+from posttrain.core.rewards.scoring import (
+    clip_rewards,
+    component_metrics,
+    reward_metrics,
+    weighted_sum,
+)
 
 NAN = float("nan")
 

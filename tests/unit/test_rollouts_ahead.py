@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from posttrain.pipelines.rollouts import rollouts_due
+from posttrain.pipelines.rl.rollouts import rollouts_due
 
 
 def versions(first: int, last: int, staleness: int, have: set[int]) -> dict[int, int]:
-    """The policy version that samples each rollout, in a loop as `pipelines/rl.py` has it."""
+    """The policy version that samples each rollout, in a loop as `pipelines/rl/flow.py` has it."""
     found: dict[int, int] = {}
     for step in range(first, last + 1):
         for due in rollouts_due(step, first, last, staleness):

@@ -12,14 +12,13 @@ from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
 from posttrain.core.data.packing import response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.scoring import (
+from posttrain.core.rewards.scoring import (
     WeightedReward,
     duplicate_frac,
-    place_on_last_token,
     rollout_metrics,
     score_batch,
-    subtract_kl,
 )
+from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.types import RewardSample, Score
 
 

@@ -126,10 +126,10 @@ def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
     context = forms._context("rl", stage, inputs, folder / "out", folder / "kept", tracker)
     with forms.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine)
-    problems = loop.rollouts.prompts.problems
+    problems = [prompt.problem for prompt in loop.rollouts.prompts.prompts]
     assert len(problems) == 6
     assert {p.prompt for p in problems} <= {row["prompt"] for row in rows}
-    batch = loop.rollout(1).rows
+    batch = loop.rollouts.sample(1).rows
     assert {p.prompt for p in batch.problems} <= {row["prompt"] for row in rows}
     tracker.finish("FINISHED")
     digest, profile, source = datasets_of(forms, tracker.run_id)["train"]

@@ -8,7 +8,7 @@ from posttrain.core.contracts import Reward, Task
 from posttrain.core.data.packing import response_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.scoring import WeightedReward, score_batch
+from posttrain.core.rewards.scoring import WeightedReward, score_batch
 from posttrain.core.types import StepVerdict
 from tests.helpers.tiny import make_tiny_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation import EvaluatedProblem
 from posttrain.core.types import Problem
-from posttrain.pipelines.tracked import FILE, PROMPTS, tracked_rows
+from posttrain.pipelines.rl.recording import TRACKED_FILE, TRACKED_PROMPTS, tracked_rows
 
 
 def evaluated(step: int, count: int = 3) -> list[EvaluatedProblem]:
@@ -51,13 +51,13 @@ def test_a_stage_that_goes_on_from_an_earlier_step_drops_what_it_computes_again(
 
 
 def test_some_prompts_are_followed_and_long_answers_are_cut(tmp_path: Path) -> None:
-    problems = evaluated(0, count=PROMPTS + 5)
+    problems = evaluated(0, count=TRACKED_PROMPTS + 5)
     object.__setattr__(problems[0], "greedy_text", "x" * 9000)
     rows = tracked_rows(tmp_path, 0, problems)
-    assert len(rows) == PROMPTS and len(str(rows[0]["step 0"])) == 2002
+    assert len(rows) == TRACKED_PROMPTS and len(str(rows[0]["step 0"])) == 2002
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be kept: .*file"):
-        tracked_rows(tmp_path / "file" / FILE, 0, evaluated(0))
+        tracked_rows(tmp_path / "file" / TRACKED_FILE, 0, evaluated(0))

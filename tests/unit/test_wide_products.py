@@ -18,11 +18,11 @@ from posttrain.core.config.sections import LoraSection, ModelSection
 from posttrain.core.models import wide_products
 from posttrain.core.models.checkpointing import use_checkpointing
 from posttrain.core.models.compiling import compile_layers
-from posttrain.core.models.given_products import products_given
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import packed_bytes
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.sampled_outputs import outputs_reused
 from posttrain.core.models.wide_products import WideLinear, linear, product, product_type, widen
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.types import SamplingParams
@@ -197,7 +197,7 @@ def test_layers_are_told_what_they_give(folder: Path) -> None:
     grads = (x.grad.clone(), layer.weight.grad.clone())  # type: ignore[union-attr]
     x.grad = layer.weight.grad = None
     known = {"model.layers.0.mlp.up_proj": wanted.detach().flip(0)}
-    with products_given(model, known, torch.tensor([2, 1, 0])):
+    with outputs_reused(model, known, torch.tensor([2, 1, 0])):
         found = layer(x)
     found.sum().backward()
     assert torch.equal(found, wanted)

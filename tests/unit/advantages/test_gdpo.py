@@ -8,7 +8,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.errors import RunError
-from posttrain.core.scoring import weighted_sum
+from posttrain.core.rewards.scoring import weighted_sum
 from tests.helpers.advantages import estimate, outcome_batch
 
 NAN = float("nan")

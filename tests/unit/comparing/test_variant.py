@@ -15,7 +15,7 @@ from posttrain.core.contracts import AdvantageEstimator, Aggregator, KlEstimator
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.scoring import place_on_last_token
+from posttrain.core.rewards.shaping import place_on_last_token
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import UpdateSettings

@@ -19,7 +19,7 @@ from tests.helpers.tiny import make_tiny_model
 
 SFT: dict[str, Any] = {"kind": "sft", "inputs": {"model": "base"}}
 RL: dict[str, Any] = {
-    "reuse_products": False,
+    "reuse_outputs": False,
     "kind": "rl",
     "inputs": {"model": "base"},
     "kl": {"controller": {"name": "fixed", "coef": 0.1}},
@@ -123,8 +123,7 @@ def test_products_of_sampling_are_kept_until_the_last_micro_batch(
             states = 4 + 32 * (stage["generation"]["max_response_length"] - 1)
             logits, made = 4.0 * states * vocabulary, 4.0 * 64 * vocabulary
         without, with_them = (
-            cost(model, {**stage, "reuse_products": keeps}).memory.passing
-            for keeps in (False, True)
+            cost(model, {**stage, "reuse_outputs": keeps}).memory.passing for keeps in (False, True)
         )
         kept = with_them["sampling"] - without["sampling"] - logits
         assert kept > 0

@@ -21,7 +21,7 @@ from tests.helpers.costs import ALL, MadeUp, estimator, run_config
 from tests.helpers.tiny import make_tiny_model
 
 RL: dict[str, Any] = {
-    "reuse_products": False,
+    "reuse_outputs": False,
     "kind": "rl",
     "inputs": {"model": "base"},
     "prompts_per_step": 4,
@@ -148,7 +148,7 @@ def test_micro_batches_add_up_and_each_reads_what_prompts_share(model: Path) -> 
         ({}, 1.0),
         ({"num_mini_batches": 2}, 0.5),
         ({"num_mini_batches": 2, "epochs": 2}, 0.25),
-        ({"reuse_products": False}, 0.0),
+        ({"reuse_outputs": False}, 0.0),
         ({"max_staleness": 1}, 0.0),
         ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, 0.0),
         ({"lora": {"rank": 2}}, 0.0),
@@ -158,7 +158,7 @@ def test_micro_batches_add_up_and_each_reads_what_prompts_share(model: Path) -> 
 def test_the_first_update_takes_what_sampling_computed(
     model: Path, fields: dict[str, Any], reused: float
 ) -> None:
-    given = {"reuse_products": True, **fields}
+    given = {"reuse_outputs": True, **fields}
     taken, made = (
         rl(model, MadeUp(**{name: 1.0}), **given).phases["update"]
         for name in ("trained_reused", "trained")
@@ -174,14 +174,14 @@ def test_logits_are_known_if_those_of_a_whole_step_fit(
     """Those of two mini-batches, drawn after 4 prompts and 16 x 7 tokens."""
     vocabulary = estimator(run_config(model, {"rl": RL})).work.shape.vocabulary
     monkeypatch.setattr(reuse, "MOST_LOGITS_BYTES", 4 * vocabulary * (4 + 16 * 7) - short)
-    found = rl(model, MadeUp(known_logits=1.0), reuse_products=True, num_mini_batches=2)
+    found = rl(model, MadeUp(known_logits=1.0), reuse_outputs=True, num_mini_batches=2)
     assert (found.phases["update"] > 0) == (not short)
 
 
 def test_no_engine_but_transformers_keeps_products(model: Path) -> None:
     kept = MadeUp(trained_reused=1.0)
-    assert rl(model, kept, reuse_products=True).phases["update"] > 0
-    assert rl(model, kept, "vllm", reuse_products=True).phases["update"] == 0
+    assert rl(model, kept, reuse_outputs=True).phases["update"] > 0
+    assert rl(model, kept, "vllm", reuse_outputs=True).phases["update"] == 0
 
 
 def test_time_grows_with_steps_and_evaluations_come_on_top(model: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_model_that_read_few_worked_answers_runs_on(model: Path) -> None:
 def test_what_was_reused_is_checked_on_a_few_rows(model: Path) -> None:
     scored = MadeUp(scored=1.0)
     rows, no_rows = (
-        rl(model, scored, reuse_products=reused, num_mini_batches=1).phases["update"]
+        rl(model, scored, reuse_outputs=reused, num_mini_batches=1).phases["update"]
         for reused in (True, False)
     )
     assert no_rows == 0

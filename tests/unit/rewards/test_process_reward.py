@@ -14,7 +14,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
-from posttrain.core.step_scores import ending_token, step_ends
+from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rewards import sample

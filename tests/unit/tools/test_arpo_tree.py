@@ -207,7 +207,7 @@ def test_hard_attribution_on_a_grown_tree_is_the_mean_over_the_leaves_below(tiny
     batch = rollout_batch(groups, tiny.tokenizer)
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(len(batch), generator=generator)
-    from posttrain.core.scoring import place_on_last_token
+    from posttrain.core.rewards.shaping import place_on_last_token
 
     batch = batch.with_columns(
         rewards=rewards,

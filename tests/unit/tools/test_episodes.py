@@ -11,9 +11,9 @@ from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, SampledGroup, Task
 from posttrain.core.data.packing import ResponseTexts, response_texts, rollout_batch
 from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.rewards.scoring import reward_samples, score_batch
 from posttrain.core.rollout.episodes import episode_metrics
 from posttrain.core.rollout.generation import generate_groups
-from posttrain.core.scoring import reward_samples, score_batch
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Completion, Problem, SamplingParams, Split, Verdict
 from tests.helpers.episodes import PROBLEMS, Tiny
@@ -214,7 +214,7 @@ def test_a_tool_s_output_is_no_answer(tiny: Tiny) -> None:
 def test_the_reward_sits_on_the_last_sampled_token_even_before_an_observation(tiny: Tiny) -> None:
     from posttrain.core.contracts import Reward
     from posttrain.core.plugin_manager import PluginManager
-    from posttrain.core.scoring import WeightedReward
+    from posttrain.core.rewards.scoring import WeightedReward
 
     runner = tiny.runner()
     # So little room that some responses end with an observation.
@@ -239,7 +239,7 @@ def test_an_evaluation_runs_whole_episodes(tiny: Tiny) -> None:
     section = EvaluationSection(num_problems=4, max_response_length=30, num_samples=3)
     task = Sevens(NoConfig())
     result = evaluate_policy(
-        tiny.engine, tiny.tokenizer, task, PROBLEMS, section, 1, episodes=runner
+        tiny.engine, tiny.tokenizer, task, tiny.prompts(runner), section, 1, episodes=runner
     )
     greedy = runner.generate(
         tiny.engine, tiny.prompts(runner), SamplingParams(max_tokens=30, temperature=0.0)

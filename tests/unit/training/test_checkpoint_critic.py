@@ -22,11 +22,13 @@ from posttrain.core.training.retention import newest_checkpoint
 
 STATE = LoopState(
     step=3,
-    controller={"coef": 0.5},
+    parts={
+        "controller": {"coef": 0.5},
+        "estimator": {"mean": 0.25},
+        "policy_loss/ppo_penalty": {"beta": 2.0},
+        "critic": {"left": 1.0},
+    },
     history=[{"step": 1.0}],
-    estimator={"mean": 0.25},
-    losses={"ppo_penalty": {"beta": 2.0}},
-    critic={"left": 1.0},
 )
 
 

@@ -14,11 +14,11 @@ from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.compiling import compile_layers
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.sampled_outputs import FoundOutputs
 from posttrain.core.training import logprobs
-from posttrain.core.training.forward import forward_only
+from posttrain.core.training.forward import forward_only, logits_in_order
 from posttrain.core.training.head_blocks import PLAIN, BlockMath, block_math, why_plain
 from posttrain.core.training.head_targets import KnownLogits
-from posttrain.core.training.known_products import KnownProducts
 from posttrain.core.training.logprobs import cut_logprobs, token_logprobs
 from tests.helpers.tiny import make_tiny_model
 
@@ -84,8 +84,9 @@ def test_tokens_that_follow_one_state(
         return [value.detach(), entropy.detach(), kept, hidden.grad, weight.grad.clone()]
 
     wanted = found(rows, None, None)
-    products = KnownProducts({}, drawn, values if way != "shared" else None, drawn, way == "spent")
-    got = found(*products.in_order(torch.arange(40), rows))
+    logits = None if way == "shared" else values
+    recorded = FoundOutputs({}, drawn, logits, drawn, last=way == "spent")
+    got = found(*logits_in_order(recorded, torch.arange(40), rows))
     for left, right in zip(got, wanted, strict=True):
         torch.testing.assert_close(left, right)
     assert torch.equal(values, before) == (way != "spent")

@@ -1,53 +1,17 @@
-"""The evidence of an RL stage's steps: made when an update is done, found when somebody asks."""
+"""Where the evidence of an RL stage's steps lies, for the commands that read it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from posttrain.core.artifacts import ArtifactStore, read_manifest
-from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ConfigError, ResourceError, nearest
-from posttrain.core.evidence.step import FOLDER, StepEvidence, steps_in
+from posttrain.core.evidence.step import FOLDER, steps_in
 from posttrain.core.run_record import RunRecord
-from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.stage_files import checkpoint_folder
-
-
-def evidence_of(
-    batch: RolloutBatch,
-    step: int,
-    kl_coef: float,
-    result: UpdateResult,
-    component_names: tuple[str, ...],
-    tokenizer: ChatTokenizer,
-) -> StepEvidence:
-    """What the update of `step` read of `batch`, and the texts of its tokens.
-
-    `kl_coef` is that of the KL term of the loss, 0 where there is none.
-    """
-    columns = {"old_logprobs": result.old_logprobs, **result.columns}
-    return StepEvidence(
-        step=step,
-        batch=batch.with_columns(**columns),
-        seen_logprobs=result.seen_logprobs,
-        seen_entropy=result.seen_entropy,
-        seen_by=result.seen_by,
-        kl_coef=kl_coef,
-        component_names=component_names,
-        token_texts=_texts(batch, tokenizer),
-    )
-
-
-def _texts(batch: RolloutBatch, tokenizer: ChatTokenizer) -> dict[int, str]:
-    """Text of each token id of the responses; special tokens by their names."""
-    ids = torch.unique(batch.response_ids).tolist()
-    return {token: tokenizer.token_text(token) for token in ids}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""The parts of an RL stage that its config may ask for, built from plugins and models."""
+"""The parts of an RL stage, built from its config, plugins and models."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -17,25 +19,36 @@ from posttrain.core.contracts import (
     KlController,
     KlEstimator,
     PolicyLoss,
+    Reward,
+    RewardContext,
     RolloutCorrection,
+    RolloutEngine,
 )
 from posttrain.core.data.examples import read_examples
 from posttrain.core.data.problems import check_worked
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.loading import load_policy, load_value_model
+from posttrain.core.models.sampled_outputs import (
+    SampledOutputs,
+    can_record,
+    record_outputs,
+    why_no_reuse,
+)
+from posttrain.core.models.sharing import widest_window
+from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.rewards.scoring import Scorer, WeightedReward
+from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.training.critic import Critic, CriticSettings
-from posttrain.core.training.guard import KlGuard
-from posttrain.core.training.known_products import why_nothing_known
+from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.sft import worked_batch
-from posttrain.core.training.updates import UpdateSettings
-from posttrain.core.training.value_phase import ValuePhase
+from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stages.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stages.trained import reference_of, start_training
 
@@ -66,29 +79,24 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     )
 
 
-def keeps_products(context: StageInputs, stage: RlStage, learner: Learner, in_turns: bool) -> bool:
-    """Whether the engine keeps what it computes for the update; the log says why not."""
-    run = context.run
-    if not stage.reuse_products:
-        return False
-    if stage.max_staleness:
-        reason: str | None = "rollouts are of an older policy than the one that is updated"
-    elif in_turns:
-        reason = "responses are sampled in turns"
-    elif learner.reference is not None:
-        # Of one policy the two must agree to the last bit: AdamW makes a full step of any gap.
-        reason = "a KL term compares the policy with a reference that the trainer computes"
-    elif learner.objective.correction is not None:
-        reason = "the rollout correction compares the engine with the trainer"
-    elif run.limits.learner_ranks > 1:
-        reason = "the model is trained by other processes"
-    elif stage.loss_terms and context.build(PolicyLoss, stage.loss_terms[0]).owns_update:
-        reason = "a trust region makes products of its own"
-    else:
-        reason = why_nothing_known(learner.model, context.runtime.dtype, run.model.max_model_len)
+def output_recording(
+    context: StageInputs, stage: RlStage, engine: RolloutEngine[Any], learner: PolicyLearner
+) -> Callable[[], AbstractContextManager[SampledOutputs | None]]:
+    """Records the engine's linear outputs while it samples, if the stage reuses them."""
+    model = learner.model
+    reason = why_no_reuse(
+        context.run,
+        stage,
+        recordable=can_record(engine),
+        streams=model.config._attn_implementation == STREAM,
+        window=widest_window(model),
+        corrects=learner.objective.correction is not None,
+        owns_update=context.build(PolicyLoss, stage.loss_terms[0]).owns_update,
+    )
     if reason is not None:
-        logger.info("the update makes all products of its forward pass: %s", reason)
-    return reason is None
+        logger.info("the update computes all linear outputs itself: %s", reason)
+        return nullcontext
+    return partial(record_outputs, engine, model, learner.reference)
 
 
 def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
@@ -169,7 +177,7 @@ def build_ptx(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) ->
     )
 
 
-def build_critic(context: StageInputs, stage: RlStage) -> ValuePhase | None:
+def build_critic(context: StageInputs, stage: RlStage) -> Critic | None:
     """The value model with its optimizer, when the stage has one."""
     section = stage.critic
     if section is None:
@@ -192,8 +200,7 @@ def build_critic(context: StageInputs, stage: RlStage) -> ValuePhase | None:
         stage.steps * per_batch,
         seed=seed,
     )
-    critic = Critic(model, optimizer, critic_settings(context, stage), context.ranks)
-    return value_phase(critic, section)
+    return Critic(model, optimizer, critic_settings(context, stage), context.ranks)
 
 
 def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
@@ -212,8 +219,10 @@ def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
     )
 
 
-def value_phase(critic: Critic, section: CriticSection) -> ValuePhase:
-    """The critic with its head start."""
+def value_phase(critic: ValueModel | None, section: CriticSection | None) -> ValuePhase | None:
+    """The critic with its head start, when the stage has one."""
+    if critic is None or section is None:
+        return None
     return ValuePhase(
         critic, pretrain_steps=section.pretrain_steps, pretrain_slope=section.pretrain_slope
     )
@@ -233,3 +242,46 @@ def build_trust_region(
     if not loss.owns_update:
         return None
     return NaturalGradient(model, loss.config, settings.temperature, settings.micro_batch_size)
+
+
+def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Scorer:
+    """The rewards with their weights, shaping and, if they need one, their pool."""
+    setup = RewardContext(
+        inputs={role: artifact.path for role, artifact in context.inputs.items()},
+        dtype=context.runtime.dtype,
+        device=context.runtime.device,
+        attention=context.runtime.attention,
+        batch_size=stage.micro_batch_size,
+    )
+    rewards = [context.build(Reward, component) for component in stage.rewards]
+    for reward in rewards:
+        if reward.runs_in == "host":
+            reward.setup(setup)
+    weights = [component.weight for component in stage.rewards]
+    return Scorer(
+        task=context.task,
+        rewards=[WeightedReward(r, w) for r, w in zip(rewards, weights, strict=True)],
+        tokenizer=tokenizer,
+        clip=stage.reward_clip,
+        on_missing=stage.on_missing,
+        max_failure_rate=stage.reward_pool.max_failure_rate,
+        pool=_pool(context, stage, [r for r in rewards if r.runs_in == "worker"], setup),
+        shaping=RewardShaping(
+            stage.overlong_filter, stage.reward_whiten, keep_mean=stage.reward_keep_mean
+        ),
+    )
+
+
+def _pool(
+    context: StageInputs, stage: RlStage, rewards: Sequence[Reward[Any]], setup: RewardContext
+) -> RewardPool | None:
+    """A pool for the rewards that run in worker processes; None when there are none."""
+    if not rewards:
+        return None
+    return RewardPool(
+        rewards,
+        workers=stage.reward_pool.workers,
+        timeout_s=stage.reward_pool.timeout_s,
+        context=setup,
+        check=context.check,
+    )

@@ -1,29 +1,34 @@
-"""Rewards of a rollout batch: components, weighted sum, and their place on the tokens.
+"""The rewards of a rollout batch: `Scorer` calls the plugins and fills the reward columns.
 
-Axes: B rows, T response tokens, K reward components.
+The order is fixed: raw components, their weighted sum, clipping, terms on length and form, overlong
+filtering, whitening, the place on the last token. Group filters, which read raw accuracy, and KL in
+the reward come later. Axes: B rows, T response tokens, K reward components.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import KlEstimator, Reward, Task
+from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, Task
+from posttrain.core.data.packing import rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
 from posttrain.core.rewards.checking import checked_score, is_failure
-from posttrain.core.rewards.failures import failure_metrics
+from posttrain.core.rewards.failures import check_failure_rate, failure_metrics
 from posttrain.core.rewards.pool import RewardPool
-from posttrain.core.step_scores import fill_steps
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
+from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.types import RewardSample, SamplingParams, Score
 
 OnMissing = Literal["zero", "unscored"]
 
@@ -34,6 +39,79 @@ class WeightedReward:
 
     reward: Reward[Any]
     weight: float
+
+
+@dataclass
+class Scorer:
+    """The rewards of one stage with their pool and their shaping."""
+
+    task: Task[Any]
+    rewards: Sequence[WeightedReward]
+    tokenizer: ChatTokenizer
+    clip: tuple[float | None, float | None] = (None, None)
+    on_missing: OnMissing = "zero"
+    max_failure_rate: float = 1.0
+    pool: RewardPool | None = None
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the rewards, in the order of their components."""
+        return [weighted.reward.name for weighted in self.rewards]
+
+    def score(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """`batch` with its reward columns, and metrics; `RunError` if too many rewards failed."""
+        scored = score_batch(
+            batch,
+            self.task,
+            self.rewards,
+            self.tokenizer,
+            self.clip,
+            on_missing=self.on_missing,
+            pool=self.pool,
+        )
+        check_failure_rate(scored, self.names, self.max_failure_rate)
+        metrics = rollout_metrics(scored, self.names)
+        if self.pool is not None:
+            metrics["reward/pool_samples_per_s"] = self.pool.samples_per_s
+        shaped, found = self.shaping.apply(scored)
+        return shaped, metrics | found
+
+    def greedy(
+        self,
+        engine: RolloutEngine[Any],
+        batch: RolloutBatch,
+        max_tokens: int,
+        episodes: EpisodeRunner | None = None,
+    ) -> Tensor:
+        """Reward [B] of the greedy answer to each row's prompt, rescaled as the batch's rewards.
+
+        NaN where the answer could not be scored. One more generation per prompt, at temperature 0;
+        with `episodes`, a whole episode. Source: ReMax, arXiv:2310.10505, section 4.
+        """
+        members = list(batch.groups())
+        prompts = []
+        for rows in members:
+            first = int(rows[0])
+            ids = batch.prompt_ids[first][batch.prompt_mask[first].bool()]
+            prompts.append(PromptGroup(batch.problems[first], tuple(ids.tolist())))
+        params = SamplingParams(num_generations=1, max_tokens=max_tokens, temperature=0.0)
+        generate = episodes.generate if episodes else generate_groups
+        answered = rollout_batch(generate(engine, prompts, params), self.tokenizer)
+        scored = score_batch(
+            answered,
+            self.task,
+            self.rewards,
+            clip=self.clip,
+            on_missing=self.on_missing,
+            pool=self.pool,
+        )
+        nan = torch.full((), torch.nan)
+        values = torch.where(scored.column("scored").bool(), scored.column("rewards"), nan)
+        result = torch.zeros(len(batch))
+        for rows, value in zip(members, values, strict=True):
+            result[rows] = value
+        return self.shaping.rescaled(result)
 
 
 def reward_samples(
@@ -183,27 +261,6 @@ def _sum(weights: Sequence[float], components: Tensor) -> Tensor:
 def clip_rewards(rewards: Tensor, low: float | None, high: float | None) -> Tensor:
     """`rewards` [B] between `low` and `high`; null = no bound. Comes before KL in the reward."""
     return rewards if low is None and high is None else rewards.clamp(low, high)
-
-
-def place_on_last_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Dense rewards [B, T] with `rewards` [B] at the last position where the mask is 1.
-
-    A row without any sampled token keeps its reward at no position.
-    """
-    width = response_mask.shape[1]
-    index = torch.arange(1, width + 1) * response_mask
-    last = index.amax(dim=1, keepdim=True)
-    here = (index == last) & (last > 0)
-    return torch.where(here, rewards[:, None], torch.zeros(()))
-
-
-def subtract_kl(batch: RolloutBatch, estimator: KlEstimator[Any], coef: float) -> RolloutBatch:
-    """KL in the reward: token_rewards - coef * kl(old_logprobs, ref_logprobs) on sampled tokens."""
-    kl = estimator.kl(batch.column("old_logprobs"), batch.column("ref_logprobs")).detach()
-    dense = batch.column("token_rewards")
-    return batch.with_columns(
-        token_rewards=torch.where(batch.response_mask.bool(), dense - coef * kl, dense)
-    )
 
 
 def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""An update that takes what sampling computed has the gradient of one that computes it again."""
+"""An update that reuses linear outputs has the gradient of one that computes them again."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,25 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models import sampled_products
-from posttrain.core.models.checkpointing import use_checkpointing
+from posttrain.core.models import sampled_outputs
 from posttrain.core.models.compiling import compile_layers
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.packed_linear import why_no_packing
 from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.training.known_products import known_products, why_nothing_known
-from posttrain.core.training.learner import Learner
-from posttrain.core.training.stream import stream_of
+from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.stream import distinct_prompts, stream_of
 from posttrain.core.training.updates import UpdateResult
 from posttrain.core.types import SamplingParams
 from tests.helpers.sampled import ALIKE, PROMPTS, Sampled, sample, save_family, start_engine
 from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
+from tests.helpers.updates import update, with_old_logprobs
 from tests.unit.training.test_stream import FAMILIES
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def sampled_of(folder: Path, params: SamplingParams = PARAMS, **options: int) ->
 def gradient(
     model: PreTrainedModel,
     batch: RolloutBatch,
-    products: SampledProducts | None,
+    outputs: SampledOutputs | None,
     options: Options = Options(),  # noqa: B008 - frozen
     cut: Cut = Cut(),  # noqa: B008 - frozen
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -79,13 +81,13 @@ def gradient(
     learner._accumulate = accumulate  # type: ignore[method-assign]
     learner.optimizer.step = stop  # type: ignore[assignment,method-assign]
     with pytest.raises(GradientTaken):
-        learner.update(batch, 1, 0.0, products=products)
+        update(learner, batch, 1, 0.0, outputs)
     named = zip(model.named_parameters(), learner.optimizer._masters, strict=True)
     return {n: m.grad.clone() for (n, _), m in named if m.grad is not None}, counted
 
 
-def products_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every product of a linear layer."""
+def linear_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every call of a linear layer's product."""
     made: list[int] = []
     whole = functional.linear
 
@@ -112,10 +114,10 @@ def test_the_gradient_is_the_same_and_no_linear_layer_computes(
     model = load_policy(folders[family], FLOAT)
     wanted, counted = gradient(model, batch, None, options)
     assert counted["train/reused_rows"] == 0
-    made = products_made(monkeypatch)
-    monkeypatch.setattr(Learner, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
+    made = linear_calls(monkeypatch)
+    monkeypatch.setattr(ColumnFiller, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
     model = load_policy(folders[family], FLOAT)
-    found, counted = gradient(model, batch, sampled.products, options)
+    found, counted = gradient(model, batch, sampled.outputs, options)
     assert_equal_gradients(found, wanted)
     assert made == []
     assert counted["train/reused_rows"] == len(batch) - 2 * options.skip_idle
@@ -125,9 +127,7 @@ def test_the_gradient_is_the_same_and_no_linear_layer_computes(
 def test_a_model_without_torch_s_linear_layers_computes_all(folders: dict[str, Path]) -> None:
     sampled = sampled_of(folders["gpt2"])
     wanted, _ = gradient(load_policy(folders["gpt2"], FLOAT), sampled.batch(), None)
-    found, counted = gradient(
-        load_policy(folders["gpt2"], FLOAT), sampled.batch(), sampled.products
-    )
+    found, counted = gradient(load_policy(folders["gpt2"], FLOAT), sampled.batch(), sampled.outputs)
     assert_equal_gradients(found, wanted)
     assert counted["train/reused_rows"] == 0
 
@@ -151,7 +151,7 @@ def test_however_it_was_sampled(
     model = load_policy(folders["llama"], FLOAT)
     wanted, _ = gradient(model, batch, None, Options(micro_batch_size=7), cut)
     model = load_policy(folders["llama"], FLOAT)
-    found, counted = gradient(model, batch, sampled.products, Options(micro_batch_size=7), cut)
+    found, counted = gradient(model, batch, sampled.outputs, Options(micro_batch_size=7), cut)
     assert counted["train/reused_rows"] == len(batch)
     assert_equal_gradients(found, wanted)
 
@@ -162,15 +162,15 @@ def test_of_prompts_that_begin_alike(folders: dict[str, Path]) -> None:
     params = replace(PARAMS, temperature=0.05)  # so that responses begin alike as well
     sampled = sample(engine, params, prompts=ALIKE)
     engine.close()
-    assert sampled.products is not None
+    assert sampled.outputs is not None
     batch = sampled.batch()
     stream = stream_of(batch, include_last=False)
-    known = next(iter(sampled.products.layers.values()))
+    known = next(iter(sampled.outputs.layers.values()))
     assert len(stream.kept) < sum(map(len, known)) < int(batch.prompt_mask.sum())
     model = load_policy(folders["qwen2"], FLOAT)
     wanted, _ = gradient(model, batch, None, Options(micro_batch_size=7))
     model = load_policy(folders["qwen2"], FLOAT)
-    found, counted = gradient(model, batch, sampled.products, Options(micro_batch_size=7))
+    found, counted = gradient(model, batch, sampled.outputs, Options(micro_batch_size=7))
     assert counted["train/reused_rows"] == len(batch)
     assert_equal_gradients(found, wanted)
 
@@ -181,15 +181,15 @@ def test_with_compiled_layers(folders: dict[str, Path]) -> None:
         wanted, _ = gradient(load_policy(folders["qwen3"], FLOAT), sampled.batch(), None)
         model = load_policy(folders["qwen3"], FLOAT)
         compile_layers(model)
-        found, counted = gradient(model, sampled.batch(), sampled.products)
+        found, counted = gradient(model, sampled.batch(), sampled.outputs)
         assert counted["train/reused_rows"] == len(sampled.batch())
         assert_equal_gradients(found, wanted)
 
 
-def test_it_is_what_was_kept_that_is_taken(folders: dict[str, Path]) -> None:
+def test_the_recorded_values_are_the_ones_used(folders: dict[str, Path]) -> None:
     for what in ("layers", "logits"):
         sampled = sampled_of(folders["llama"])
-        kept = sampled.products
+        kept = sampled.outputs
         assert kept is not None
         blocks = kept.logits if what == "logits" else kept.layers["model.layers.1.mlp.up_proj"]
         for block in blocks:
@@ -208,43 +208,43 @@ def test_rows_that_were_not_sampled_are_computed(folders: dict[str, Path]) -> No
     batch = replace(batch, response_ids=ids)
     wanted, _ = gradient(load_policy(folders["llama"], FLOAT), batch, None)
     options = Options(micro_batch_size=4)
-    found, counted = gradient(
-        load_policy(folders["llama"], FLOAT), batch, sampled.products, options
-    )
+    found, counted = gradient(load_policy(folders["llama"], FLOAT), batch, sampled.outputs, options)
     assert counted["train/reused_rows"] == len(batch) - 4, "its whole micro-batch is computed"
     assert_equal_gradients(found, wanted)
 
 
-def test_a_row_with_tokens_of_others_is_not_known(folders: dict[str, Path]) -> None:
+def test_a_row_with_tokens_of_others_is_not_found(folders: dict[str, Path]) -> None:
     sampled = sampled_of(folders["llama"])
-    assert sampled.products is not None
+    assert sampled.outputs is not None
     batch = sampled.batch()
-    assert known_products(sampled.products, batch, last=False) is not None
+    prompts = distinct_prompts(batch.group_id)[0]
+    assert sampled.outputs.find(batch, prompts) is not None
     row = int(batch.response_mask.sum(dim=1).argmax())
     mask = batch.response_mask.clone()
     mask[row, 1] = 0
-    assert known_products(sampled.products, replace(batch, response_mask=mask), last=True) is None
-    assert sampled.products.layers, "who cannot use them does not take them away"
+    other = replace(batch, response_mask=mask)
+    assert sampled.outputs.find(other, prompts, last=True) is None
+    assert sampled.outputs.layers, "a batch that is not found does not drop them"
 
 
 def updated(
-    folder: Path, sampled: Sampled, products: SampledProducts | None
+    folder: Path, sampled: Sampled, outputs: SampledOutputs | None
 ) -> tuple[PreTrainedModel, UpdateResult]:
     """After two epochs of two mini-batches."""
     model = load_policy(folder, FLOAT)
     learner = speed_learner(model, Options(micro_batch_size=3), rate=1e-3)
     learner.settings = replace(learner.settings, epochs=2, num_mini_batches=3)
-    return model, learner.update(sampled.batch(), 1, 0.0, products=products)
+    return model, update(learner, sampled.batch(), 1, 0.0, outputs)
 
 
-def test_only_the_first_optimizer_step_takes_them(folders: dict[str, Path]) -> None:
+def test_only_the_first_optimizer_step_reuses_them(folders: dict[str, Path]) -> None:
     sampled = sampled_of(folders["llama"])
-    assert sampled.products is not None
+    assert sampled.outputs is not None
     plain, computed = updated(folders["llama"], sampled, None)
-    model, result = updated(folders["llama"], sampled, sampled.products)
+    model, result = updated(folders["llama"], sampled, sampled.outputs)
     assert computed.metrics["train/reused_rows"] == 0
     assert result.metrics["train/reused_rows"] == PARAMS.num_generations
-    assert not sampled.products.layers and not sampled.products.responses
+    assert not sampled.outputs.layers and not sampled.outputs.responses
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
@@ -256,19 +256,19 @@ def test_old_logprobs_are_those_that_were_sampled(
     batch = sampled.batch()
     learner = speed_learner(load_policy(folders["llama"], FLOAT), Options(micro_batch_size=5))
     learner.settings = replace(learner.settings, temperature=1.0)
-    wanted = learner.with_old_logprobs(batch)
-    made = products_made(monkeypatch)
-    found = learner.with_old_logprobs(batch, products=sampled.products)
+    wanted = with_old_logprobs(learner, batch)
+    made = linear_calls(monkeypatch)
+    found = with_old_logprobs(learner, batch, sampled.outputs)
     assert made == []
     for name in ("old_logprobs", "entropy"):
         torch.testing.assert_close(found.column(name), wanted.column(name), rtol=0, atol=1e-5)
-    assert sampled.products is not None and sampled.products.layers, "the update takes them too"
+    assert sampled.outputs is not None and sampled.outputs.layers, "the update reuses them too"
 
 
-def test_an_engine_that_is_off_shows_though_its_products_are_taken(
+def test_a_wrong_engine_is_noticed_though_its_outputs_are_reused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own products and logits the update agrees with the engine, whatever that did."""
+    """With its outputs and logits the update agrees with the engine, whatever it computed."""
     right = sampled_of(folders["llama"])
     engine = start_engine(folders["llama"])
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_an_engine_that_is_off_shows_though_its_products_are_taken(
     found = {}
     for name, sampled in (("right", right), ("wrong", wrong)):
         learner = speed_learner(load_policy(folders["llama"], FLOAT), Options())
-        found[name] = learner.update(sampled.batch(), 3, 0.0, products=sampled.products)
+        found[name] = update(learner, sampled.batch(), 3, 0.0, sampled.outputs)
         assert found[name].metrics["train/reused_rows"] == len(sampled.batch())
     assert found["right"].metrics["mismatch/abs_max"] < 1e-4
     assert found["wrong"].metrics["mismatch/abs_mean"] > 1e-3
@@ -285,46 +285,49 @@ def test_an_engine_that_is_off_shows_though_its_products_are_taken(
     assert float(gap[wrong.batch().mask.bool()].abs().max()) < 1e-4, "the update itself saw none"
 
 
-def test_too_much_is_not_kept(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_exceeds_the_limit_is_not_recorded(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start_engine(folders["llama"])
-    keeper = sampled_products.ProductKeeper
-    each = keeper(engine._model)._most_tokens
-    token_bytes = sampled_products.MOST_BYTES // each
+    each = sampled_outputs.OutputRecorder(engine.model)._max_tokens
+    token_bytes = sampled_outputs.MAX_BYTES // each
     tokens = len(PROMPTS) * 9 + len(PROMPTS) * 4 * 11
     for most, kept in ((tokens * token_bytes, True), (tokens * token_bytes - 1, False)):
-        monkeypatch.setattr(sampled_products, "MOST_BYTES", most)
-        found = sample(engine, PARAMS).products
+        monkeypatch.setattr(sampled_outputs, "MAX_BYTES", most)
+        found = sample(engine, PARAMS).outputs
         assert found is not None
         assert bool(found.layers) == kept
         assert bool(found.responses) == kept
-    monkeypatch.setattr(sampled_products, "MOST_BYTES", 2 * tokens * token_bytes - 1)
-    twice = sample(engine, PARAMS, calls=2).products
+    monkeypatch.setattr(sampled_outputs, "MAX_BYTES", 2 * tokens * token_bytes - 1)
+    twice = sample(engine, PARAMS, calls=2).outputs
     assert twice is not None and not twice.layers, "of all calls together"
-    monkeypatch.setattr(sampled_products, "MOST_BYTES", 10**9)
-    monkeypatch.setattr(sampled_products, "MOST_LOGITS_BYTES", 1000)
+    monkeypatch.setattr(sampled_outputs, "MAX_BYTES", 10**9)
+    monkeypatch.setattr(sampled_outputs, "MAX_LOGITS_BYTES", 1000)
     sampled = sample(engine, PARAMS)
-    assert sampled.products is not None and not sampled.products.logits
+    assert sampled.outputs is not None and not sampled.outputs.logits
     wanted, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), None)
     found_without, counted = gradient(
-        load_policy(folders["llama"], FLOAT), sampled.batch(), sampled.products
+        load_policy(folders["llama"], FLOAT), sampled.batch(), sampled.outputs
     )
     assert counted["train/reused_rows"] == len(sampled.batch())
     assert_equal_gradients(found_without, wanted)
 
 
-def test_an_engine_keeps_nothing_unasked_nor_around_an_adapter(folders: dict[str, Path]) -> None:
+def test_nothing_is_recorded_outside_the_context_or_with_an_adapter(
+    folders: dict[str, Path],
+) -> None:
     engine = start_engine(folders["llama"])
     engine.generate(PROMPTS, PARAMS)
     assert not any(layer._forward_hooks for layer in engine._model.modules())
-    with engine.keeping_products() as products:
+    with record_outputs(engine) as outputs:
         engine.score([[5, 9, 30]])
-    assert products is not None and not products.layers
+    assert outputs is not None and not outputs.layers
     model = load_policy(folders["llama"], FLOAT)
     add_adapter(model, LoraSection(rank=2), seed=0)
     send_policy(engine, model, 1)
-    assert sample(engine, PARAMS).products is None
+    assert sample(engine, PARAMS).outputs is None
     send_policy(engine, load_policy(folders["llama"], FLOAT), 2)
-    again = sample(engine, PARAMS).products
+    again = sample(engine, PARAMS).outputs
     assert again is not None and again.layers
 
 
@@ -337,7 +340,7 @@ def test_in_bfloat16_with_packed_weights_it_is_as_near_to_float32(
     low = ModelRuntime(CPU, torch.bfloat16, "stream")
     exact, _ = gradient(load_policy(folders["llama"], FLOAT), sampled.batch(), None)
     plain, _ = gradient(load_policy(folders["llama"], low), sampled.batch(), None)
-    found, counted = gradient(load_policy(folders["llama"], low), sampled.batch(), sampled.products)
+    found, counted = gradient(load_policy(folders["llama"], low), sampled.batch(), sampled.outputs)
     assert counted["train/reused_rows"] == len(sampled.batch())
 
     def gap(one: dict[str, Tensor]) -> float:
@@ -348,19 +351,61 @@ def test_in_bfloat16_with_packed_weights_it_is_as_near_to_float32(
     assert gap(found) < 1.5 * gap(plain) < 0.05
 
 
-def test_why_an_update_makes_all_of_its_products(folders: dict[str, Path]) -> None:
-    def reason(runtime: ModelRuntime = FLOAT, family: str = "llama", longest: int = 32) -> str:
-        model = load_policy(folders[family], runtime)
-        return str(why_nothing_known(model, torch.float32, longest))
+def run_and_stage(
+    stage: dict[str, Any], model: dict[str, Any], limits: dict[str, Any]
+) -> tuple[RunConfig, RlStage]:
+    rl = {"kind": "rl", "inputs": {"model": "base"}, "steps": 1} | stage
+    run = RunConfig.model_validate(
+        {"task": "arithmetic", "stages": {"rl": rl}, "limits": limits}
+        | {"model": {"max_model_len": 32} | model}
+    )
+    found = run.stages["rl"]
+    assert isinstance(found, RlStage)
+    return run, found
 
-    assert reason() == "None"
-    assert reason(family="mistral") == "None"
-    assert "window" in reason(family="mistral", longest=33)
-    assert "stream" in reason(ModelRuntime(CPU, torch.float32, "eager"))
-    assert "precision" in reason(ModelRuntime(CPU, torch.bfloat16, "stream"))
-    model = load_policy(folders["llama"], FLOAT)
-    use_checkpointing(model)
-    assert "checkpointing" in str(why_nothing_known(model, torch.float32, 32))
-    model = load_policy(folders["llama"], FLOAT)
-    add_adapter(model, LoraSection(rank=2), seed=0)
-    assert "adapter" in str(why_nothing_known(model, torch.float32, 32))
+
+@pytest.mark.parametrize(
+    ("reason", "stage", "model", "limits", "facts"),
+    [
+        (None, {}, {}, {}, {}),
+        (None, {}, {}, {}, {"window": 32}),
+        ("window", {}, {"max_model_len": 33}, {}, {"window": 32}),
+        ("transformers", {}, {}, {}, {"recordable": False}),
+        ("stream", {}, {}, {}, {"streams": False}),
+        ("correction", {}, {}, {}, {"corrects": True}),
+        ("trust region", {}, {}, {}, {"owns_update": True}),
+        ("precision", {}, {"dtype": "autocast"}, {}, {}),
+        ("checkpointing", {}, {"gradient_checkpointing": True}, {}, {}),
+        ("processes", {}, {}, {"learner_ranks": 2}, {}),
+        ("LoRA", {"lora": {"rank": 2}}, {}, {}, {}),
+        ("older", {"max_staleness": 1}, {}, {}, {}),
+        ("reuse_outputs", {"reuse_outputs": False}, {}, {}, {}),
+    ],
+)
+def test_why_an_update_computes_everything_itself(
+    reason: str | None,
+    stage: dict[str, Any],
+    model: dict[str, Any],
+    limits: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:
+    usual = {"recordable": True, "streams": True, "window": None}
+    usual |= {"corrects": False, "owns_update": False}
+    found = why_no_reuse(*run_and_stage(stage, model, limits), **(usual | facts))
+    assert (found is None) if reason is None else (reason in str(found))
+
+
+def test_nothing_is_recorded_while_the_policy_equals_its_reference(
+    folders: dict[str, Path],
+) -> None:
+    engine = start_engine(folders["llama"])
+    policy, reference = (load_policy(folders["llama"], FLOAT) for _ in range(2))
+    with record_outputs(engine, policy, reference) as outputs:
+        engine.generate(PROMPTS, PARAMS)
+    assert outputs is None and engine.recorder is None
+    with torch.no_grad():
+        policy.get_output_embeddings().weight[3, 1] += 1e-3  # type: ignore[no-untyped-call]
+    send_policy(engine, policy, 1)
+    with record_outputs(engine, policy, reference) as outputs:
+        engine.generate(PROMPTS, PARAMS)
+    assert outputs is not None and outputs.layers and engine.recorder is None

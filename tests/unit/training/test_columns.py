@@ -1,4 +1,4 @@
-"""Trainer and engine are compared under the law that was sampled from, at every kind of update."""
+"""Trainer and engine are compared under the distribution sampled from, in every kind of update."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from posttrain.core.math.mismatch import mismatch_metrics
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout_sampling import draw_tokens
+from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.logprobs import cut_logprobs
@@ -27,6 +28,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import SamplingParams
 from tests.helpers.rollouts import assert_same_gradient, gradient_of, load_tiny, ragged_batch
 from tests.helpers.tiny import make_tiny_model
+from tests.helpers.updates import update, with_old_logprobs
 
 CUTS = [Cut(0, 0.8), Cut(20, 1.0), Cut(20, 0.8), Cut(1, 1.0)]
 TEMPERATURE = 0.7
@@ -98,11 +100,11 @@ def rollout(model: PreTrainedModel, cut: Cut, off: float = 0.0) -> RolloutBatch:
     return batch.with_columns(rollout_logprobs=engine_said(model, batch, cut, off))
 
 
-@pytest.mark.parametrize("cut", [Cut(), Cut(20, 0.8)], ids=["uncut", "cut"])
+@pytest.mark.parametrize("cut", [Cut(), Cut(20, 0.8)], ids=["untruncated", "truncated"])
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("correction", [None, "tis_token"])
 @pytest.mark.parametrize("off", [0.0, 0.1])
-def test_every_update_measures_the_mismatch_of_the_sampled_law(
+def test_every_update_measures_the_mismatch_of_the_sampled_distribution(
     model_dir: Path,
     manager: PluginManager,
     cut: Cut,
@@ -113,7 +115,7 @@ def test_every_update_measures_the_mismatch_of_the_sampled_law(
     model = load_tiny(model_dir)
     batch = rollout(model, cut, off)
     chosen = {"correction": manager.build(RolloutCorrection, correction)} if correction else {}
-    found = make_learner(model, manager, cut, updates, **chosen).update(batch, 1, 0.0).metrics
+    found = update(make_learner(model, manager, cut, updates, **chosen), batch, 1, 0.0).metrics
     engine = batch.rollout_logprobs
     expected = mismatch_metrics(engine - off * batch.mask, engine, batch.mask)
     for name, value in expected.items():
@@ -127,9 +129,11 @@ def test_steps_without_an_update_of_their_own_are_measured_too(
     model, cut = load_tiny(model_dir), Cut(20, 0.8)
     batch = rollout(model, cut, off=0.1)
     learner = make_learner(model, manager, cut)
-    assert learner.mismatch(batch)["mismatch/abs_mean"] == pytest.approx(0.1, abs=1e-6)
+    assert ColumnFiller(learner).mismatch(batch)["mismatch/abs_mean"] == pytest.approx(
+        0.1, abs=1e-6
+    )
     nothing = batch.with_columns(mask=torch.zeros_like(batch.mask))
-    found = learner.update(nothing, 1, 0.0).metrics
+    found = update(learner, nothing, 1, 0.0).metrics
     assert found["mismatch/abs_mean"] == pytest.approx(0.1, abs=1e-6)
 
 
@@ -141,12 +145,12 @@ def test_taking_the_engine_for_the_old_policy_hides_no_mismatch(
     batch = rollout(model, Cut(), off=0.1)
     chosen = {"correction": manager.build(RolloutCorrection, correction)} if correction else {}
     learner = make_learner(model, manager, Cut(), updates=2, bypass_old=True, **chosen)
-    found = learner.update(batch, 1, 0.0).metrics
+    found = update(learner, batch, 1, 0.0).metrics
     assert found["mismatch/abs_mean"] == pytest.approx(0.1, abs=1e-6)
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_the_policy_loss_is_of_the_uncut_law(
+def test_the_policy_loss_is_of_the_untruncated_distribution(
     model_dir: Path, manager: PluginManager, updates: int
 ) -> None:
     """Ratios start at 1 and gradients are those of an engine that cut nothing."""
@@ -156,25 +160,25 @@ def test_the_policy_loss_is_of_the_uncut_law(
         batch = rollout(model, cut)
         learner = make_learner(model, manager, cut, updates)
         learner.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
-        metrics = learner.update(batch, 1, 0.0).metrics
+        metrics = update(learner, batch, 1, 0.0).metrics
         if updates == 1:
             assert metrics["ratio/max"] == metrics["ratio/min"] == 1
         gradients.append(gradient_of(model) or [p.detach() for p in model.parameters()])
     assert_same_gradient(*gradients)
 
 
-def test_engine_log_probs_are_put_on_the_uncut_law_once(
+def test_engine_log_probs_are_corrected_for_truncation_once(
     model_dir: Path, manager: PluginManager
 ) -> None:
     model, cut = load_tiny(model_dir), Cut(20, 0.8)
     batch = rollout(model, cut)
     learner = make_learner(model, manager, cut)
-    once = learner.with_old_logprobs(batch)
+    once = with_old_logprobs(learner, batch)
     gap = (once.rollout_logprobs - once.column("old_logprobs")) * batch.mask
     assert gap.abs().max() < 1e-6
     assert (once.rollout_logprobs - batch.rollout_logprobs).abs().max() > 0.01
-    assert learner.with_old_logprobs(once) is once
-    again = learner.with_old_logprobs(replace(once, old_logprobs=None))
+    assert with_old_logprobs(learner, once) is once
+    again = with_old_logprobs(learner, replace(once, old_logprobs=None))
     torch.testing.assert_close(again.rollout_logprobs, once.rollout_logprobs)
 
 
@@ -186,5 +190,5 @@ def test_nothing_is_cut_and_nothing_is_spent_without_top_k_and_top_p(
 
     monkeypatch.setattr("posttrain.core.training.logprobs.log_kept_mass", refuse)
     model = load_tiny(model_dir)
-    found = make_learner(model, manager, Cut(), 2).with_old_logprobs(rollout(model, Cut()))
+    found = with_old_logprobs(make_learner(model, manager, Cut(), 2), rollout(model, Cut()))
     assert found.log_kept is None

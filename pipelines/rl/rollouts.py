@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.packing import response_texts, rollout_batch
 from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models.sampled_products import SampledProducts
+from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
 from posttrain.core.rollout.generation import generate_groups
 from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
@@ -34,14 +34,18 @@ class Rollout:
     """The sampled groups of one step as a batch that grows, and what sampling measured.
 
     `metrics` belong to `step`, whatever step was trained on while they were taken. `batch` is None
-    when the sampler kept no group at all. `products` are what the engine kept for the update.
+    when the sampler kept no group at all. `mean_length` is the mean number of sampled tokens of a
+    response. `reference_kl` is the KL to the reference per token and per sequence, once measured.
+    `products` are what the engine kept for the update.
     """
 
     step: int
     groups: Sequence[SampledGroup]
     batch: RolloutBatch | None
     metrics: dict[str, float]
-    products: SampledProducts | None = field(default=None, repr=False)
+    mean_length: float = 0.0
+    reference_kl: tuple[float, float] | None = None
+    products: SampledOutputs | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> RolloutBatch:
@@ -70,7 +74,8 @@ class Rollout:
 class Rollouts:
     """Samples the rollouts of a stage, and keeps those that no update has used yet.
 
-    With `keep_products` the engine keeps what it computes for the update, if it can.
+    The sampler, the cursor on the prompts and the engine while it samples have no other owner.
+    `recording` records what the engine computes, for the update; None where it does not.
     """
 
     context: StageContext
@@ -80,14 +85,14 @@ class Rollouts:
     sampler: Sampler[Any]
     prompts: PromptStream
     episodes: EpisodeRunner | None = None
-    keep_products: bool = False
+    recording: Callable[[], AbstractContextManager[SampledOutputs | None]] = nullcontext
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
     def sample(self, step: int) -> Rollout:
         """The groups of `step`, sampled with the engine's policy unless a checkpoint had them.
 
-        May run in a thread beside an update.
+        May run in a thread while the policy is updated.
         """
         if step not in self.waiting:
             with self.using_engine():
@@ -100,7 +105,7 @@ class Rollouts:
 
     @contextmanager
     def using_engine(self) -> Iterator[None]:
-        """Inside, nobody else uses the engine: a rollout beside the update waits, or is waited for.
+        """Hold the engine: rollouts that are sampled in a thread wait, or are waited for.
 
         Whoever calls the engine between the start of a step and the end of its update needs this.
         """
@@ -131,10 +136,10 @@ class Rollouts:
             check=check,
             episodes=episodes,
         )
-        keeping = self.engine.keeping_products() if self.keep_products else nullcontext()
-        with keeping as products:
+        with self.recording() as products:
             sampled = self.sampler.sample(request)
-        batch = self._batch(sampled.groups)
+        rollout = self._rollout(step, sampled.groups, {})
+        batch = rollout.batch
         kept = 0.0 if batch is None else float(batch.response_mask.sum())
         seconds = time.perf_counter() - began
         tokens = sampled.metrics.get("sampling/tokens_drawn", kept)
@@ -144,7 +149,7 @@ class Rollouts:
             "time/rollout_s": seconds,
             "throughput/rollout_tokens_per_s": tokens / seconds,
         }
-        return Rollout(step, sampled.groups, batch, metrics, products)
+        return replace(rollout, metrics=metrics, products=products)
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""
@@ -152,22 +157,34 @@ class Rollouts:
         problem = group.prompt.problem
         return [self.context.task.verify(problem, text).correct for text in texts]
 
-    def _batch(self, groups: Sequence[SampledGroup]) -> RolloutBatch | None:
-        return rollout_batch(groups, self.tokenizer) if groups else None
+    def _rollout(
+        self, step: int, groups: Sequence[SampledGroup], metrics: dict[str, float]
+    ) -> Rollout:
+        """The rollout of `groups`, its batch included."""
+        if not groups:
+            return Rollout(step, groups, None, metrics)
+        batch = rollout_batch(groups, self.tokenizer)
+        lengths = batch.response_mask.sum(dim=1).double()
+        return Rollout(step, groups, batch, metrics, float(lengths.mean()))
 
-    def state(self) -> list[dict[str, Any]]:  # Any: JSON
-        """The waiting rollouts; only to be asked while none is being sampled."""
-        return [
-            {"step": r.step, "metrics": r.metrics, "groups": groups_to_json(r.groups)}
-            for r in self.waiting.values()
-        ]
+    def state(self) -> dict[str, Any]:  # Any: JSON
+        """Sampler, cursor and waiting rollouts; must not be called while one is sampled."""
+        return {
+            "sampler": self.sampler.state(),
+            "prompts": self.prompts.position,
+            "waiting": [
+                {"step": r.step, "metrics": r.metrics, "groups": groups_to_json(r.groups)}
+                for r in self.waiting.values()
+            ],
+        }
 
-    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
-        """Have waiting what was waiting when `state` was taken."""
-        for saved in state:
-            groups = groups_from_json(saved["groups"])
-            step = int(saved["step"])
-            self.waiting[step] = Rollout(step, groups, self._batch(groups), saved["metrics"])
+    def load_state(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Continue from `state`."""
+        self.sampler.load_state(state["sampler"])
+        self.prompts.position = state["prompts"]
+        for saved in state["waiting"]:
+            step, groups = int(saved["step"]), groups_from_json(saved["groups"])
+            self.waiting[step] = self._rollout(step, groups, saved["metrics"])
 
 
 def rollouts_due(step: int, first_step: int, last_step: int, max_staleness: int) -> range:

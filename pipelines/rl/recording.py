@@ -1,0 +1,258 @@
+"""What is recorded of an RL stage: timings, metrics, alarms, tables, traces, evidence, history."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from posttrain.core.alarms import Seen, judge
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.contracts import KlController
+from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.errors import ResourceError
+from posttrain.core.evaluation import EvaluatedProblem, Evaluation
+from posttrain.core.evidence.step import StepEvidence
+from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.tracking.tables import sample_rows
+from posttrain.core.tracking.traces import traced_responses
+from posttrain.core.training.critic import ValuePhase
+from posttrain.core.training.step_record import StepTensors
+from posttrain.core.training.step_tensors import rollout_tensors, weight_tensors
+from posttrain.core.training.updates import PolicyLearner, UpdateResult
+from posttrain.pipelines.rl.rollouts import Rollout
+from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
+
+Metrics = dict[str, float]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TIMERS = {
+    "score_rewards": "time/score_s",
+    "compute_advantages": "time/advantage_s",
+    "update_policy": "time/update_s",
+    "sync_weights": "time/sync_s",
+    "evaluate": "time/evaluate_s",
+}
+"""The metric of each phase that is timed."""
+TRACES = 2
+"""Responses of a step that become traces, of the steps that have any."""
+TRACKED_FILE = "tracked.json"
+"""Among the checkpoints of the stage, so that a stage that continues shows earlier answers too."""
+TRACKED_PROMPTS, TRACKED_LENGTH = 12, 2000
+"""How many prompts are followed over a stage, and characters of an answer that are shown."""
+ALARM_RAISED = "posttrain.alarm.raised"
+TAG = "posttrain.alarm."
+METRIC = "alarm/"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update was made of: the rollout, its batch with every column that the loss read.
+
+    `kl_coef` is that of the KL term in the loss, 0 where there is none. `result` is None where
+    only the critic was trained.
+    """
+
+    rollout: Rollout
+    batch: RolloutBatch
+    kl_coef: float = 0.0
+    result: UpdateResult | None = None
+
+
+@dataclass
+class Recorder:
+    """Records one RL stage, step by step, and keeps its history.
+
+    `metrics` are those of the present step. Only this class and the report at the end read them.
+    """
+
+    context: StageContext
+    stage: RlStage
+    tokenizer: ChatTokenizer
+    learner: PolicyLearner
+    critic: ValuePhase | None
+    controller: KlController[Any]
+    reward_names: Sequence[str]
+    history: list[Metrics] = field(default_factory=list)
+    evaluations: list[Metrics] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+    _step_began: float = 0.0
+    _trained_on: RolloutBatch | None = None
+
+    def continue_from(self, history: Sequence[Metrics]) -> None:
+        """Have the history of the steps before a checkpoint."""
+        self.history = list(history)
+        self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of a step."""
+        self.context.check()
+        self.metrics, self._trained_on = {}, None
+        self._step_began = time.perf_counter()
+
+    def run(self, phase: Callable[P, tuple[T, Metrics]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a phase of the step; time it, record its metrics, return what it made."""
+        began = time.perf_counter()
+        made, metrics = phase(*args, **kwargs)
+        timer = TIMERS.get(phase.__name__)
+        if timer is not None:
+            self.metrics[timer] = time.perf_counter() - began
+        self.metrics |= metrics
+        return made
+
+    @contextmanager
+    def waiting_for_rollouts(self) -> Iterator[None]:
+        """Count the time that a step stands still for rollouts sampled during an update."""
+        began = time.perf_counter()
+        yield
+        before = self.metrics.get("time/rollout_wait_s", 0.0)
+        self.metrics["time/rollout_wait_s"] = before + time.perf_counter() - began
+
+    def updated(self, update: Update) -> None:
+        """Record the samples of an update and, for `inspect` and `compare`, all that it read."""
+        rollout, tracker, every = update.rollout, self.context.tracker, self._traces_every
+        batch, step = rollout.rows, rollout.step
+        self._trained_on = batch
+        trained = float(batch.mask.sum()) * self.learner.settings.epochs
+        self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
+        tracker.log_table("samples", step, sample_rows(batch, self.reward_names))
+        if every and (step == 1 or step % every == 0):
+            tracker.log_traces(traced_responses(batch, step, self.reward_names, TRACES))
+        if self.context.evidence is not None and update.result is not None:
+            self.context.evidence.put(self._evidence(update, update.result))
+
+    @property
+    def _traces_every(self) -> int:
+        return self.context.run.keep.traces_every
+
+    def _evidence(self, update: Update, result: UpdateResult) -> StepEvidence:
+        """What the update read of its batch, and the text of each token id of the responses."""
+        ids = torch.unique(update.batch.response_ids).tolist()
+        return StepEvidence(
+            step=update.rollout.step,
+            batch=update.batch.with_columns(old_logprobs=result.old_logprobs),
+            seen_logprobs=result.seen_logprobs,
+            seen_entropy=result.seen_entropy,
+            seen_by=result.seen_by,
+            kl_coef=update.kl_coef,
+            component_names=tuple(self.reward_names),
+            token_texts={token: self.tokenizer.token_text(token) for token in ids},
+        )
+
+    def evaluated(self, step: int, result: Evaluation) -> None:
+        """Record held-out accuracy after `step` steps; 0 is the model as it came in."""
+        found = {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
+        best = max((row["eval/greedy_accuracy"] for row in self.evaluations), default=math.inf)
+        if found["eval/greedy_accuracy"] > best:
+            self.context.announce(EVAL_IMPROVED, {"step": step, "before": best, **found})
+        self.evaluations.append({"step": float(step), **found})
+        self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
+        followed = tracked_rows(self.context.checkpoints, step, result.rows)
+        self.context.tracker.log_table("held_out_over_time", None, followed)
+        if step == 0:
+            self.context.log_step(0, found)
+            self.history.append({"step": 0.0, **found})
+
+    def end_step(self, step: int) -> None:
+        """Record everything that was measured in this step."""
+        self.metrics |= self._alarms(step)
+        self._record_tensors(step)
+        phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
+        if self.stage.max_staleness:  # sampled during an earlier update: this step only waited
+            phases -= self.metrics["time/rollout_s"]
+        seconds = time.perf_counter() - self._step_began
+        self.metrics |= {
+            "time/step_s": seconds,
+            # What the orchestration costs in addition to the phases.
+            "time/overhead_ms": 1000 * (seconds - phases),
+            "memory/peak_gb": peak_memory_gb(),
+        }
+        self.context.log_step(step, self.metrics)
+        self.history.append({"step": float(step), **self.metrics})
+
+    def _record_tensors(self, step: int) -> None:
+        """Give the step's tensors to whoever records them, or compares them with a record."""
+        sink = self.context.steps
+        if sink is None or not sink.wants(step):
+            return
+        began = time.perf_counter()
+        critic = None if self.critic is None else self.critic.stored
+        weights = weight_tensors(self.learner.stored, critic, step)
+        sink.put(step, StepTensors(rollout_tensors(self._trained_on), weights), self.metrics)
+        self.metrics["time/record_s"] = time.perf_counter() - began
+
+    def _alarms(self, step: int) -> Metrics:
+        """`alarm/NAME` 1 of each alarm that goes off.
+
+        Silent alarms have no metric: a dozen zeros would take the place of others. An alarm is
+        raised at the first step of the stage at which it goes off, also before an interruption.
+        """
+        target = self.controller.target()
+        seen = Seen(
+            {**self.metrics, "step": float(step)},
+            self.history,
+            self.evaluations,
+            None if target is None else (f"kl/ref_{target[0]}", target[1]),
+            self.stage.mismatch_alarm,
+        )
+        alarms = judge(seen, self.context.run.alarms)
+        texts = {name: text for name, text in alarms.items() if text}
+        for name, text in texts.items():
+            if not any(row.get(METRIC + name) for row in self.history):
+                raise_alarm(self.context, name, step, text)
+        return {METRIC + name: 1.0 for name in texts}
+
+
+def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
+    """Report an alarm that goes off for the first time.
+
+    A warning now and in the run's summary, a tag on the stage's MLflow run, an event in Prefect.
+    """
+    context.warn(f"{context.name}: alarm {name}: step {step}: {text}")
+    context.tracker.set_tags({TAG + name: f"step {step}: {text}"})
+    context.announce(
+        ALARM_RAISED, {"stage": context.name, "alarm": name, "step": step, "text": text}
+    )
+
+
+def tracked_rows(
+    folder: Path, step: int, evaluated: Sequence[EvaluatedProblem]
+) -> list[dict[str, object]]:
+    """A row per prompt: prompt, answer, and the response at each step evaluated so far.
+
+    A right response begins with "✓", another with "✗". Evaluations at this step or later, from
+    before an interruption, are dropped. Raises `ResourceError` where the file cannot be kept.
+    """
+    path, shown = folder / TRACKED_FILE, evaluated[:TRACKED_PROMPTS]
+    known: dict[str, list[str]] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    answers = {k: v for k, v in known.items() if int(k) < step and len(v) == len(shown)}
+    answers[str(step)] = [
+        f"{'✓' if row.greedy_correct >= 1 else '✗'} {row.greedy_text[:TRACKED_LENGTH]}"
+        for row in shown
+    ]
+    _write(path, json.dumps(answers, ensure_ascii=False))
+    rows: list[dict[str, object]] = []
+    for index, row in enumerate(shown):
+        over_time = {f"step {at}": texts[index] for at, texts in answers.items()}
+        rows.append({"prompt": row.problem.prompt, "answer": row.problem.answer, **over_time})
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, "utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ResourceError(f"the answers to held-out prompts cannot be kept: {error}") from error
