@@ -150,7 +150,7 @@ def test_micro_batches_add_up_and_each_reads_what_prompts_share(model: Path) -> 
         ({"num_mini_batches": 2, "epochs": 2}, 0.25),
         ({"reuse_outputs": False}, 0.0),
         ({"max_staleness": 1}, 0.0),
-        ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, 0.0),
+        ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, 1.0),
         ({"lora": {"rank": 2}}, 0.0),
         ({"generation": {"max_response_length": 200}, "num_generations": 50_000}, 0.0),  # 6 GB
     ],
