@@ -116,7 +116,7 @@ def test_products_of_sampling_are_kept_until_the_last_micro_batch(
     monkeypatch.setattr(logprobs, "CPU_CHUNK_BYTES", 4 * 64 * vocabulary)
     logits = made = 0.0
     for most, micro, left in ((0, 32, 0.0), (0, 8, 0.75), (10**9, 32, 0.0), (10**9, 8, 0.75)):
-        monkeypatch.setattr(reuse, "MOST_LOGITS_BYTES", most)
+        monkeypatch.setattr(reuse, "MAX_LOGITS_BYTES", most)
         stage = {**RL, "micro_batch_size": micro, "prompts_per_step": 4, "num_generations": 8}
         stage["kl"] = {"controller": {"name": "fixed", "coef": 0.0}}
         if most:

@@ -173,7 +173,7 @@ def test_logits_are_known_if_those_of_a_whole_step_fit(
 ) -> None:
     """Those of two mini-batches, drawn after 4 prompts and 16 x 7 tokens."""
     vocabulary = estimator(run_config(model, {"rl": RL})).work.shape.vocabulary
-    monkeypatch.setattr(reuse, "MOST_LOGITS_BYTES", 4 * vocabulary * (4 + 16 * 7) - short)
+    monkeypatch.setattr(reuse, "MAX_LOGITS_BYTES", 4 * vocabulary * (4 + 16 * 7) - short)
     found = rl(model, MadeUp(known_logits=1.0), reuse_outputs=True, num_mini_batches=2)
     assert (found.phases["update"] > 0) == (not short)
 
