@@ -44,7 +44,6 @@ class Made:
 
     @property
     def code(self) -> str:
-        """Version of posttrain, and the digest of its source."""
         return self.parts.get("posttrain", "")
 
     def _named(self, prefix: str) -> dict[str, str]:
@@ -75,8 +74,6 @@ class Ancestor:
 
 
 class Family:
-    """The finished stages of a store."""
-
     def __init__(self, store: Path) -> None:
         self.stages: list[Made] = []
         for path in store.glob(f"*/{MANIFEST}"):
@@ -88,7 +85,6 @@ class Family:
         self._by_digest = {digest: made for made in self.stages for digest in made.artifacts}
 
     def by_identity(self, identity: str) -> Made | None:
-        """The stage of this identity."""
         return next((made for made in self.stages if made.identity == identity), None)
 
     def by_folder(self, folder: Path) -> tuple[Made, str] | None:
@@ -112,7 +108,6 @@ class Family:
         return digest in self._by_digest
 
     def past_of(self, digest: str) -> Ancestor:
-        """Everything that `digest` comes from."""
         return self._past("", digest, set())
 
     def _past(self, role: str, digest: str, told: set[str]) -> Ancestor:

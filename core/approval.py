@@ -35,7 +35,6 @@ class Answer:
 
     @classmethod
     def now(cls, approved: bool, by: str, reason: str, given: Given) -> Answer:
-        """An answer of this moment."""
         return cls(approved, by, " ".join(reason.split())[:MAX_REASON], utc_now(), given)
 
     def told(self) -> str:

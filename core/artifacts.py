@@ -55,7 +55,6 @@ class Artifact:
 
     @property
     def path(self) -> Path:
-        """The artifact on the local disk."""
         return Path(self.uri)
 
 
@@ -152,7 +151,6 @@ class ArtifactStore:
         self.root = root
 
     def folder(self, stage: str, identity: str) -> Path:
-        """Where a finished stage of this identity lives."""
         return self.root / f"{stage}-{identity[:16]}"
 
     @contextmanager
@@ -185,7 +183,6 @@ class ArtifactStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, partial: Path) -> None:
-        """Remove a private folder of a stage that did not finish."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def commit(

@@ -103,7 +103,6 @@ def outside_digests(paths: Mapping[str, str]) -> dict[str, str]:
 
 
 def identity_of(parts: Mapping[str, str]) -> str:
-    """sha256 over the named parts."""
     return hashlib.sha256(json.dumps(dict(sorted(parts.items()))).encode()).hexdigest()
 
 

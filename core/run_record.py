@@ -31,7 +31,6 @@ class RunRecord:
 
     @property
     def config(self) -> Path:
-        """The resolved config."""
         return self.folder / CONFIG
 
 

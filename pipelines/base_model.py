@@ -70,7 +70,6 @@ def at(section: ModelSection, pinned: PinnedModel) -> ModelSection:
 
 
 def with_model(resolved: ResolvedRun, section: ModelSection) -> ResolvedRun:
-    """The run with this model section."""
     if section == resolved.config.model:
         return resolved
     return replace(resolved, config=resolved.config.model_copy(update={"model": section}))

@@ -43,7 +43,6 @@ def parts_of_stage(
     engine: str,
     task_fingerprint: str,
 ) -> dict[str, str]:
-    """The named parts of a stage's identity."""
     config = resolved.config.model_dump(mode="json")
     dtype = choose_dtype(resolved.config.model)  # what `auto` is here decides results
     config["model"]["dtype"] = str(dtype).removeprefix("torch.")

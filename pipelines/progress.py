@@ -86,7 +86,6 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """One line with the number of steps to come."""
         self._totals[stage], self._began[stage] = total_steps, time.monotonic()
         self._first.pop(stage, None)
         steps = f", {total_steps} steps" if total_steps else ""
@@ -111,16 +110,13 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
     def stage_finished(
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Status, seconds and final metrics."""
         shown = describe(metrics)
         self._line(f"[{stage}] {status} in {duration(seconds)}" + (f"  {shown}" if shown else ""))
 
     def say(self, text: str) -> None:
-        """The text as it is."""
         self._line(text)
 
     def warn(self, text: str) -> None:
-        """The text behind the word warning."""
         self._line(f"warning: {text}")
 
 
@@ -170,11 +166,9 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         return self._tasks[stage]
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """A new line with an empty bar."""
         self._progress.update(self._task(stage, total_steps or None), total=total_steps or None)
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar to `step` and show the metrics."""
         task = self._task(stage)
         self._progress.update(task, completed=step)
         if text := describe(metrics):
@@ -194,11 +188,9 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         self._progress.update(task, total=total, completed=total, shown=shown)
 
     def say(self, text: str) -> None:
-        """The text above the live list."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """The text above the live list, in yellow."""
         self._progress.console.print(f"warning: {text}", style="yellow", markup=False)
 
 

@@ -14,8 +14,6 @@ from posttrain.core.tracking.registry import RegisteredVersion
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """What a rollback did."""
-
     name: str
     alias: str
     before: str
@@ -25,7 +23,6 @@ class RolledBack:
     reason: str
 
     def told(self) -> str:
-        """In one sentence."""
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"{self.name}: '{self.alias}' moved from version {self.before} to version {self.now}"
@@ -33,7 +30,6 @@ class RolledBack:
         )
 
     def row(self) -> dict[str, str]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -39,7 +39,6 @@ class Begun:
 
     @property
     def rows_digest(self) -> str:
-        """Digest of the round's rows; empty without a round."""
         return self.cursor.round.digest if self.cursor and self.cursor.round else ""
 
     def finish(self) -> None:
@@ -48,13 +47,11 @@ class Begun:
             write_cursor(self.path, self.cursor.finish())
 
     def close(self) -> None:
-        """Let another run of this config begin."""
         if self.lock is not None:
             self.lock.close()
 
 
 def data_stage(resolved: ResolvedRun) -> NewDataStage | None:
-    """The stage that is about new rows, if the run has one."""
     stages = resolved.config.stages.values()
     return next((stage for stage in stages if isinstance(stage, NewDataStage)), None)
 

@@ -53,7 +53,6 @@ class RunRequest(BaseModel):
     )
 
     def paths(self) -> list[Path]:
-        """The configs as `load_config` takes them."""
         return [Path(name).expanduser() for name in self.configs]
 
     def all_overrides(self) -> list[str]:
@@ -61,7 +60,6 @@ class RunRequest(BaseModel):
         return [*self.overrides, *([] if self.seed is None else [f"seed={self.seed}"])]
 
     def home_folder(self) -> Path:
-        """Where the run keeps its state."""
         chosen = self.home or os.environ.get("POSTTRAIN_HOME") or ".posttrain"
         return Path(chosen).expanduser().resolve()
 

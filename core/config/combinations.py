@@ -135,12 +135,10 @@ class _Check:
         self.estimator = build("advantage", stage.advantage)
 
     def line(self, field: str, text: str) -> str:
-        """A problem at a field of the stage."""
         place = ("stages", self.name, *field.split("."))
         return f"{self.loaded.where(place)}: stages.{self.name}.{field}: {text}"
 
     def columns(self) -> frozenset[str]:
-        """Columns that this stage can fill."""
         stage, found = self.stage, set(ALWAYS)
         if stage.critic is not None:
             found |= {"values", "returns", "bootstrap_value"}
@@ -153,7 +151,6 @@ class _Check:
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
 
     def controller_coefficient(self) -> float:
-        """The KL coefficient that the stage starts with."""
         return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
 
     def missing(self, field: str, who: str, needed: Iterable[str]) -> Iterable[str]:
@@ -353,7 +350,6 @@ class _Check:
             )
 
     def precision(self) -> Iterable[str]:
-        """What `check_precision` finds, of policy and critic."""
         place = ("stages", self.name)
         yield from check_precision(self.stage.optimizer, (*place, "optimizer"), self.loaded)
         if self.stage.critic is not None:
@@ -361,7 +357,6 @@ class _Check:
             yield from check_precision(self.stage.critic.optimizer, critic, self.loaded)
 
     def ranks(self) -> Iterable[str]:
-        """What several ranks cannot do."""
         if self.loaded.config.limits.learner_ranks == 1:
             return
         mend = "set limits.learner_ranks: 1"

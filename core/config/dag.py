@@ -55,7 +55,6 @@ def stage_kind(stage: StageBase) -> str:
 
 
 def makes(stage: StageBase) -> ArtifactKind:
-    """The kind of artifact a stage makes."""
     return MAKES[stage_kind(stage)]
 
 

@@ -165,7 +165,6 @@ def _kind(model: type[BaseModel]) -> Any:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models that `annotation` admits."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = get_origin(annotation)

@@ -33,8 +33,6 @@ LossTerms = Annotated[
 
 
 class RewardComponent(Component):
-    """A reward with its weight in the sum."""
-
     weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
 
 
@@ -284,6 +282,5 @@ class RlStage(StageBase):
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:
-        """The terms of the policy loss, one or several."""
         terms = self.policy_loss
         return terms if isinstance(terms, tuple) else (terms,)

@@ -144,7 +144,6 @@ class RunConfig(Section):
         return template
 
     def title(self, day: datetime.date) -> str:
-        """What a run of this config that begins on `day` is called."""
         return self.run_name.format(
             name=self.name, seed=self.seed, task=self.task.name, date=day.isoformat()
         )

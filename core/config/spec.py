@@ -18,7 +18,6 @@ class Spec:
     fields: dict[str, object] = field(default_factory=dict)
 
     def component(self) -> dict[str, object]:
-        """As a config has it."""
         return {"name": self.name, **self.fields}
 
 
@@ -55,7 +54,6 @@ def parse_spec(option: str, text: str) -> Spec:
 
 
 def _split(text: str) -> list[str]:
-    """`text` at its commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")

@@ -140,7 +140,6 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         return rows[:, None].expand(batch.response_mask.shape)
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
-        """Each response's number on all of its tokens."""
         rows, metrics = self.row_advantages(batch)
         config = self.config
         if config.whiten == "sequences":
@@ -195,7 +194,6 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
         return needs | {"node_id"} if on_tree else needs
 
     def keeps_singletons(self) -> bool:
-        """Whether a group of one is given what `alone` says."""
         return self.config.singleton == "raw"
 
     def smallest_group(self) -> int:

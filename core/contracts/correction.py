@@ -53,7 +53,6 @@ class RejectConfig(PluginConfig):
         return self
 
     def rejection(self) -> Rejection:
-        """The same in the statistic's own unit."""
         if self.stat != "k1":
             return Rejection(self.stat, self.level, self.high)
         low = 1 / self.high if self.low is None else self.low

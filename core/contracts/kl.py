@@ -80,13 +80,10 @@ class MovingController(KlController[StartConfigT]):
         self.coef = config.coef
 
     def coefficient(self) -> float:
-        """The coefficient in force."""
         return self.coef
 
     def state(self) -> dict[str, float]:
-        """The coefficient."""
         return {"coef": self.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved coefficient."""
         self.coef = state["coef"]

@@ -46,7 +46,6 @@ class Prepared:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> Prepared:
-        """The same for the rows of a micro-batch."""
         return replace(self, columns={name: col[index] for name, col in self.columns.items()})
 
 
@@ -162,11 +161,9 @@ class AnchoredLoss(PolicyLoss[AnchoredConfigT]):
     """A policy loss whose ratio is against the policy that `anchor` names."""
 
     def required_columns(self) -> frozenset[str]:
-        """The advantages and the log-probs of the anchor."""
         return frozenset({"advantages", f"{self.config.anchor}_logprobs"})
 
     def anchor_logprobs(self, micro: RolloutBatch) -> Tensor:
-        """Log-probs [B, T] of the anchor."""
         by_engine = self.config.anchor == "rollout"
         return micro.rollout_logprobs if by_engine else micro.column("old_logprobs")
 

@@ -49,7 +49,6 @@ class PairScores:
     def of_rewards(
         cls, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     ) -> PairScores:
-        """Scores of a reward model."""
         zero = torch.zeros_like(chosen) if margin is None else margin
         return cls(chosen, rejected, zero, num_pairs=float(chosen.shape[0]))
 
@@ -158,7 +157,6 @@ class BetaPairLoss(PairLoss[BetaConfigT]):
     """A loss of pairs whose implied reward is beta times a log-ratio."""
 
     def reward_scale(self) -> float | None:
-        """beta."""
         return self.config.beta
 
 

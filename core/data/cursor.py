@@ -42,7 +42,6 @@ class Round:
 
     @property
     def digest(self) -> str:
-        """One sha256 over the rows, in their order."""
         return hashlib.sha256("\n".join(self.rows).encode()).hexdigest()
 
 

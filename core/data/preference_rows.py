@@ -54,7 +54,6 @@ class PreferenceRow:
 
     @property
     def key(self) -> str:
-        """Canonical form of the prompt."""
         return text_key("\n".join(f"{m['role']}: {m['content']}" for m in self.prompt))
 
 

@@ -31,7 +31,6 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
-        """The tokenizer of a model directory."""
         # Late: transformers takes seconds, and commands that only read a config import this module.
         from transformers import AutoTokenizer
 
@@ -88,5 +87,4 @@ class ChatTokenizer:
         return tuple(found["input_ids"])
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

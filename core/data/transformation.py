@@ -92,7 +92,6 @@ class Transformer:
     taken: set[str] = field(default_factory=set)
 
     def transform(self, problems: Sequence[Problem]) -> list[Outcome]:
-        """What becomes of each problem, in order."""
         outcomes = [self._without_model(problem) for problem in problems]
         open_ones = [i for i, outcome in enumerate(outcomes) if outcome is None]
         replies = self._rewrite([problems[i] for i in open_ones])

@@ -11,7 +11,6 @@ from typing import Any
 
 
 def send(connection: Connection, value: object) -> None:
-    """Write a message."""
     connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 

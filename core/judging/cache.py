@@ -13,7 +13,6 @@ from posttrain.core.errors import ResourceError
 
 
 def key_of(parts: Mapping[str, object]) -> str:
-    """sha256 of `parts` as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -24,7 +24,6 @@ _LARGEST_MEAN_LOGP = -1e-12
 
 
 def capped_exp(values: Tensor) -> Tensor:
-    """exp(min(values, `MAX_EXPONENT`))."""
     return values.clamp(max=MAX_EXPONENT).exp()
 
 

@@ -38,10 +38,8 @@ def use_checkpointing(model: torch.nn.Module) -> None:
 
 
 def is_checkpointed(model: torch.nn.Module) -> bool:
-    """Whether `model` computes its layers again."""
     return any(layer.gradient_checkpointing for layer in _layers(model))
 
 
 def _layers(model: torch.nn.Module) -> Any:  # Any: transformers' layers are not typed
-    """The layers that can be computed again."""
     return (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))

@@ -35,5 +35,4 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether `compile_layers` was asked for."""
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))

@@ -66,7 +66,6 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether `model` has an adapter."""
     return any(True for _ in _layers(model))
 
 
@@ -129,7 +128,6 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
-    """The adapted layers of `model` by name."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module

@@ -60,7 +60,6 @@ def packed_bytes(model: Any) -> int:  # Any: transformers' model classes are not
 
 
 def can_pack(model: Any, when: When) -> bool:  # Any: as above
-    """Whether an engine's `model` is to be packed, by its setting."""
     return packs(packed_bytes(model), model.dtype, model.device, when)
 
 

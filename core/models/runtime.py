@@ -26,7 +26,6 @@ class ModelRuntime:
 
     @classmethod
     def from_config(cls, section: ModelSection) -> ModelRuntime:
-        """The runtime a config asks for, on this machine."""
         device = choose_device(section)
         if section.compile:
             check_compiler(device)

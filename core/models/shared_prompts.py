@@ -55,7 +55,6 @@ class SharedPrompts:
         )
 
     def select(self, rows: Tensor) -> SharedPrompts:
-        """The same for the sequences `rows` (ascending) alone."""
         pairs = zip(self.keys, self.values, strict=True)
         return SharedPrompts.make(pairs, self.present, self.prompt_of[rows])
 

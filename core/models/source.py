@@ -158,7 +158,6 @@ def _from_package(cache: Path, hub_reason: str) -> BaseModel:
 
 
 def converted_folder(cache: Path, gguf_digest: str) -> Path:
-    """Where the bundled model is converted to."""
     return cache / f"smollm2-135m-instruct-{gguf_digest[:12]}"
 
 

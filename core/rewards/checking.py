@@ -18,7 +18,6 @@ MAX_DETAIL = 500  # characters
 
 
 def is_failure(score: Score) -> bool:
-    """Whether the score stands for something that went wrong."""
     return score.status in FAILURES
 
 
@@ -29,7 +28,6 @@ def one_line(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most `MAX_DETAIL` characters of `text`."""
     return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."
 
 

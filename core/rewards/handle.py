@@ -70,7 +70,6 @@ class WorkerHandle:
         send_all(self.sock, framed(pickle.dumps(list(jobs))))
 
     def limit(self) -> float:
-        """Seconds that the first of its jobs may take."""
         return self._limits[self.jobs[0].reward]
 
     def deadline(self) -> float:

@@ -95,7 +95,6 @@ class ForkServerProcess:
         return ours
 
     def kill(self, number: int) -> None:
-        """Ask for the end of a worker and of everything it started."""
         self._send(message(kill=number))
 
     def messages(self) -> list[dict[str, object]]:

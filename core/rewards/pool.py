@@ -131,7 +131,6 @@ class RewardPool:
         return server
 
     def _run(self, server: ForkServerProcess, jobs: Sequence[Job]) -> None:
-        """Until every job has a result."""
         self._pending.extend(jobs)
         last = 0.0
         while len(self._results) < len(jobs):

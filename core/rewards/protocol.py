@@ -42,7 +42,6 @@ class Job:
 
 
 def framed(payload: bytes) -> bytes:
-    """`payload` as one frame."""
     return _HEADER.pack(len(payload)) + payload
 
 
@@ -59,7 +58,6 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
         self._buffer += data
         found = []
         while len(self._buffer) >= _HEADER.size:
@@ -75,7 +73,6 @@ class Frames:
 
 
 def parse(payload: bytes) -> dict[str, object]:
-    """The JSON object in `payload`."""
     try:
         found = json.loads(payload)
     except ValueError as error:

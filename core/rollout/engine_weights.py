@@ -32,7 +32,6 @@ class EngineWeights:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter is around the layers."""
         return self._adapter is not None
 
     @torch.no_grad()
@@ -49,7 +48,6 @@ class EngineWeights:
 
     @torch.no_grad()
     def differing(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
-        """Names of the weights that differ from the model's own."""
         own = self._own
         return tuple(
             name

@@ -48,7 +48,6 @@ class Episode:
 
     @property
     def turns(self) -> tuple[Completion, ...]:
-        """What the policy sampled, turn by turn."""
         return tuple(segment.turn for segment in self.segments if segment.turn is not None)
 
 
@@ -67,7 +66,6 @@ class EpisodeRunner:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens that the tokenizer knows."""
         return len(self.tokenizer.tokenizer)
 
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
@@ -79,7 +77,6 @@ class EpisodeRunner:
         return self.tokenizer.encode_chat(messages)
 
     def open(self, prompt: PromptGroup) -> Episode:
-        """An episode without a turn."""
         return Episode(prompt, self.environment.reset(prompt.problem).state)
 
     def generate(

@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 
 def prompt_to_json(prompt: PromptGroup) -> Json:
-    """A prompt with its problem."""
     problem = prompt.problem
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
     return {
@@ -28,7 +27,6 @@ def prompt_to_json(prompt: PromptGroup) -> Json:
 
 
 def prompt_from_json(value: Mapping[str, Any]) -> PromptGroup:
-    """What `prompt_to_json` was given."""
     return PromptGroup(_made(Problem, value["problem"]), tuple(value["prompt_ids"]))
 
 

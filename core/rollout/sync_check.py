@@ -55,7 +55,6 @@ class Answers:
 
     @property
     def gap(self) -> Tensor:
-        """Absolute differences [N]."""
         return (self.engine - self.trainer).abs()
 
 
@@ -137,7 +136,6 @@ class SyncCheck:
         return metrics
 
     def answers(self) -> Answers:
-        """What both say of the probe now."""
         return Answers(self._trainer_logprobs(), self._engine_logprobs())
 
     def _compare_weights(self, event: str) -> bool:
@@ -202,7 +200,6 @@ class SyncCheck:
         return BOUNDS.get(compute_dtype(self.model), BOUNDS[torch.bfloat16])
 
     def _trainer_logprobs(self) -> Tensor:
-        """The trainer's log-probs [N] at temperature 1."""
         batch = response_batch(
             prompts=[ids[:1] for ids in self.probe],
             responses=[ids[1:] for ids in self.probe],
@@ -214,7 +211,6 @@ class SyncCheck:
         return values[batch.response_mask.bool()].double()
 
     def _engine_logprobs(self) -> Tensor:
-        """The engine's log-probs [N] of the same tokens."""
         scores = self.engine.score(self.probe)
         lengths = [len(values) for values in scores]
         if lengths != [len(ids) - 1 for ids in self.probe]:
@@ -234,7 +230,6 @@ def mean_bound(bounds: Bounds, start: Answers | None, now: Answers) -> float:
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
-    """Mean absolute difference."""
     return float((left - right).abs().mean())
 
 

@@ -50,5 +50,4 @@ def peak_memory_gb() -> float:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether this is a CUDA device."""
     return device.type == "cuda"

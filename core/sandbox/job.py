@@ -54,20 +54,16 @@ class Job:
         self.output_kib = output_kib
 
     def dump(self) -> bytes:
-        """As JSON."""
         return json.dumps(vars(self)).encode()
 
     def command(self, box: str) -> list[str]:
-        """The interpreter on the main program, which lies in `box`."""
         return [self.python, "-B", f"{box}/main.py", *self.arguments]
 
     def contents(self) -> dict[str, bytes]:
-        """The files of the box by name."""
         return {name: binascii.a2b_base64(text) for name, text in self.files.items()}
 
 
 def load(text: bytes) -> Job:
-    """The job that `dump` wrote."""
     return Job(**json.loads(text))
 
 

@@ -34,7 +34,6 @@ class UnitTest:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the program is run on an input."""
         return self.output is not None
 
 

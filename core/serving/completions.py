@@ -78,7 +78,6 @@ def _finish_reason(said: str, ids: Sequence[int], stop_token_ids: Sequence[int])
 
 
 def scoring_request(model: str, ids: Sequence[int]) -> Json:
-    """The log-probs of `ids` at temperature 1."""
     return {
         "model": model,
         "prompt": list(ids),

@@ -41,7 +41,6 @@ class ServerProcess:
         return self._guard.poll()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of its output."""
         try:
             with self.log.open(encoding="utf-8", errors="replace") as file:
                 return "".join(deque(file, maxlen=lines)).rstrip()

@@ -103,7 +103,6 @@ async def _client(timeout_s: float, connections: int) -> httpx.AsyncClient:
 
 
 async def is_healthy(client: httpx.AsyncClient, replica: Replica) -> bool:
-    """Whether its `/health` says 200."""
     try:
         answer = await client.get(f"{replica.url}/health", timeout=HEALTH_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -167,6 +166,5 @@ async def post_to_all(
 
 
 def shown(text: str) -> str:
-    """The beginning of a server's answer, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."

@@ -39,7 +39,6 @@ def lora_rank_of_vllm(rank: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As vLLM calls it."""
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 

@@ -31,7 +31,6 @@ def vllm_version() -> str:
 
 
 def check_model_dir(model_dir: Path) -> None:
-    """Raise `ResourceError` unless there is a model."""
     if not (model_dir / "config.json").is_file():
         raise ResourceError(
             f"no model at {model_dir}: expected a directory with config.json and "

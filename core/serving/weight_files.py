@@ -26,7 +26,6 @@ class WeightFiles:
 
 
 def digest_of(folder: Path) -> str:
-    """One sha256 over all weight files in `folder`."""
     return combine_digests({p.name: file_digest(p) for p in sorted(folder.glob("*.safetensors"))})
 
 

@@ -24,13 +24,11 @@ class JournalRow:
     metrics: Mapping[str, float]
 
     def line(self) -> str:
-        """The row as it stands in the file."""
         row = {"step": self.step, "time_ms": self.time_ms, "metrics": dict(self.metrics)}
         return json.dumps(row, separators=(",", ":")) + "\n"
 
 
 def journal_path(folder: Path, stage: str, identity: str = "") -> Path:
-    """Where the journal of a stage of that identity is kept."""
     mark = f"-{identity[:16]}" if identity else ""
     return folder / f"metrics-{stage}{mark}.jsonl"
 
@@ -78,7 +76,6 @@ class Journal:
             ) from error
 
     def append(self, row: JournalRow) -> None:
-        """Write one row through to the operating system."""
         try:
             self._stream.write(row.line())
             self._stream.flush()
@@ -88,5 +85,4 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
         self._stream.close()

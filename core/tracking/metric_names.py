@@ -282,7 +282,6 @@ PREFIXES: dict[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of `name`, or of the prefix it starts with, or None."""
     if name in METRICS:
         return METRICS[name]
     fits = (m for prefix, m in PREFIXES.items() if name.startswith(prefix) and name != prefix)

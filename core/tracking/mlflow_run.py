@@ -31,7 +31,6 @@ def measured(metrics: Metrics) -> dict[str, float]:
 
 
 def now_ms() -> int:
-    """Unix time in milliseconds."""
     return time.time_ns() // 1_000_000
 
 
@@ -77,8 +76,6 @@ class MlflowRun:
         )
 
     def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
-        """Queue one row of metrics as one call."""
-
         def write() -> None:  # building the entities costs more than queueing: not on the caller
             entities = [
                 Metric(name, value, row.time_ms, row.step, model_id=model_id or None)

@@ -90,7 +90,6 @@ def find_alias(uri: str, name: str, alias: str) -> RegisteredVersion | None:
 
 
 def find_version(uri: str, name: str, version: str) -> RegisteredVersion | None:
-    """A version by its number; None where there is none."""
     client = store.connect(uri)
     with store.explained(f"look up '{name}' version {version}", uri):
         try:
@@ -102,7 +101,6 @@ def find_version(uri: str, name: str, version: str) -> RegisteredVersion | None:
 
 
 def find_digest(uri: str, name: str, digest: str) -> RegisteredVersion | None:
-    """The newest version with these weights, if there is one."""
     client = store.connect(uri)
     with store.explained(f"search versions of '{name}'", uri):
         found = [v for v in _versions(client, name) if v.tags.get(TAG_DIGEST) == digest]
@@ -154,7 +152,6 @@ def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str
 
 
 def move_alias(uri: str, name: str, alias: str, version: str) -> None:
-    """Let `alias` name `version`."""
     client = store.connect(uri)
     with store.explained(f"move '{name}@{alias}' to version {version}", uri):
         client.set_registered_model_alias(name, alias, version)
@@ -173,7 +170,6 @@ def tag_version(uri: str, name: str, version: str, tags: Mapping[str, str]) -> N
 
 
 def names(uri: str) -> list[str]:
-    """All registered models."""
     client = store.connect(uri)
     with store.explained("list registered models", uri):
         return [model.name for model in client.search_registered_models()]

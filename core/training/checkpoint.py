@@ -180,7 +180,6 @@ def _check_files(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_step(folder: Path) -> int:
-    """The step after which the checkpoint in `folder` was written."""
     return int(_read_record(folder)["step"])
 
 
@@ -199,7 +198,6 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
     return (folder / _STATE).is_file()
 
 

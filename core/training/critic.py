@@ -63,7 +63,6 @@ class CriticSettings:
     max_tokens: int | None = None
 
     def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
-        """Row indices of each micro-batch of `batch`."""
         return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
 
@@ -82,7 +81,6 @@ class Critic:
 
     @property
     def stored(self) -> StoredOptimizer:
-        """What a checkpoint keeps of the critic."""
         return self.optimizer
 
     @torch.no_grad()

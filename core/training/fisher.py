@@ -43,12 +43,10 @@ class FlatParameters:
         return [part.view_as(param) for part, param in parts]
 
     def read(self) -> Tensor:
-        """A copy [D] of all parameters."""
         return self.join([p.detach() for p in self.params])
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
-        """Set all parameters, bit for bit."""
         for param, part in zip(self.params, self.split(vector), strict=True):
             param.copy_(part)
 
@@ -185,7 +183,6 @@ class _TokenStates(Module):
         self.model = model
 
     def forward(self, batch: RolloutBatch, chosen: Tensor) -> Tensor:
-        """States [N, H] of the tokens where `chosen` [B, T] is true."""
         hidden, ids, _, _ = response_states(self.model, batch, include_last=False)
         length = ids.shape[1]
         return hidden[:, :length][chosen[:, :length].to(hidden.device)]

@@ -25,8 +25,6 @@ EntropyGradient = Callable[[Tensor, float, Tensor, Tensor, Tensor, Tensor], Tens
 
 @dataclass(frozen=True, slots=True)
 class BlockMath:
-    """The three functions of this module, plain or compiled."""
-
     scores: Scores
     gradient: Gradient
     entropy_gradient: EntropyGradient
@@ -96,7 +94,6 @@ def why_plain(device: torch.device, *, compiled: bool) -> str | None:
 
 
 def block_math(device: torch.device, *, compiled: bool) -> BlockMath:
-    """Plain or compiled, as `why_plain` says."""
     reason = why_plain(device, compiled=compiled)
     if device.type == "cuda":
         _say_once(reason)

@@ -40,7 +40,6 @@ def chunk_rows(device: torch.device, row_bytes: int) -> int:
 
 
 def block_rows(device: torch.device) -> int:
-    """Rows that are worked on in float32 at a time on `device`."""
     return GPU_BLOCK if device.type == "cuda" else BLOCK
 
 
@@ -140,14 +139,12 @@ class _WeightGradient:
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Add a chunk's."""
         if self._sum is None:
             self._sum = part.float() if self._many and part.dtype == torch.bfloat16 else part
         else:
             self._sum += part
 
     def total(self) -> Tensor:
-        """The sum, as the weight is."""
         found = torch.zeros_like(self._weight) if self._sum is None else self._sum
         return found.to(self._weight.dtype)
 

@@ -49,7 +49,6 @@ def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> f
 
 
 def precision_of(section: OptimizerSection) -> str:
-    """How weights and moments are kept."""
     return f"weights: {section.rounding}, moments: {section.moments}"
 
 
@@ -169,7 +168,6 @@ class MasterOptimizer:
 
     @property
     def precision(self) -> str:
-        """As in `StoredOptimizer`."""
         return precision_of(self.section)
 
     def state_dict(self) -> dict[str, Any]:  # Any: torch's optimizer state is untyped
@@ -181,7 +179,6 @@ class MasterOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, also in the model's own weights."""
         self.step_count = int(state["step_count"])
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"], strict=True):
@@ -199,8 +196,6 @@ class MasterOptimizer:
         write_kinds(kinds, folder)
 
     def read(self, folder: Path, step_count: int) -> None:
-        """As in `StoredOptimizer`, whatever number of ranks wrote."""
-
         def like(kind: str, number: str) -> Tensor:
             return torch.zeros(()) if kind == "step" else self._masters[int(number)]
 

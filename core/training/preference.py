@@ -146,7 +146,6 @@ class PreferenceLearner:
 
     @torch.no_grad()
     def rank(self, rows: Rows) -> Ranking:
-        """How well the implied rewards order held-out answers."""
         mini, objective = self._mini(rows), self.objective
         logprobs = self.forward_only(self.model, mini.batch)
         if isinstance(mini, PairMini):

@@ -30,7 +30,6 @@ class PairMini:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], pad_token_id: int) -> PairMini:
-        """The mini-batch of `pairs`."""
         batch = response_batch(
             prompts=[pair.prompt_ids for pair in pairs for _ in range(2)],
             responses=[ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)],
@@ -41,7 +40,6 @@ class PairMini:
         return cls(batch, torch.tensor([pair.margin for pair in pairs], dtype=torch.float64))
 
     def counts(self) -> MiniCounts:
-        """What the loss is divided by."""
         return MiniCounts(float(len(self.margin)), float(self.batch.mask[0::2].sum()))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, PairMini]]:
@@ -75,12 +73,10 @@ class LabelMini:
 
     @classmethod
     def of(cls, rows: Sequence[LabelledAnswer], pad_token_id: int) -> LabelMini:
-        """The mini-batch of `rows`."""
         batch = answer_batch(rows, [row.answer_ids for row in rows], pad_token_id)
         return cls(batch, torch.tensor([row.desirable for row in rows]))
 
     def counts(self) -> MiniCounts:
-        """What the loss is divided by."""
         return MiniCounts(float(len(self.desirable)))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, LabelMini]]:
@@ -89,7 +85,6 @@ class LabelMini:
             yield index, LabelMini(self.batch.select(index), self.desirable[index])
 
     def tokens(self, logprobs: Tensor, log_sum_sq: Tensor | None = None) -> LabelTokens:
-        """The log-probs [B, T] of the rows."""
         return LabelTokens(logprobs, self.batch.mask, self.desirable, self.batch.ref_logprobs)
 
 

@@ -17,12 +17,10 @@ KEPT = "kept"
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies while the stage runs."""
     return root / f"step-{step:06d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-"))
 
 

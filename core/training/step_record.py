@@ -119,11 +119,9 @@ class StepRecorder:
             raise _cannot_write(folder, error) from error
 
     def wants(self, step: int) -> bool:
-        """As in `StepSink`: every n-th step."""
         return step % self.every == 0
 
     def put(self, step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> None:
-        """As in `StepSink`: written down."""
         line = _line(record_of(step, tensors, metrics))
         try:
             if self.values and tensors.batch:

@@ -34,7 +34,6 @@ def rollout_tensors(batch: RolloutBatch | None) -> dict[str, Tensor]:
 
 
 def example_tensors(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Of a batch of worked answers."""
     return {name: batch.column(name) for name in ("prompt_ids", "response_ids", "mask")}
 
 

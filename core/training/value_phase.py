@@ -30,7 +30,6 @@ class ValuePhase:
 
     @property
     def stored(self) -> StoredOptimizer:
-        """What a checkpoint keeps of the critic."""
         return self.critic.stored
 
     def with_values(self, batch: RolloutBatch, check: Callable[[], None]) -> RolloutBatch:
@@ -58,12 +57,10 @@ class ValuePhase:
         return metrics | {"value/pretraining": 1.0}
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must keep beside the critic's weights."""
         window = self._explained[-1 - SLOPE_WINDOW :]
         return {"left": float(self._left)} | {f"ev_{i}": ev for i, ev in enumerate(window)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from `state`."""
         self._left = int(state["left"])
         self._explained = [state[f"ev_{i}"] for i in range(len(state) - 1)]
         self.pretraining = self._left > 0

@@ -19,8 +19,6 @@ POOL = "posttrain"
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on 127.0.0.1."""
-
     postgres: int = 5433
     prefect: int = 4200
     mlflow: int = 5000
@@ -28,13 +26,10 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The files of the services of one home."""
-
     home: Path
 
     @property
     def folder(self) -> Path:
-        """All state and logs."""
         return self.home / "services"
 
     @property
@@ -47,7 +42,6 @@ class Layout:
         return self.folder / "logs" / f"{service}.log"
 
     def record(self, service: str) -> Path:
-        """Which process runs the service."""
         return self.folder / "running" / f"{service}.json"
 
     def prepare(self) -> None:
@@ -72,7 +66,6 @@ class Layout:
             raise ResourceError(f"{path} cannot be read ({error}): remove it") from error
 
     def keep_ports(self, ports: Ports) -> None:
-        """Use `ports` from now on."""
         partial = self.folder / ".ports.json"
         partial.write_text(json.dumps(asdict(ports)))
         partial.replace(self.folder / "ports.json")

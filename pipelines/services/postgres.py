@@ -137,7 +137,6 @@ class Cluster:
         partial.rename(self._data)
 
     def launch(self) -> Launch:
-        """How the server is started."""
         address = ("-c", f"listen_addresses={HOST}", "-c", "unix_socket_directories=")
         return Launch(
             service="postgres",
@@ -150,7 +149,6 @@ class Cluster:
         )
 
     def is_ready(self) -> bool:
-        """Whether it takes connections."""
         ask = [str(self._bin / "pg_isready"), "-q", "-h", HOST, "-p", str(self._port)]
         return subprocess.run(ask, env=self._environment).returncode == 0
 

@@ -120,7 +120,6 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def last_line(log: Path) -> str:
-    """What the log ends with."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:

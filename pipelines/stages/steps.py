@@ -45,7 +45,6 @@ class Steps:
 
     @property
     def resumed(self) -> bool:
-        """Whether some of the steps were taken by an earlier run."""
         return self.first > 1
 
     @property

@@ -84,7 +84,6 @@ class _Asker:
         return [[self.tokenizer.decode_response(c.token_ids) for c in group] for group in groups]
 
     def fits(self, question: str) -> bool:
-        """Whether there is room for a response beside the prompt."""
         room = self.context.run.model.max_model_len - self.stage.generation.max_response_length
         return len(self._ids(question)) <= room
 
@@ -126,7 +125,6 @@ def _write(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def _shown(outcome: Outcome) -> dict[str, object]:
-    """One row of the tables."""
     made, before = outcome.made, outcome.original
     return {
         "original": before.prompt,
