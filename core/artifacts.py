@@ -178,7 +178,7 @@ class ArtifactStore:
 
         Those of runs that go on, here or on another machine that shares the store, are not touched.
         """
-        for folder in self.root.glob(f"{_PARTIAL}*"):
+        for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
             if is_left_behind(folder.name.partition("@")[2]):
                 shutil.rmtree(folder, ignore_errors=True)
 

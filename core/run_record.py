@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ConfigError, RunError
 
 CONFIG = "config.yaml"
@@ -53,9 +53,8 @@ class RunRecorder:
             self._write()
 
     def _write(self) -> None:
-        partial = self._folder / f"{RECORD}.partial"
-        partial.write_text(json.dumps(self._row | {"stages": self._stages}, indent=2))
-        os.replace(partial, self._folder / RECORD)
+        text = json.dumps(self._row | {"stages": self._stages}, indent=2)
+        write_text(self._folder / RECORD, text)
 
 
 def find_run(home: Path, wanted: str) -> RunRecord:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -67,13 +66,7 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
         self._began: dict[str, float] = {}
         self._first: dict[str, int] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
+    def __exit__(self, *_: object) -> None: ...
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -143,12 +136,7 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     @contextmanager

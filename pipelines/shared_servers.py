@@ -5,13 +5,11 @@ Importing this needs neither mlflow nor prefect.
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
+import httpx
 import psutil
 
 from posttrain.core.errors import ResourceError
@@ -54,9 +52,8 @@ def require_shared_mlflow() -> str:
 def _settings(url: str) -> object:
     """The server's own settings, secrets hidden."""
     try:
-        with urllib.request.urlopen(f"{url}/admin/settings", timeout=TIMEOUT_S) as response:
-            return json.load(response)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        return httpx.get(f"{url}/admin/settings", timeout=TIMEOUT_S).raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ResourceError(
             f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {MEND}"
         ) from error

@@ -1,7 +1,6 @@
 """Combinations of plugins and settings that cannot work together, each with what to change.
 
 Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
-Over 300 lines because each check is a sentence of advice, and they share the built plugins.
 """
 
 from __future__ import annotations

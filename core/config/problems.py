@@ -9,23 +9,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from posttrain.core.config.base import Component
+from posttrain.core.config.dag import MAKES
 from posttrain.core.config.marks import Loc, dotted
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10
-STAGE_KINDS = (
-    "evaluate",
-    "sft",
-    "reward_model",
-    "preference",
-    "rl",
-    "register",
-    "transform",
-    "approve",
-    "promote",
-    "new_data",
-)
+STAGE_KINDS = tuple(MAKES)
 
 # What pydantic puts into a place where one component or a list of them may stand.
 UNION_TAGS = ("one", "many")

@@ -1,7 +1,6 @@
 """A loaded configuration to one that is complete: presets expanded, every plugin's fields checked.
 
 Importing this module needs neither torch nor mlflow nor prefect: the plugin manager is handed in.
-Over 300 lines because every kind of stage is filled in by one resolver that collects all problems.
 """
 
 from __future__ import annotations

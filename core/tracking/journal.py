@@ -7,11 +7,11 @@ before `append` returns, so a killed process loses nothing that it measured.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError
 
 
@@ -63,11 +63,9 @@ class Journal:
         self.kept: list[JournalRow] = []
         if keep_through is not None:
             self.kept = [row for row in read_journal(path) if row.step <= keep_through]
-        temporary = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("".join(row.line() for row in self.kept))
-            os.replace(temporary, path)
+            write_text(path, "".join(row.line() for row in self.kept))
             self._stream = path.open("a")
         except OSError as error:
             raise ResourceError(

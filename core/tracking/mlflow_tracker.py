@@ -244,8 +244,3 @@ def register_model(uri: str, model_id: str, name: str, alias: str, tags: Mapping
         version = add_version(client, model_id, name, tags)
         client.set_registered_model_alias(name, alias, version)
     return version
-
-
-def run_url(base: str, experiment_id: str, run_id: str) -> str:
-    """The run's page in MLflow's UI; `base` is the UI's address, such as http://127.0.0.1:5000."""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"

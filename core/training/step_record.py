@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Protocol
 from safetensors.torch import save_file
 from torch import Tensor
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking.metric_names import find_metric
 from posttrain.core.training.digests import Block, block_digests, tensor_digest
@@ -112,9 +112,7 @@ class StepRecorder:
                 lines.append(_line(record))
             if dict(environment) != now:
                 lines.append(_environment_line(environment))
-            partial = folder / f"{STEPS}.partial"
-            partial.write_text("".join(lines))
-            os.replace(partial, folder / STEPS)
+            write_text(folder / STEPS, "".join(lines))
         except OSError as error:
             raise _cannot_write(folder, error) from error
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError
 from posttrain.core.locks import locked
 from posttrain.pipelines.cli.servers import HOST
@@ -66,9 +67,7 @@ class Layout:
             raise ResourceError(f"{path} cannot be read ({error}): remove it") from error
 
     def keep_ports(self, ports: Ports) -> None:
-        partial = self.folder / ".ports.json"
-        partial.write_text(json.dumps(asdict(ports)))
-        partial.replace(self.folder / "ports.json")
+        write_text(self.folder / "ports.json", json.dumps(asdict(ports)))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

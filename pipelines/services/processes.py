@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from posttrain.core.durable import write_text
+
 MARK = "POSTTRAIN_SERVICES"
 """Every process of the services, and what it starts, has this variable: the services' folder."""
 SAME_START_S = 2.0
@@ -64,9 +66,7 @@ def start(launch: Launch, folder: Path) -> psutil.Process:
             **as_user(launch.user),
         )
     found = psutil.Process(process.pid)
-    partial = launch.record.with_suffix(".partial")
-    partial.write_text(json.dumps({"pid": process.pid, "started": found.create_time()}))
-    partial.replace(launch.record)
+    write_text(launch.record, json.dumps({"pid": process.pid, "started": found.create_time()}))
     return found
 
 

@@ -19,7 +19,6 @@ from posttrain.core.tracking.mlflow_tracker import (
     StageTracker,
     prepare_database,
     register_model,
-    run_url,
 )
 from posttrain.core.tracking.model_links import KnownModel
 
@@ -289,8 +288,3 @@ def test_files_folders_and_texts_become_artifacts(uri: str, tmp_path: Path) -> N
     tracker.finish("FAILED")
     for path in ("plots/a.png", "folder/a.png", "notes/hello.txt"):
         assert artifact(uri, stage.run_id, path).is_file()
-
-
-def test_a_run_page_is_linked_under_the_ui_address() -> None:
-    url = run_url("http://127.0.0.1:5000/", "3", "abc")
-    assert url == "http://127.0.0.1:5000/#/experiments/3/runs/abc"
