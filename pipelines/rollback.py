@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from posttrain.core.approval import this_person, utc_now
 from posttrain.core.errors import ResourceError, RunError, nearest
@@ -42,7 +43,7 @@ def roll_back(uri: str, name: str, alias: str, to: str | None, reason: str) -> R
     current = registry.find_alias(uri, name, alias)
     if current is None:
         raise _no_alias(uri, name, alias)
-    version = to if to is not None else earlier_champion(_past(current), _Versions(uri, name))
+    version = to or earlier_champion(_past(current), partial(_past_of, uri, name))
     if version == current.version:
         raise RunError(f"version {version} is '{name}@{alias}' already: nothing was changed")
     target = registry.find_version(uri, name, version)
@@ -64,16 +65,9 @@ def _past(found: RegisteredVersion) -> Past:
     return Past(found.version, found.previous, found.rolled_back is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Versions:
-    """The history of a registered model, looked up as it is walked."""
-
-    uri: str
-    name: str
-
-    def __call__(self, version: str) -> Past | None:
-        found = registry.find_version(self.uri, self.name, version)
-        return None if found is None else _past(found)
+def _past_of(uri: str, name: str, version: str) -> Past | None:
+    found = registry.find_version(uri, name, version)
+    return None if found is None else _past(found)
 
 
 def _no_alias(uri: str, name: str, alias: str) -> ResourceError:

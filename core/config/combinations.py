@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import dotted
-from posttrain.core.config.rl_stage import LossTermComponent, RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import GenerationSection, OptimizerSection
 
 if TYPE_CHECKING:
@@ -69,26 +69,26 @@ def check_precision(
     section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
     """Compact weights or moments, and autocast, where something else holds the weights."""
-    stage = ".".join(map(str, place))
     autocast = loaded.config.model.dtype == "autocast"
     if autocast and section.rounding == "stochastic":
-        yield (
-            f"{loaded.where((*place, 'rounding'))}: {stage}.rounding: stochastic is of bfloat16 "
-            "weights, and model.dtype: autocast keeps float32 ones; set model.dtype: bfloat16"
+        yield loaded.problem(
+            (*place, "rounding"),
+            "stochastic is for bfloat16 weights, and model.dtype: autocast keeps float32 ones; set "
+            "model.dtype: bfloat16",
         )
     if autocast and loaded.config.limits.learner_ranks > 1:
-        yield (
-            f"{loaded.where(('model', 'dtype'))}: model.dtype: ranks keep float32 weights and "
-            f"compute in bfloat16 with dtype: bfloat16 already ({stage}); set that in place of "
-            "autocast"
+        yield loaded.problem(
+            "model.dtype",
+            f"ranks keep float32 weights and compute in bfloat16 with dtype: bfloat16 already "
+            f"({dotted(place)}); set that in place of autocast",
         )
     if loaded.config.limits.learner_ranks > 1:
         for name, default in (("moments", "float32"), ("rounding", "masters")):
             if getattr(section, name) != default:
-                yield (
-                    f"{loaded.where((*place, name))}: {stage}.{name}: ranks "
-                    f"keep float32 weights and moments, in pieces; set {name}: {default}, or "
-                    "limits.learner_ranks: 1"
+                yield loaded.problem(
+                    (*place, name),
+                    f"ranks keep float32 weights and moments, in pieces; set {name}: {default}, or "
+                    "limits.learner_ranks: 1",
                 )
 
 
@@ -98,10 +98,9 @@ def check_optimizer(
     """Warm-up in rollouts where there are none, and what `check_precision` finds."""
     yield from check_precision(section, place, loaded)
     if section.warmup_rollouts:
-        where = loaded.where((*place, "warmup_rollouts"))
-        yield (
-            f"{where}: {'.'.join(map(str, place))}.warmup_rollouts: this stage has no rollouts; "
-            f"use warmup_steps: {section.warmup_rollouts}"
+        yield loaded.problem(
+            (*place, "warmup_rollouts"),
+            f"this stage has no rollouts; use warmup_steps: {section.warmup_rollouts}",
         )
 
 
@@ -110,10 +109,10 @@ def check_generation(
 ) -> Iterable[str]:
     """A temperature at which there is nothing to learn from."""
     if section.temperature == 0:
-        yield (
-            f"{loaded.where((*place, 'temperature'))}: {dotted(place)}.temperature: at 0 all "
-            "responses to a prompt are the same, so nothing can be learned; use a value above 0, "
-            "such as 1.0"
+        yield loaded.problem(
+            (*place, "temperature"),
+            "at 0 all responses to a prompt are the same, so nothing can be learned; use a value "
+            "above 0, such as 1.0",
         )
 
 
@@ -134,8 +133,7 @@ class _Check:
         self.estimator = build("advantage", stage.advantage)
 
     def line(self, field: str, text: str) -> str:
-        place = ("stages", self.name, *field.split("."))
-        return f"{self.loaded.where(place)}: stages.{self.name}.{field}: {text}"
+        return self.loaded.problem(f"stages.{self.name}.{field}", text)
 
     def columns(self) -> frozenset[str]:
         stage, found = self.stage, set(ALWAYS)
@@ -162,7 +160,7 @@ class _Check:
         """Aggregators that a loss does not allow, missing columns, a loss that stands twice."""
         for term, loss in zip(self.stage.loss_terms, self.losses, strict=True):
             allowed = loss.allowed_aggregators()
-            aggregator = _aggregator_of(term, self.stage)
+            aggregator = term.aggregator or self.stage.aggregator
             if allowed is not None and aggregator.name not in allowed:
                 yield self.line(
                     "aggregator",
@@ -342,10 +340,10 @@ class _Check:
                 "the loss; set kl.controller: {name: fixed, coef: 0}, or place: reward",
             )
         if self.loaded.config.model.dtype != "float32":
-            where = self.loaded.where(("model", "dtype"))
-            yield (
-                f"{where}: model.dtype: policy loss '{name}' solves for its step, which bfloat16 "
-                "is too coarse for; use float32"
+            yield self.loaded.problem(
+                "model.dtype",
+                f"policy loss '{name}' solves for its step, which bfloat16 is too coarse for; use "
+                "float32",
             )
 
     def precision(self) -> Iterable[str]:
@@ -372,7 +370,3 @@ class _Check:
                 "a reference that moves is not kept in the checkpoints of several ranks; set "
                 f"refresh_every: 0, or {mend}",
             )
-
-
-def _aggregator_of(term: LossTermComponent, stage: RlStage) -> Component:
-    return term.aggregator or stage.aggregator

@@ -36,6 +36,10 @@ class LoadedConfig:
         parts: Loc = tuple(loc.split(".")) if isinstance(loc, str) else loc
         return mark_of(self.marks, _indexed(parts, self.raw), str(self.files[0]))
 
+    def problem(self, loc: str | Loc, text: str) -> str:
+        """A line about this place: `file.yaml:12: stages.rl.steps: TEXT`."""
+        return f"{self.where(loc)}: {loc if isinstance(loc, str) else dotted(loc)}: {text}"
+
     def wrote(self, loc: Loc) -> bool:
         """Whether a file or `--set` holds exactly this place."""
         return loc in self.marks

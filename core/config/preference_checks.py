@@ -77,8 +77,7 @@ class _Check:
         self.name, self.stage, self.loaded, self.manager = name, stage, loaded, manager
 
     def line(self, place: str, text: str) -> str:
-        where = self.loaded.where(f"stages.{self.name}.{place}")
-        return f"{where}: stages.{self.name}.{place}: {text}"
+        return self.loaded.problem(f"stages.{self.name}.{place}", text)
 
     def loss(self, component: Component) -> Any:  # Any: the contract would import torch
         return self.manager.find("preference_loss", component.name).cls
