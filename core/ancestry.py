@@ -18,10 +18,7 @@ _INPUT, _PLUGIN = "input ", "plugin "
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A finished stage as its manifest tells it. `folder` is its own; `parts` are of its identity.
-
-    `artifacts` maps the digest of each thing it made to that thing's row in the manifest.
-    """
+    """A finished stage, read from its manifest; `artifacts` has each thing's row by its digest."""
 
     stage: str
     kind: str

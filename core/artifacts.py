@@ -193,11 +193,7 @@ class ArtifactStore:
         why: Mapping[str, str],
         files: Mapping[str, str],
     ) -> Path:
-        """Write the manifest (last) and rename `partial` into place; returns the final folder.
-
-        `why` holds the named parts of the identity, so that a later miss can be explained; `files`
-        are the `tree_digests` of `partial`.
-        """
+        """Write the manifest (last) and rename `partial` into place; returns the final folder."""
         final = self.folder(result.name, identity)
         moved = [
             asdict(item) | {"uri": Path(item.uri).relative_to(partial).as_posix()}

@@ -58,11 +58,7 @@ class RunRecorder:
 
 
 def find_run(home: Path, wanted: str) -> RunRecord:
-    """The run whose id is, or begins with, `wanted`.
-
-    Raises `ConfigError` when there is none or more than one, naming those there are, and `RunError`
-    for a record that cannot be read.
-    """
+    """The run whose id is, or begins with, `wanted`."""
     folders = sorted(
         (path.parent for path in (home / "runs").glob(f"*/{RECORD}")),
         key=lambda folder: (folder / RECORD).stat().st_mtime,

@@ -31,11 +31,7 @@ def tracking_uri(home: Path) -> str | None:
 
 
 def find_base(section: ModelSection, home: Path) -> Found:
-    """The section with a hub id or directory as its source. Reads only.
-
-    Raises `ResourceError` when the registered model does not exist and there is nothing to use
-    until it does, or when its weights are not here as they were registered.
-    """
+    """The section with a hub id or directory as its source. Reads only."""
     named = RegisteredName.parse(section.source)
     if named is None:
         return Found(section)

@@ -87,11 +87,7 @@ def plan_stages(
     store: Path | None = None,
     rows_digest: str = "",
 ) -> list[StagePlan]:
-    """What `run` would do with each stage, in order. Reads only; a model is not downloaded.
-
-    `store` is the folder of finished stages, if it is not the home's own; `rows_digest` is of the
-    rows that a `new_data` stage would find.
-    """
+    """What `run` would do with each stage, in order. Reads only; a model is not downloaded."""
     return _plan(resolved, home, manager, ArtifactStore(store or home / "artifacts"), rows_digest)
 
 

@@ -35,11 +35,7 @@ class RolledBack:
 
 
 def roll_back(uri: str, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
-    """Move the alias back to the champion before, or to version `to`.
-
-    The target's weights must be here as they were registered. Raises `ResourceError` for a model,
-    alias, version or weights that do not exist, `RunError` when there is nothing to go back to.
-    """
+    """Move the alias back to the champion before, or to version `to`."""
     current = registry.find_alias(uri, name, alias)
     if current is None:
         raise _no_alias(uri, name, alias)

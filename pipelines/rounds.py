@@ -25,10 +25,7 @@ CURSOR_FILE = "cursor.json"
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A run with its base model settled; `rows` of its round, if it is about new rows.
-
-    `nothing_new` says why there is nothing to do.
-    """
+    """A run with its base model settled; `rows` of its round, if it is about new rows."""
 
     resolved: ResolvedRun
     pinned: PinnedModel | None = None

@@ -20,10 +20,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def require_shared_prefect() -> str:
-    """The address of Prefect's API. Raises `ResourceError` unless it can serve several processes.
-
-    A server on SQLite loses or refuses writes when workers and runs write to it at once.
-    """
+    """The address of Prefect's API; `ResourceError` unless it can serve several processes."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if not url:
         raise ResourceError(

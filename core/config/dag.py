@@ -64,11 +64,7 @@ def dependencies(stage: StageBase) -> tuple[str, ...]:
 
 
 def topological_order(stages: StageMap) -> tuple[str, ...]:
-    """Every stage after the stages it reads, otherwise in the order written.
-
-    Raises `ConfigError` that prints the cycle when there is one. Inputs that name no stage are left
-    to `check`.
-    """
+    """Every stage after the stages it reads, otherwise in the order written."""
     order: list[str] = []
     for start in stages:
         _visit(start, stages, order, [])

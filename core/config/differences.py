@@ -71,10 +71,7 @@ def _defaults(
     resolved: ResolvedRun,
     manager: PluginManager,
 ) -> dict[str, object]:
-    """The flat settings of the same run with nothing set that need not be.
-
-    A place that has no default is not there: none has, where nothing less than the run resolves.
-    """
+    """The flat settings of the same run with nothing set that need not be."""
     stages: dict[str, Any] = {}
     for name, stage in used["stages"].items():
         fields = type(resolved.config.stages[name]).model_fields

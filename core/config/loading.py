@@ -72,10 +72,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name: Path) -> Path:
-    """The file `name`, or the shipped configuration of that name.
-
-    Raises `ConfigError` with the nearest file names when there is neither.
-    """
+    """The file `name`, or the shipped configuration of that name."""
     if name.exists():
         return name
     shipped = shipped_configs()
@@ -98,11 +95,7 @@ def find_config(name: Path) -> Path:
 
 
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
-
-    Mappings merge key by key; everything else is replaced. Raises `ConfigError` with one line for
-    each problem: file and line, place, value, what is allowed, the nearest spelling.
-    """
+    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result."""
     if not paths:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
     files = tuple(find_config(path) for path in paths)

@@ -19,10 +19,7 @@ _NOT_SHOWN = ("algorithm",)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One plugin of a preset: its place in a stage, kind, name, formula, and fields as they stand.
-
-    `formula` is the first paragraph of the plugin's docstring.
-    """
+    """One plugin of a preset; `place` is its place in a stage, `fields` all its settings."""
 
     place: str
     kind: str

@@ -41,10 +41,7 @@ def explain(
     prefix: Loc = (),
     title: str = "a run",
 ) -> list[str]:
-    """One line for each problem in `error`, which came from validating a `root` at `prefix`.
-
-    `title` says in words what a `root` is.
-    """
+    """One line for each problem in `error`, which came from validating a `root` at `prefix`."""
     lines = []
     details = error.errors(include_url=False)
     for detail in details:

@@ -75,11 +75,7 @@ class ResolvedRun:
 
 
 def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
-    """Expand presets, check every component, the inputs and the batch arithmetic.
-
-    Raises `ConfigError` with one line (file, line, place, value, what is allowed) per problem, or,
-    when the configuration is right, `DataError` for a stage's file of preferences.
-    """
+    """Expand presets, check every component, the inputs and the batch arithmetic."""
     resolver = _Resolver(loaded, manager)
     values = loaded.config.model_dump(mode="json")
     task, used_task = resolver.component("task", loaded.config.task, ("task",))

@@ -268,10 +268,7 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """What its parts read beside their inputs, where the config names a file or folder.
-
-        A saved critic, pre-training examples, the texts of tools, the models of rewards.
-        """
+        """What its parts read beside their inputs, where the config names a file or folder."""
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
         for index, reward in enumerate(self.rewards):

@@ -22,10 +22,7 @@ class Spec:
 
 
 def parse_spec(option: str, text: str) -> Spec:
-    """`gspo,clip_low=0.001` as a name and fields, whose values are YAML.
-
-    A comma inside brackets belongs to its value. Raises `ConfigError`.
-    """
+    """`gspo,clip_low=0.001` as a name and fields, whose values are YAML."""
     name, *parts = _split(text)
     fields: dict[str, object] = {}
     for part in parts:

@@ -101,11 +101,7 @@ def split_by_prompt(
 
 
 def batches(num_rows: int, batch_size: int, generator: torch.Generator) -> list[list[int]]:
-    """Row indices of every mini-batch of an epoch: shuffled, of nearly equal size.
-
-    There are ceil(num_rows / batch_size) of them, so that no last batch of a row or two has the
-    weight of a full one.
-    """
+    """Row indices of every mini-batch of an epoch: shuffled, of nearly equal size."""
     order = torch.randperm(num_rows, generator=generator)
     return [part.tolist() for part in order.tensor_split(-(-num_rows // batch_size))]
 

@@ -60,10 +60,7 @@ class PreferenceRow:
 def read_preference_rows(
     path: Path, setting: str, kinds: Sequence[Kind]
 ) -> tuple[Kind, list[PreferenceRow]]:
-    """All rows of the file and their kind, which must be one of `kinds` and the same throughout.
-
-    Raises `DataError` with file, line and mend. `setting` is what names the file in the config.
-    """
+    """All rows of the file and their kind, which must be one of `kinds` and the same throughout."""
     wanted = " or ".join(EXAMPLES[kind] for kind in kinds)
     lines = read_json_lines(path, setting, wanted)
     found: list[tuple[Kind, PreferenceRow]] = [_row(line, wanted) for line in lines]

@@ -79,10 +79,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Transformer:
-    """Rewrites problems of `task` with the model that `ask` stands for.
-
-    `fits` says whether a prompt is short enough, `held_out` are keys that must not be made.
-    """
+    """Rewrites problems of `task` with the model that `ask` stands for."""
 
     task: Task[Any]
     settings: Rewriting

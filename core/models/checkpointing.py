@@ -16,11 +16,7 @@ from posttrain.core.errors import ConfigError
 
 
 def use_checkpointing(model: torch.nn.Module) -> None:
-    """Keep only the inputs of each layer of `model` for the backward pass.
-
-    transformers does so for layers in training mode. Only the layers' own flags are set, as modes
-    of what is inside them would turn dropout on.
-    """
+    """Keep only the inputs of each layer of `model` for the backward pass."""
     layers = list(_layers(model))
     if not layers:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

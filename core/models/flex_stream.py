@@ -81,10 +81,7 @@ def prepared(layout: StreamLayout) -> StreamLayout:
 
 
 def block_mask(layout: StreamLayout) -> BlockMask:
-    """The mask by blocks of 128 tokens, made once for all layers.
-
-    What `create_block_mask` gives, without S x S booleans at once.
-    """
+    """The mask by blocks of 128 tokens, made once for all layers."""
     if "block_mask" not in layout.made:
         partial, whole = _seen_blocks(layout.numbers, layout.last)
         count = len(layout.back)

@@ -28,10 +28,7 @@ NAME = "default"  # peft's name of a model's only adapter
 
 
 def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model once more, frozen, on the same weights in memory.
-
-    An adapter that `model` gets afterwards is not in it: a reference policy that costs nothing.
-    """
+    """The same model once more, frozen, on the same weights in memory."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     twin.requires_grad_(False)

@@ -35,10 +35,7 @@ class ModelRuntime:
 
     @property
     def plain_attention(self) -> str:
-        """transformers' own implementation; on a CPU eager beats SDPA at short lengths.
-
-        Not where its bfloat16 products would be emulated.
-        """
+        """transformers' own implementation; on a CPU eager beats SDPA at short lengths."""
         if self.attention != "stream":
             return self.attention
         eager = self.device.type == "cpu" and not is_emulated(self.dtype, self.device)

@@ -38,10 +38,7 @@ def check_source(section: ModelSection) -> None:
 
 
 def obtain(section: ModelSection, cache: Path) -> BaseModel:
-    """The base model as a directory; converts the bundled GGUF into `cache` once.
-
-    Raises `ResourceError` when no source has it.
-    """
+    """The base model as a directory; converts the bundled GGUF into `cache` once."""
     path = Path(section.source).expanduser()
     if path.exists() or _looks_like_path(section.source):
         _check_directory(path)

@@ -46,11 +46,7 @@ def only_score(answer: object) -> Score:
 
 
 def checked_score(found: object) -> Score:
-    """`found` as a score of plain numbers, or an `error` that says what came instead.
-
-    A status that tells of a missing value never carries one, and a score without a value is never
-    `ok`.
-    """
+    """`found` as a score of plain numbers, or an `error` that says what came instead."""
     if not isinstance(found, Score):
         return failed(f"{reprlib.repr(found)}, expected a Score")
     if found.status not in STATUSES:

@@ -71,10 +71,7 @@ class WorkerHandle:
         return self._since + self.limit() if self.jobs else math.inf
 
     def read(self) -> tuple[list[tuple[int, Score]], bool]:
-        """Scores that arrived, by job number, and whether it still has its connection.
-
-        Raises `BadFrame` when it wrote anything but what a worker writes.
-        """
+        """Scores that arrived, by job number, and whether it still has its connection."""
         payloads, is_open = read_available(self.sock, self._frames)
         try:
             taken = [self._take(parse(payload)) for payload in payloads]

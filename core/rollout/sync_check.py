@@ -139,10 +139,7 @@ class SyncCheck:
         return Answers(self._trainer_logprobs(), self._engine_logprobs())
 
     def _compare_weights(self, event: str) -> bool:
-        """Whether all that the engine computes with is known to be the trainer's, bit for bit.
-
-        Not so where it cannot tell, or has an adapter beside the weights that it tells of.
-        """
+        """Whether all that the engine computes with is known to be the trainer's, bit for bit."""
         weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
@@ -236,10 +233,7 @@ def _distance(left: Tensor, right: Tensor) -> float:
 def make_probe(
     tokenizer: ChatTokenizer, limit: int, texts: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Two sequences of at most 24 tokens: the ends of `texts`, or of two sentences of our own.
-
-    `limit` is the most tokens that the engine takes; one of them is left for it to sample.
-    """
+    """Two sequences of at most 24 tokens: the ends of `texts`, or of two sentences of our own."""
     length = max(2, min(PROBE_LENGTH, limit - 1))
     given = [list(ids)[-length:] for ids in texts[:2]]
     if not given:
@@ -254,9 +248,6 @@ def check_stored(
     tokenizer: ChatTokenizer,
     limit: int,
 ) -> None:
-    """Raise `RunError` unless the engine answers as the model in `model_dir` does.
-
-    The model is loaded for the time this takes: once for a stage, not for a step.
-    """
+    """Raise `RunError` unless the engine answers as the model in `model_dir` does."""
     model = load_policy(model_dir, runtime)
     SyncCheck(engine, model, make_probe(tokenizer, limit)).after(f"the sync of {model_dir}")

@@ -71,10 +71,7 @@ def _read_test(row: object, number: int) -> UnitTest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many of the tests passed. `detail` tells of the first that did not.
-
-    With `error`, the sandbox failed and nothing is known.
-    """
+    """How many of the tests passed. `detail` tells of the first that did not."""
 
     passed: int
     total: int

@@ -39,10 +39,7 @@ def check_model_dir(model_dir: Path) -> None:
 
 
 def checkpoint_shapes(model_dir: Path) -> tuple[dict[str, list[int]], frozenset[str]]:
-    """Shapes of the checkpoint's weights by name, and the names that are copies of another.
-
-    vLLM fuses weights under names of its own, so what a sync must bring is read from the files.
-    """
+    """Shapes of the checkpoint's weights by name, and the names that are copies of another."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -32,11 +32,7 @@ def digest_of(folder: Path) -> str:
 def write_weights(
     parent: Path, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> WeightFiles:
-    """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name.
-
-    Files are synced to the disk in a temporary folder, which is renamed when it is complete. Raises
-    `ResourceError` when the disk is full.
-    """
+    """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name."""
     from safetensors.torch import save_file
 
     partial, final = parent / f".partial-{name}", parent / name

@@ -53,10 +53,7 @@ def read_journal(path: Path) -> list[JournalRow]:
 
 
 class Journal:
-    """Appends rows to a file. Opening keeps its rows up to step `keep_through` (None = no row).
-
-    `kept` holds those rows. Raises `ResourceError` when the file cannot be written.
-    """
+    """Appends rows to a file. Opening keeps its rows up to step `keep_through` (None = no row)."""
 
     def __init__(self, path: Path, keep_through: int | None = None) -> None:
         self.path = path

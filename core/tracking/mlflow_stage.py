@@ -87,10 +87,7 @@ class StageTracker(MlflowRun):
         return beyond
 
     def log_summary(self, metrics: Metrics, model_id: str = "") -> None:
-        """Record final values at the last step seen; a value already there is not repeated.
-
-        With `model_id` they also show on that model's page.
-        """
+        """Record final values at the last step seen; a value already there is not repeated."""
         values = measured(metrics)
         check_names(values)
         self._require_open()
@@ -166,10 +163,7 @@ class StageTracker(MlflowRun):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> str:
-        """Record a model this run made, by reference: nothing is copied. Returns its id "m-...".
-
-        It is an output of the pipeline's run too.
-        """
+        """Record a model this run made, by reference: nothing is copied. Returns its id "m-..."."""
         session = self._session
         all_tags = {**(tags or {}), "posttrain.uri": uri, "posttrain.digest": digest}
 

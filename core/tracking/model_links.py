@@ -21,10 +21,7 @@ class KnownModel:
 
 
 def known_here(session: Session, run_id: str, name: str, model: KnownModel) -> str:
-    """The id of `model` in this tracking server; it is made, as one of `run_id`, if there is none.
-
-    A model of the same digest and place that an earlier run made here is taken before a new one.
-    """
+    """The id of `model` in this tracking server, where `run_id` makes it if there is none."""
     if model.model_id and _exists(session, model.model_id):
         return model.model_id
     quoted = model.digest.replace("'", "")

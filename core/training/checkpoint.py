@@ -65,11 +65,7 @@ def save_checkpoint(
     critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> None:
-    """Write `folder` anew: tensors first, the state with their digest last, then rename.
-
-    The tensors of a `critic`'s optimizer lie in a folder of their own inside it. A `reference` is
-    given when it is no longer what the stage started from.
-    """
+    """Write `folder` anew: tensors first, the state with their digest last, then rename."""
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -93,11 +89,7 @@ def load_checkpoint(
     critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> LoopState:
-    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`.
-
-    Raises `RunError` when it is damaged, is of another precision, or is of a loop with a critic and
-    this one has none, or the other way round. Nothing is loaded then.
-    """
+    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`."""
     record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(

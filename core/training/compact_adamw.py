@@ -24,10 +24,7 @@ _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW over float32 tensors, and over bfloat16 ones, which are rounded at random.
-
-    Gradients are float32 in both cases (`Tensor.grad_dtype`).
-    """
+    """AdamW over float32 tensors, and over bfloat16 ones, which are rounded at random."""
 
     def __init__(self, params: Sequence[Tensor], section: OptimizerSection, seed: int) -> None:
         super().__init__(params, {"lr": section.learning_rate})

@@ -62,10 +62,7 @@ class WeightedTokens:
 def sample_tokens(
     tokens: Sequence[WeightedTokens], fraction: float, generator: torch.Generator
 ) -> list[WeightedTokens]:
-    """A random `fraction` of the weighted tokens, at least one, each as likely as any other.
-
-    The weights of those drawn are scaled to add up to what all did. Rows without any are left out.
-    """
+    """A random `fraction` of the weighted tokens, at least one, each as likely as any other."""
     masks = [part.weights > 0 for part in tokens]
     sizes = [int(mask.sum()) for mask in masks]
     drawn = torch.zeros(sum(sizes), dtype=torch.bool)

@@ -82,11 +82,7 @@ def _compiled() -> BlockMath:
 
 
 def why_plain(device: torch.device, *, compiled: bool) -> str | None:
-    """Why blocks on `device` are not worked on by compiled kernels; None if they are.
-
-    `compiled` is whether the model's layers are. A GPU needs no asking: it has its compiler when
-    triton is installed.
-    """
+    """Why blocks on `device` are not worked on by compiled kernels; None if they are."""
     if device.type == "cuda":
         missing = importlib.util.find_spec("triton") is None
         return "kernels need the package triton" if missing else None

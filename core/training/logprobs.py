@@ -157,10 +157,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] (nats) of `targets` [N] and entropies [N]: `hidden` [N, H], `weight` [V, H].
-
-    The distribution is softmax(hidden @ weight.T / temperature). Both results carry gradients.
-    """
+    """Log-probs [N] (nats) of `targets` [N] and entropies [N]: `hidden` [N, H], `weight` [V, H]."""
     values, entropy, _ = cut_logprobs(
         hidden, weight, targets, Cut(), temperature=temperature, chunk=chunk
     )
@@ -199,10 +196,7 @@ def cut_logprobs(
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient.
-
-    Tokens of probability 0 (a logit of -inf) add nothing.
-    """
+    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient."""
     logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
     probs = logp.exp()
     return -(probs * masked(logp, probs > 0)).sum(dim=-1)

@@ -136,10 +136,7 @@ class MasterOptimizer:
         return StepReport(norm, limit is not None and norm > limit, rate, skipped=False)
 
     def fill_gradients(self) -> None:
-        """Gradients of 0 where there are none: an update whose rows all teach nothing is still one.
-
-        Moments decay and weights move by them, as after a backward pass that gave zeros.
-        """
+        """Gradients of 0 where there are none: an update without any is still one (moments decay)."""
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master, dtype=torch.float32)

@@ -20,10 +20,7 @@ from posttrain.core.training.preference_scores import LabelTokens, MiniCounts, P
 
 @dataclass(frozen=True, slots=True)
 class PairMini:
-    """N pairs: rows 2i and 2i + 1 of `batch` are chosen and rejected of pair i, and share a prompt.
-
-    `margin` [N] are the pairs' own.
-    """
+    """N pairs: rows 2i and 2i + 1 of `batch` are chosen and rejected of pair i; `margin` [N]."""
 
     batch: RolloutBatch
     margin: Tensor

@@ -85,10 +85,7 @@ def trim(root: Path, keep: KeepSection) -> None:
 
 
 def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
-    """After the stage is done: what stays for replay moves to `kept/`, all else is removed.
-
-    Files named in `beside` stay where a checkpoint does. May be called again.
-    """
+    """After the stage is done: what stays for replay moves to `kept/`, all else is removed."""
     kept = root / KEPT
     staying = [folder for folder in complete_checkpoints(root) if _stays(folder, keep)]
     for folder in staying:

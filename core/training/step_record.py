@@ -137,10 +137,7 @@ def values_path(folder: Path, step: int) -> Path:
 
 
 def read_record(folder: Path) -> dict[int, StepRecord]:
-    """The recorded steps, by number; a last line that a kill cut short is none.
-
-    Raises `RunError` for a line that is something else.
-    """
+    """The recorded steps, by number; a last line that a kill cut short is none."""
     path = folder / STEPS
     found: dict[int, StepRecord] = {}
     environment: Mapping[str, str] = {}

@@ -54,10 +54,7 @@ def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
 def weight_tensors(
     policy: StoredOptimizer, critic: StoredOptimizer | None, step: int
 ) -> dict[str, Tensor | Block]:
-    """Trained weights by name, those of the critic after those of the policy.
-
-    Of weights on ranks, the blocks that `step` records.
-    """
+    """Trained weights by name, those of the critic after those of the policy."""
     found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights(step).items()}
     if critic is not None:
         found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights(step).items()}

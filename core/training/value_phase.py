@@ -38,10 +38,7 @@ class ValuePhase:
         return batch.with_columns(values=values, bootstrap_value=bootstrap)
 
     def update(self, batch: RolloutBatch, step: int, check: Callable[[], None]) -> dict[str, float]:
-        """One pass of the critic; tells whether the policy may move from this step on.
-
-        `pretraining` is true for the steps that belong to the critic alone, this one included.
-        """
+        """One pass of the critic; tells whether the policy may move from this step on."""
         self.pretraining = self._left > 0
         if not self.pretraining:
             return self.critic.update(batch, step, check) | {"value/pretraining": 0.0}

@@ -86,10 +86,7 @@ def exports(ports: Ports) -> dict[str, str]:
 
 
 def plain_environment() -> Mapping[str, str]:
-    """The caller's environment without what it says of other servers.
-
-    How often workers ask for work stays the caller's choice.
-    """
+    """The caller's environment without what it says of other servers."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -65,11 +65,7 @@ def services(layout: Layout, ports: Ports) -> list[Service]:
 
 
 def up(home: Path, wanted: Ports, say: Say) -> Ports:
-    """Start what does not run, and return when all of it answers; returns the ports.
-
-    What this call started is stopped again when anything fails or interrupts it. Raises
-    `ResourceError` for missing programs, a port in use, or a service that does not come up.
-    """
+    """Start what does not run, and return when all of it answers; returns the ports."""
     if importlib.util.find_spec("psycopg2") is None:
         raise ResourceError(
             "MLflow needs psycopg2 to keep its data in PostgreSQL: pip install psycopg2-binary "

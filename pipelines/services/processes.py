@@ -48,10 +48,7 @@ def _default_signals() -> None:
 
 
 def start(launch: Launch, folder: Path) -> psutil.Process:
-    """Start it in a session of its own, so that no Ctrl-C of a terminal reaches it, and record it.
-
-    It is marked as belonging to the services in `folder`.
-    """
+    """Start and record it, in a session of its own: no Ctrl-C of a terminal reaches it."""
     with launch.log.open("w") as log:
         os.chmod(launch.log, 0o600)
         process = subprocess.Popen(

@@ -30,10 +30,7 @@ class Steps:
     def begin(
         cls, context: StageContext, trainer: Trainer, total: int, checkpoint_every: int
     ) -> Steps:
-        """From the context's checkpoint on, if an interrupted run of the stage has left one.
-
-        Raises `RunError` when it does not fit: a stage never starts anew unasked.
-        """
+        """From the context's checkpoint on, if an interrupted run of the stage has left one."""
         steps = cls(context, trainer, total, checkpoint_every)
         found = context.resume_from
         if found is not None:
