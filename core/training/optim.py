@@ -136,7 +136,7 @@ class MasterOptimizer:
         return StepReport(norm, limit is not None and norm > limit, rate, skipped=False)
 
     def fill_gradients(self) -> None:
-        """Gradients of 0 where there are none: an update without any is still one (moments decay)."""
+        """Gradients of 0 where there are none: such an update still lets moments decay."""
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master, dtype=torch.float32)
