@@ -1,8 +1,4 @@
-"""Where a model comes from: a store's stages, from what they made back to what they read.
-
-Each finished stage has a manifest with the digests of what it read and made, so the way back needs
-no server: a digest that some stage made is that stage's work, any other came from outside.
-"""
+"""Where a model comes from: a store's stages, from what they made back to what they read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The identity of a stage: a hash of everything that decides its result, with named parts.
-
-Two stages with one identity give one result, so the second is never computed. The parts are kept,
-so that a miss can be explained (`core/reasons.py`).
-"""
+"""The identity of a stage: a hash of everything that decides its result, with named parts."""
 
 from __future__ import annotations
 

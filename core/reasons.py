@@ -1,8 +1,4 @@
-"""Why a stage is computed although an earlier result of it exists, as people would say it.
-
-Parts of identities are flat and their values JSON; here they become a tree again, and what differs
-is named by its place in the YAML: `stages.sft.optimizer.learning_rate 1e-5 -> 2e-5`.
-"""
+"""Why a stage is computed although an earlier result of it exists, as people would say it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a deployed run is asked for: the form on Prefect's pages, checked before a run starts.
-
-Importing this needs neither torch nor mlflow nor prefect.
-"""
+"""What a deployed run is asked for: the form on Prefect's pages, checked before a run starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether the servers of a run can serve several processes at once. SQLite cannot.
-
-Importing this needs neither mlflow nor prefect.
-"""
+"""Whether the servers of a run can serve several processes at once. SQLite cannot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""YAML files and `--set` overrides to a checked `RunConfig` that knows where a value was written.
-
-Importing this module needs neither torch nor mlflow nor prefect.
-"""
+"""YAML files and `--set` overrides to a checked `RunConfig` that knows each value's place."""
 
 from __future__ import annotations
 

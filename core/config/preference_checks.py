@@ -1,7 +1,4 @@
-"""Preference losses, options and data that cannot work together, each with what to change.
-
-Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
-"""
+"""Preference losses, options and data that cannot work together, each with what to change."""
 
 from __future__ import annotations
 

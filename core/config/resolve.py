@@ -1,7 +1,4 @@
-"""A loaded configuration to one that is complete: presets expanded, every plugin's fields checked.
-
-Importing this module needs neither torch nor mlflow nor prefect: the plugin manager is handed in.
-"""
+"""Completes a loaded configuration: presets expanded, every plugin's fields checked."""
 
 from __future__ import annotations
 

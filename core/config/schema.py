@@ -1,7 +1,4 @@
-"""The whole YAML as one pydantic tree. Unknown keys are errors everywhere.
-
-Importing this module, or one that it imports, needs neither torch nor mlflow nor prefect.
-"""
+"""The whole YAML as one pydantic tree. Unknown keys are errors everywhere."""
 
 from __future__ import annotations
 

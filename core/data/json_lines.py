@@ -1,7 +1,4 @@
-"""JSON Lines files: one object per line, with errors that name file, line and what was expected.
-
-Importing this module needs no torch.
-"""
+"""JSON Lines files: one object per line, with errors that name file, line and what was expected."""
 
 from __future__ import annotations
 

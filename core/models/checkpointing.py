@@ -1,7 +1,4 @@
-"""Gradient checkpointing: a layer's inside is computed again in the backward pass, not kept.
-
-Source: Chen et al., arXiv:1604.06174; the layers are transformers' own.
-"""
+"""Gradient checkpointing: a layer's inside is computed again in the backward pass, not kept."""
 
 from __future__ import annotations
 

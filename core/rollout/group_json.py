@@ -1,7 +1,4 @@
-"""Sampled groups as JSON, exactly: what a resumed run is given equals what was sampled.
-
-Python writes a float with as many digits as its value needs, so log-probs come back bit for bit.
-"""
+"""Sampled groups as JSON, exactly: what a resumed run is given equals what was sampled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""All processes of one sandbox, as the guard sees them: how much they hold, and their end.
-
-The guard is a child subreaper, so whatever the program leaves behind becomes the guard's child.
-"""
+"""All processes of one sandbox, as the guard sees them: how much they hold, and their end."""
 
 from __future__ import annotations
 

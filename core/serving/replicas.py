@@ -1,7 +1,4 @@
-"""Replicas of one model behind HTTP: who is alive, how busy each is, requests to all of them.
-
-Everything here runs on one event loop in a thread of its own (`LoopThread`), so nothing is locked.
-"""
+"""Replicas of one model behind HTTP: who is alive, how busy each is, requests to all of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where MLflow keeps its data: opening a store, making the local database, ending dead runs.
-
-With its neighbours `mlflow_*` and `registry` the only module that imports mlflow.
-"""
+"""Where MLflow keeps its data: opening a store, making the local database, ending dead runs."""
 
 from __future__ import annotations
 

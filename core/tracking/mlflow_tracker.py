@@ -1,7 +1,4 @@
-"""Everything a pipeline records: one parent run, one child run per stage, registered models.
-
-The public face of MLflow for the rest of posttrain. Importing it costs about 2 s, MLflow's own.
-"""
+"""Everything a pipeline records: one parent run, one child run per stage, registered models."""
 
 from __future__ import annotations
 
