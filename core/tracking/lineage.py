@@ -154,19 +154,3 @@ def lineage_html(stages: Sequence[LineageNode], title: str = "Lineage") -> str:
         "stage; an arrow is something it read. Digests are of what the stage made.</p>"
         f"{svg}</body></html>\n"
     )
-
-
-def lineage_markdown(stages: Sequence[LineageNode], title: str = "Lineage") -> str:
-    """The same as a Markdown table, one row per stage in the order given."""
-    lines = [
-        f"# {title}",
-        "",
-        "| stage | kind | reads | result | status | digest |",
-        "|---|---|---|---|---|---|",
-    ]
-    for stage in stages:
-        reads = ", ".join(f"{role}: {name}" for role, name in stage.inputs.items()) or "-"
-        digest = f"`{stage.digest[:12]}`" if stage.digest else "-"
-        row = (stage.name, stage.kind, reads, stage.metric or "-", stage.status or "-", digest)
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |")
-    return "\n".join(lines) + "\n"

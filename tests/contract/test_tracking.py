@@ -14,11 +14,11 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.tracking import registry
 from posttrain.core.tracking.mlflow_tracker import (
     PipelineTracker,
     StageTracker,
     prepare_database,
-    register_model,
 )
 from posttrain.core.tracking.model_links import KnownModel
 
@@ -252,6 +252,12 @@ def test_models_chain_the_stage_that_made_them_to_the_stage_that_read_them(uri: 
     assert logged.source_run_id == sft.run_id and str(logged.status) == "READY"
     assert logged.tags["posttrain.digest"] == DIGEST and logged.params == {"dtype": "bfloat16"}
     assert [(m.key, m.value) for m in logged.metrics or []] == [("eval/greedy_accuracy", 0.5)]
+
+
+def register_model(uri: str, model_id: str, name: str, alias: str, tags: dict[str, str]) -> str:
+    version = registry.register_champion(uri, model_id, name, tags)
+    registry.move_alias(uri, name, alias, version)
+    return version
 
 
 def test_registering_moves_the_alias_and_never_makes_a_second_version_of_one_model(

@@ -155,7 +155,8 @@ def test_nothing_is_written_to_the_terminal_or_the_working_directory(tmp_path: P
         " params={}, tags={})\n"
         "stage = tracker.stage('rl', 'rl', {})\n"
         "model = stage.log_model_output(name='p', uri='/p', digest='d', step=1)\n"
-        "register_model(uri, model, 'p', 'candidate', {})\n"
+        "from posttrain.core.tracking.registry import register_champion\n"
+        "register_champion(uri, model, 'p', {})\n"
         "tracker.finish('FINISHED')\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
