@@ -27,7 +27,6 @@ class Made:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of what it read, by role."""
         return self._named(_INPUT)
 
     @property
@@ -81,7 +80,6 @@ class Family:
         return next((made for made in self.stages if made.identity == identity), None)
 
     def by_folder(self, folder: Path) -> tuple[Made, str] | None:
-        """The stage that made `folder`, and its digest."""
         for made in reversed(self.stages):
             for digest, row in made.artifacts.items():
                 if (made.folder / row["uri"]).resolve() == folder.resolve():
@@ -89,7 +87,6 @@ class Family:
         return None
 
     def by_model_id(self, model_id: str) -> str | None:
-        """Digest of the model that MLflow knows by this id."""
         for made in self.stages:
             for digest, row in made.artifacts.items():
                 if row.get("mlflow_model_id") == model_id:
@@ -97,7 +94,6 @@ class Family:
         return None
 
     def knows(self, digest: str) -> bool:
-        """Whether a stage of the store made it."""
         return digest in self._by_digest
 
     def past_of(self, digest: str) -> Ancestor:

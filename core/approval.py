@@ -80,7 +80,6 @@ class ApprovalRequest:
 
 
 def utc_now() -> str:
-    """This moment, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -145,13 +144,11 @@ def _write_note(folder: Path, stage: str, key: str, note: Mapping[str, object]) 
 
 
 def read_answer(folder: Path) -> Answer:
-    """The answer in a gate's artifact."""
     values = json.loads((folder / APPROVAL_FILE).read_text())
     return Answer(**{name: values[name] for name in Answer.__dataclass_fields__})
 
 
 def write_answer(folder: Path, answer: Answer, evidence: dict[str, object]) -> Path:
-    """The answer, with what it was given on, as JSON."""
     path = folder / APPROVAL_FILE
     path.write_text(json.dumps(asdict(answer) | evidence, indent=2))
     return path

@@ -96,7 +96,6 @@ class RunResult:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -170,7 +170,6 @@ def _plain(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """`1e-5` for 1e-05, `0.2`, `3` for 3.0."""
     text = f"{value:.12g}"
     mantissa, sign, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if sign else mantissa

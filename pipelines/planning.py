@@ -29,8 +29,6 @@ from posttrain.pipelines.outside import champion_input, no_longer_true, outside_
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Whether a stage would be reused, and why (not)."""
-
     name: str
     cached: bool
     reason: Reason

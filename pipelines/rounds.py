@@ -41,7 +41,6 @@ class Begun:
         return self.cursor.round.digest if self.cursor and self.cursor.round else ""
 
     def finish(self) -> None:
-        """The round's rows are trained on: keep that, whole."""
         if self.cursor is not None and self.path is not None:
             write_cursor(self.path, self.cursor.finish())
 
@@ -56,7 +55,6 @@ def data_stage(resolved: ResolvedRun) -> NewDataStage | None:
 
 
 def cursor_path(resolved: ResolvedRun, home: Path) -> Path:
-    """Where the config of this name keeps what it was trained on."""
     return home / "continual" / resolved.config.name / CURSOR_FILE
 
 

@@ -44,7 +44,6 @@ def require_shared_mlflow() -> str:
 
 
 def _settings(url: str) -> object:
-    """The server's own settings, secrets hidden."""
     try:
         return httpx.get(f"{url}/admin/settings", timeout=TIMEOUT_S).raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -222,7 +222,6 @@ class _Check:
             )
 
     def sampler(self) -> Iterable[str]:
-        """Groups too small for the sampler."""
         sampler, size = self.build("sampler", self.stage.sampler), self.stage.num_generations
         if size < sampler.smallest_group():
             yield self.line(

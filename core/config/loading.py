@@ -56,7 +56,6 @@ def _indexed(parts: Loc, raw: object) -> Loc:
 
 
 def shipped_folder() -> Path:
-    """The folder of the configurations that come with the package."""
     # In a checkout and in an installed wheel alike it lies beside the folder of `core`.
     return Path(posttrain.core.__file__).parents[1] / "configs"
 
@@ -122,7 +121,6 @@ def _merge(
     marks: dict[Loc, str],
     lines: Mapping[Loc, str],
 ) -> None:
-    """Put `source` into `target` key by key, with the places it was written at."""
     for key, value in source.items():
         place = (*loc, key)
         known = target.get(key)

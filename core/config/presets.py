@@ -49,6 +49,5 @@ def axes_of(algorithm: Any, manager: PluginManager) -> list[Axis]:
 
 
 def formula_of(cls: type) -> str:
-    """The first paragraph of a plugin's docstring, on one line."""
     doc = inspect.getdoc(cls) or ""
     return " ".join(doc.split("\n\n", 1)[0].split())

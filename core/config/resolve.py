@@ -169,7 +169,6 @@ class _Resolver:
     def reward_model_stage(
         self, name: str, stage: RewardModelStage
     ) -> tuple[RewardModelStage, list[PluginUse]]:
-        """The stage with its preference loss and its data checked."""
         loc, before = ("stages", name, "preference_loss"), len(self.problems)
         loss, used = self.component("preference_loss", stage.preference_loss, loc)
         filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
@@ -280,7 +279,6 @@ class _Resolver:
 
 
 def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:
-    """Problems of one stage that no single field shows."""
     place = ("stages", name)
     if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)

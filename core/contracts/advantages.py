@@ -136,7 +136,6 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         """Advantages [B] in float64 (unscored rows may hold anything), and metrics."""
 
     def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
-        """Advantages [B, T] from those of the rows [B]."""
         return rows[:, None].expand(batch.response_mask.shape)
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
@@ -149,7 +148,6 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         return Advantages(self.per_token(rows, batch), metrics=metrics)
 
     def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
-        """Over tokens if asked for; rows were whitened as rows."""
         return tokens if self.config.whiten == "sequences" else super().whitened(tokens, taken)
 
 
@@ -197,7 +195,6 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
         return self.config.singleton == "raw"
 
     def smallest_group(self) -> int:
-        """Two, unless a group of one keeps its reward."""
         return 1 if self.keeps_singletons() else 2
 
     def row_rewards(self, batch: RolloutBatch) -> Tensor:

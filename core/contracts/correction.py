@@ -60,8 +60,6 @@ class RejectConfig(PluginConfig):
 
 
 class CorrectionConfig(PluginConfig):
-    """Settings of every correction in the general form."""
-
     reject: tuple[RejectConfig, ...] = Field(
         default=(), description="drop what any of these does not keep"
     )

@@ -167,7 +167,6 @@ def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterato
 
 
 def as_labelled(pairs: Sequence[Pair]) -> list[LabelledAnswer]:
-    """Every distinct answer of the pairs, by itself, with its label."""
     rows = [
         LabelledAnswer(pair.key, pair.prompt_ids, ids, desirable)
         for pair in pairs

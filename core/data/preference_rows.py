@@ -80,7 +80,6 @@ def read_preference_rows(
 
 
 def preference_digest(rows: Sequence[PreferenceRow]) -> str:
-    """sha256 over the rows in order, wherever they came from."""
     values = [[row.prompt, row.answers, row.margin, row.label] for row in rows]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 

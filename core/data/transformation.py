@@ -63,7 +63,6 @@ class Outcome:
     agreement: float | None = None
 
     def row(self) -> dict[str, object]:
-        """One line of JSON: the rewritten problem beside the original."""
         before = {"prompt": self.original.prompt, "answer": self.original.answer}
         if self.made is None:
             return {"reason": self.reason, "detail": self.detail, "original": before}

@@ -15,5 +15,4 @@ def send(connection: Connection, value: object) -> None:
 
 
 def receive(connection: Connection) -> Any:  # Any: pickled
-    """The next message; `EOFError` when the other end is gone."""
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process

@@ -22,7 +22,6 @@ _WAYS = 64
 
 
 def allow_ways() -> None:
-    """Let one function be compiled in as many ways as a run needs."""
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _WAYS)
 
 

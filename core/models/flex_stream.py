@@ -53,7 +53,6 @@ def why_no_flex(query: Tensor) -> str | None:
 
 @functools.cache
 def say_once(reason: str | None) -> None:
-    """Log which attention a GPU gets; a reason is said once."""
     how = "FlexAttention" if reason is None else f"grids and SDPA, not FlexAttention: {reason}"
     logger.info("the stream's attention is by %s", how)
 

@@ -72,7 +72,6 @@ def is_transposed(model: torch.nn.Module) -> bool:
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The state dict of `model` as it is without its adapter."""
     for name, tensor in model.state_dict().items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
@@ -161,5 +160,4 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
-    """Whether a module or parameter belongs to the layers below the head."""
     return name.startswith(f"{model.base_model_prefix}.")

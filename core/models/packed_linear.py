@@ -54,7 +54,6 @@ def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def packed_bytes(model: Any) -> int:  # Any: transformers' model classes are not typed
-    """What the second copy of the weights of linear layers takes."""
     size = product_type(model.dtype, model.device).itemsize
     return sum(layer.weight.numel() * size for layer in _linears(model))
 

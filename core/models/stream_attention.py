@@ -163,7 +163,6 @@ def stream_attention(
 def _by_grids(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, stream_layout: StreamLayout
 ) -> Tensor:
-    """`stream_attention` by products on grids of tokens."""
     prompts, longest, rows, length = stream_layout.shape
     edge = prompts * longest
     places, back, repeats = stream_layout.places, stream_layout.back, stream_layout.repeats

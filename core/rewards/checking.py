@@ -22,7 +22,6 @@ def is_failure(score: Score) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Class and message of an exception, on one line."""
     text = " ".join(str(error).split())
     return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
@@ -68,7 +67,6 @@ def checked_score(found: object) -> Score:
 
 
 def _finite(value: object) -> float | None:
-    """A finite number as a float, or None for anything else."""
     if not isinstance(value, numbers.Real):
         return None
     number = float(value)

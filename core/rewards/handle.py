@@ -46,7 +46,6 @@ class WorkerHandle:
 
     @property
     def wants_work(self) -> bool:
-        """Whether it is up and idle."""
         return self.pid is not None and not self.jobs and not self.is_closing
 
     def begin_closing(self, fault: str) -> None:
@@ -54,7 +53,6 @@ class WorkerHandle:
         self.is_closing, self.fault, self._since = True, fault, time.monotonic()
 
     def give(self, jobs: Sequence[Job]) -> None:
-        """Hand over work; `Closed` when it takes none."""
         self.jobs.extend(jobs)
         self._since, self.has_begun = time.monotonic(), False
         send_all(self.sock, framed(pickle.dumps(list(jobs))))

@@ -83,7 +83,6 @@ class ForkServerProcess:
                 poll.poll(200)
 
     def spawn(self, number: int) -> socket.socket:
-        """Ask for a worker; its end of a new connection goes along."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -122,7 +121,6 @@ class ForkServerProcess:
             raise ServerLost from None
 
     def last_words(self) -> str:
-        """What the server wrote last, or how it ended."""
         try:
             code: object = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

@@ -114,7 +114,6 @@ class RewardPool:
         return server
 
     def _ready(self) -> ForkServerProcess:
-        """The server, once it can be asked for workers."""
         server = self._server or self._start()
         try:
             server.wait_ready(self._check)
@@ -191,7 +190,6 @@ class RewardPool:
             self._end(server, worker, "")
 
     def _end(self, server: ForkServerProcess, worker: WorkerHandle, fault: str) -> None:
-        """Have a useless worker killed; the server will tell how it ended."""
         worker.begin_closing(fault)
         self._selector.unregister(worker.sock)
         server.kill(worker.number)

@@ -46,13 +46,10 @@ def framed(payload: bytes) -> bytes:
 
 
 def message(**fields: object) -> bytes:
-    """One JSON object as a frame."""
     return framed(json.dumps(fields).encode())
 
 
 class Frames:
-    """Cuts a stream of bytes into the payloads of its frames."""
-
     def __init__(self, limit: int = MAX_REPLY) -> None:
         self._limit = limit
         self._buffer = bytearray()
@@ -83,7 +80,6 @@ def parse(payload: bytes) -> dict[str, object]:
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
-    """`size` bytes of a blocking socket; raises `Closed` at its end."""
     data = bytearray()
     while len(data) < size:
         part = sock.recv(min(_CHUNK, size - len(data)))
@@ -142,7 +138,6 @@ def score_fields(score: Score) -> dict[str, object]:
 
 
 def read_score(fields: object) -> Score:
-    """The score in a worker's JSON; an `error` for anything else."""
     if not isinstance(fields, Mapping):
         return failed("no JSON object")
     try:

@@ -158,7 +158,6 @@ class ForkServer:
             pass
 
     def kill_all(self) -> None:
-        """Kill every descendant, and wait for their end."""
         for pid in list(self._workers):
             _kill_group(pid)
         deadline = time.monotonic() + _LAST_KILLS_S

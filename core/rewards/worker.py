@@ -55,7 +55,6 @@ def isolate(server: int) -> None:
 
 
 def work(sock: socket.socket, setup: PoolSetup, context: RewardContext | None) -> None:
-    """Score what arrives on `sock` until it is closed."""
     try:
         rewards = [spec.build(context) for spec in setup.rewards]
     except Exception as error:  # somebody else's code: the parent ends the run with this sentence

@@ -43,7 +43,6 @@ class Episode:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The response so far, observations included."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
@@ -161,7 +160,6 @@ class EpisodeRunner:
         return replace(episode, finish_reason="length") if cut else episode
 
     def _tokens(self, observation: Observation) -> tuple[int, ...]:
-        """An observation's tokens, made once, of its text alone."""
         ids = self.tokenizer.encode_text(
             observation.text, special=self.environment.reads_special_tokens
         )

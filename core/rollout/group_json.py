@@ -50,7 +50,6 @@ def groups_from_json(values: Sequence[Mapping[str, Any]]) -> list[SampledGroup]:
 
 
 def _made(cls: type[T], value: Mapping[str, Any]) -> T:
-    """An instance of the dataclass `cls`; JSON's lists are its tuples."""
     try:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
     except TypeError as error:

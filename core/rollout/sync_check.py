@@ -75,7 +75,6 @@ class Bounds:
     spared: float = 0.0
 
     def mean_gap(self, answers: Answers) -> float:
-        """Mean gap, none of them counted as more than `largest`."""
         return float(answers.gap.clamp(max=self.largest).mean())
 
 
@@ -177,7 +176,6 @@ class SyncCheck:
             )
 
     def _check_gap(self, now: Answers, event: str) -> None:
-        """The two agree as well as their precision lets them."""
         bounds, mean = self._bounds, mean_bound(self._bounds, self.start, now)
         far, average = float((now.gap > bounds.largest).double().mean()), bounds.mean_gap(now)
         if far <= bounds.spared and average <= mean:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 @functools.cache
 def has_bfloat16_instructions() -> bool:
-    """Whether products of bfloat16 matrices are done in hardware."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:

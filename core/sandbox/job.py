@@ -50,7 +50,6 @@ def load(text: bytes) -> Job:
 
 
 def environment(scratch: str) -> dict[str, str]:
-    """All the environment that a program gets."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": scratch,

@@ -94,6 +94,5 @@ class _Program(ctypes.Structure):
 
 
 def set_filter(code: bytes) -> None:
-    """Install a seccomp filter on this process and all it starts."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, _Program(len(code) // 8, code))

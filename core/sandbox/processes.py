@@ -20,7 +20,6 @@ class Tree:
         self.left = 0
 
     def members(self) -> list[int]:
-        """Pids of all descendants, parents first."""
         found: list[int] = []
         waiting = [os.getpid()]
         while waiting:

@@ -125,12 +125,10 @@ def _wrong(done: SandboxResult, test: UnitTest) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def describe(done: SandboxResult) -> str:
-    """One line on how a program ended badly."""
     last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     if done.status == "nonzero":
         return f"exit code {done.exit_code}: {' '.join(last)[:200]}"

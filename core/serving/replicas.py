@@ -66,7 +66,6 @@ class LoopThread:
         self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:  # Any: send and yield types
-        """The result of `work`; an interrupt here cancels it there."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -75,7 +74,6 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, close connections, end the thread."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(10)

@@ -25,7 +25,6 @@ Metrics = Mapping[str, float | None]
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """The values as floats, without None and NaN."""
     present = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in present.items() if not math.isnan(value)}
 
@@ -36,8 +35,6 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the runs of one pipeline share."""
-
     client: MlflowClient
     writer: Writer
     uri: str
@@ -62,14 +59,12 @@ class MlflowRun:
         )
 
     def log_text(self, text: str, artifact_path: str) -> None:
-        """Store `text` as an artifact, in the background."""
         self._session.writer.submit(
             f"the artifact {artifact_path}",
             lambda: self._session.client.log_text(self.run_id, text, artifact_path),
         )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, in the background."""
         entities = [RunTag(key, value) for key, value in tags.items()]
         self._session.writer.submit(
             "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)

@@ -185,7 +185,6 @@ class StageTracker(MlflowRun):
         return session.writer.call(f"model {name}", write)
 
     def log_model_input(self, model_id: str) -> None:
-        """Record that this run read a model made by another."""
         self._session.writer.submit(
             f"model input {model_id}",
             lambda: self._session.client.log_inputs(

@@ -159,7 +159,6 @@ def recover_rows(client: MlflowClient, run_id: str, rows: Sequence[JournalRow]) 
 
 
 def log_rows(client: MlflowClient, run_id: str, rows: Iterable[JournalRow]) -> None:
-    """Write rows with as few calls as MLflow allows."""
     metrics = [
         Metric(name, value, row.time_ms, row.step)
         for row in rows

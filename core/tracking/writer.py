@@ -88,7 +88,6 @@ class Writer:
         return future.result()
 
     def check(self) -> None:
-        """Raise the first error that no caller has been told yet."""
         with self._lock:
             error = self._untold()
         if error is not None:
@@ -110,7 +109,6 @@ class Writer:
         return self._explained(what + more, error)
 
     def drain(self) -> None:
-        """Wait until every job queued so far has run, without raising."""
         with self._lock:
             waiting = [future for _, future in self._waiting]
         for future in waiting:

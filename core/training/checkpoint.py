@@ -139,7 +139,6 @@ def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[s
 
 
 def _write_reference(root: Path, reference: Module) -> dict[str, str]:
-    """Write a model's parameters, by number; the file's digest."""
     path = root / _REFERENCE
     tensors = {str(i): p.detach().cpu().contiguous() for i, p in enumerate(reference.parameters())}
     save_file(tensors, path)
@@ -176,7 +175,6 @@ def read_step(folder: Path) -> int:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote beside the tensors."""
     try:
         record: dict[str, Any] = json.loads((folder / _STATE).read_text())
         if not isinstance(record, dict) or "step" not in record:

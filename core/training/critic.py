@@ -104,7 +104,6 @@ class Critic:
         )
 
     def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
-        """Row indices of each micro-batch, of all ranks."""
         return self.settings.micro_rows(batch, self.ranks.size)
 
     def update(
@@ -137,7 +136,6 @@ class Critic:
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
 
     def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
-        """Forward and backward over one mini-batch; its loss, divided by its own counts."""
         order, own = self._micro_rows(mini), MetricSums()
         totals = self.settings.aggregator.count(mini.mask, mini.group_id)
         totals = replace(totals, num_parts=len(order))

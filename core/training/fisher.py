@@ -37,7 +37,6 @@ class FlatParameters:
         return torch.cat([(torch.zeros_like(p) if t is None else t).reshape(-1) for t, p in pairs])
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Views of `vector` [D], shaped as the parameters."""
         sizes = [p.numel() for p in self.params]
         parts = zip(torch.split(vector, sizes), self.params, strict=True)
         return [part.view_as(param) for part, param in parts]
@@ -119,7 +118,6 @@ class Fisher:
         return total
 
     def _products(self, part: WeightedTokens, tangents: dict[str, Tensor]) -> Iterator[Tensor]:
-        """The share of one part, parameter by parameter."""
         chosen = part.weights > 0
         hidden_dot = self._tangent_states(part.batch, chosen, tangents)
         head_dot = next((tangents[n] for n, p in self._named.items() if p is self._head), None)

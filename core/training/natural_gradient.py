@@ -221,7 +221,6 @@ class NaturalGradient:
         old_head: Tensor,
         check: Callable[[], None],
     ) -> tuple[float, float]:
-        """L and the mean KL(old || new) at the present weights."""
         surrogate, mean_kl = 0.0, 0.0
         for part in parts:
             check()
@@ -251,7 +250,6 @@ def _token_weights(objective: Objective, prepared: PreparedMini, micro: RolloutB
 
 
 def _nothing_taken() -> dict[str, float]:
-    """The step's metrics when no step was taken."""
     return {
         "trpo/kl": 0.0,
         "trpo/improvement": 0.0,

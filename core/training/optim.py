@@ -218,7 +218,6 @@ class MasterOptimizer:
 
 
 def _adamw(masters: list[Tensor], section: OptimizerSection, seed: int) -> torch.optim.Optimizer:
-    """torch's AdamW, or the one that takes less memory."""
     if section.rounding == "stochastic" or section.moments == "8bit":
         return CompactAdamW(masters, section, seed)
     return torch.optim.AdamW(

@@ -134,7 +134,6 @@ class PreferenceLearner:
         return objective.prepare(tokens)
 
     def _log_sum_sq(self, batch: RolloutBatch) -> Tensor | None:
-        """log sum_v pi(v)^2 [B, T] of the policy, for WPO."""
         if not self.objective.scoring.wpo:
             return None
         return response_sum_pi_squared(self.model, batch, temperature=1.0).log()

@@ -40,7 +40,6 @@ class PairMini:
         return MiniCounts(float(len(self.margin)), float(self.batch.mask[0::2].sum()))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, PairMini]]:
-        """Indices of at most `size` pairs, and these pairs."""
         for index in torch.split(torch.arange(len(self.margin)), size):
             rows = torch.stack([2 * index, 2 * index + 1], dim=1).flatten()
             yield index, PairMini(self.batch.select(rows), self.margin[index])
@@ -77,7 +76,6 @@ class LabelMini:
         return MiniCounts(float(len(self.desirable)))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, LabelMini]]:
-        """Indices of at most `size` rows, and these rows."""
         for index in torch.split(torch.arange(len(self.desirable)), size):
             yield index, LabelMini(self.batch.select(index), self.desirable[index])
 

@@ -96,7 +96,6 @@ class PreferenceObjective:
 
     @property
     def needs_kl_completions(self) -> bool:
-        """Whether mismatched answers must be scored."""
         return any(term.loss.needs_kl_completions for term in self.terms)
 
     @property
@@ -160,7 +159,6 @@ class PreferenceObjective:
     def _of_labels(
         self, tokens: LabelTokens, counts: MiniCounts, prepared: PreparedTerms
     ) -> tuple[list[Tensor], RowMetrics]:
-        """Each term's losses [B], factor included, and the metrics."""
         labelled = self.scoring.labelled(tokens, counts)
         weighed = []
         for term, found in zip(self.terms, prepared.terms, strict=True):

@@ -34,7 +34,6 @@ def is_due(step: int, total: int, checkpoint_every: int, keep: KeepSection) -> b
 
 
 def kept_checkpoints(total: int, keep: KeepSection) -> int:
-    """How many a stage of `total` steps leaves for replay."""
     return max(0, total - 1) // keep.every if keep.every else 0
 
 
@@ -105,7 +104,6 @@ def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
 
 
 def starting_points(root: Path) -> list[Path]:
-    """Every checkpoint that a replay can start from, newest first."""
     found = [*complete_checkpoints(root), *complete_checkpoints(root / KEPT)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 

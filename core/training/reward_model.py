@@ -94,7 +94,6 @@ def pair_hits(
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> int:
-    """How many pairs the model orders rightly; ties count as wrong."""
     hits = torch.zeros(1)
     for start, counts in ranks.share(range(0, len(pairs), batch_size)):
         check()

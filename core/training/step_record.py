@@ -132,7 +132,6 @@ class StepRecorder:
 
 
 def values_path(folder: Path, step: int) -> Path:
-    """The tensors of a step's batch, if they were kept."""
     return folder / VALUES / f"step-{step:06d}.safetensors"
 
 

@@ -39,7 +39,6 @@ class Layout:
         return self.folder / "pgpass"
 
     def log(self, service: str) -> Path:
-        """The log of a service; each start begins it anew."""
         return self.folder / "logs" / f"{service}.log"
 
     def record(self, service: str) -> Path:
@@ -57,7 +56,6 @@ class Layout:
             ) from error
 
     def ports(self) -> Ports | None:
-        """The ports of the last `up`, or None before the first."""
         path = self.folder / "ports.json"
         try:
             return Ports(**json.loads(path.read_text()))
@@ -78,7 +76,6 @@ class Layout:
 
 
 def exports(ports: Ports) -> dict[str, str]:
-    """The variables by which commands report to these servers."""
     return {
         "PREFECT_API_URL": f"http://{HOST}:{ports.prefect}/api",
         "MLFLOW_TRACKING_URI": f"http://{HOST}:{ports.mlflow}",

@@ -153,7 +153,6 @@ class Cluster:
         return subprocess.run(ask, env=self._environment).returncode == 0
 
     def make_databases(self) -> None:
-        """One for each server, where they are missing."""
         listed = self._client("psql", "-d", "postgres", "-tAc", "select datname from pg_database")
         for name in DATABASES:
             if name not in listed.split():

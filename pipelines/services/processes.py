@@ -91,7 +91,6 @@ def marked(folder: Path) -> list[psutil.Process]:
 
 
 def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to those that are still there."""
     for process in processes:
         try:
             process.send_signal(number)
@@ -100,7 +99,6 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
 
 
 def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait for them to end; returns those that have not."""
     deadline = time.monotonic() + seconds
     alive = list(processes)
     while alive and time.monotonic() < deadline:

@@ -34,7 +34,6 @@ class Service:
 
 
 def prefect_server(layout: Layout, ports: Ports) -> Service:
-    """API, scheduler and pages, on PostgreSQL."""
     base = f"http://{HOST}:{ports.prefect}"
     database = f"postgresql+asyncpg://{ROLE}@{HOST}:{ports.postgres}/prefect"
     environment = {

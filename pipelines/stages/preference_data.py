@@ -60,7 +60,6 @@ def gather_labelled(
 def mini_batches(
     context: StageContext, stage: PreferenceDataStage, num_rows: int
 ) -> list[list[int]]:
-    """Row indices of every mini-batch of every epoch, in order."""
     return [
         part
         for epoch in range(stage.epochs)

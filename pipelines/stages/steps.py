@@ -46,7 +46,6 @@ class Steps:
 
     @property
     def remaining(self) -> range:
-        """Steps still to do, 1-based."""
         return range(self.first, self.total + 1)
 
     def done(

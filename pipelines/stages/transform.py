@@ -59,8 +59,6 @@ def run_transform(context: StageContext) -> StageOutput:
 
 
 class _Asker:
-    """The run's engine as somebody to ask: texts in, texts out."""
-
     def __init__(
         self, context: StageContext, stage: TransformStage, engine: RolloutEngine[Any]
     ) -> None:
@@ -92,7 +90,6 @@ class _Asker:
 
 
 def _report(context: StageContext, outcomes: Sequence[Outcome]) -> StageOutput:
-    """Write the data set and what was dropped, and tell how it went."""
     metrics = outcome_metrics(outcomes)
     folder = context.out / "dataset"
     folder.mkdir(parents=True)
