@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.contracts.base import ConfigT, PluginConfig, StatefulPlugin
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
@@ -36,7 +36,7 @@ class Advantages:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class AdvantageEstimator(Plugin[ConfigT]):
+class AdvantageEstimator(StatefulPlugin[ConfigT]):
     """Turns the rewards of a whole rollout batch into per-token advantages, without gradient."""
 
     kind = "advantage"
@@ -60,13 +60,6 @@ class AdvantageEstimator(Plugin[ConfigT]):
     @abstractmethod
     def estimate(self, batch: RolloutBatch) -> Advantages:
         """Advantages of every row of `batch`; group statistics run over its scored rows."""
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint must keep (moving averages)."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`."""
 
 
 class AdvantageConfig(PluginConfig):

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig, StatefulPlugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SequenceRatioConfig(RatioConfig):
     )
 
 
-class PolicyLoss(Plugin[ConfigT]):
+class PolicyLoss(StatefulPlugin[ConfigT]):
     """The policy term of the loss, token by token. It never reduces: the aggregator divides."""
 
     kind = "policy_loss"
@@ -135,13 +135,6 @@ class PolicyLoss(Plugin[ConfigT]):
     def wants_phase_kl(self) -> bool:
         """Whether `on_phase_end` needs `kl/phase_k3`; costs a forward pass per rollout batch."""
         return False
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`."""
 
 
 class AnchoredConfig(RatioConfig):
