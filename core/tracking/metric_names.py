@@ -283,7 +283,7 @@ def find_metric(name: str) -> Metric | None:
     if name in METRICS:
         return METRICS[name]
     fits = (m for prefix, m in PREFIXES.items() if name.startswith(prefix) and name != prefix)
-    return next(fits)
+    return next(fits, None)
 
 
 def check_names(names: Iterable[str]) -> None:
