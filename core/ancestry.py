@@ -1,8 +1,4 @@
-"""Where a model comes from: a store's stages, from what they made back to what they read.
-
-Each finished stage has a manifest with the digests of what it read and made, so the way back needs
-no server: a digest that some stage made is that stage's work, any other came from outside.
-"""
+"""Where a model comes from: a store's stages, from what they made back to what they read."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ _INPUT, _PLUGIN = "input ", "plugin "
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A finished stage as its manifest tells it. `folder` is its own; `parts` are of its identity.
-
-    `artifacts` maps the digest of each thing it made to that thing's row in the manifest.
-    """
+    """A finished stage, read from its manifest; `artifacts` has each thing's row by its digest."""
 
     stage: str
     kind: str
@@ -34,7 +27,6 @@ class Made:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of what it read, by role."""
         return self._named(_INPUT)
 
     @property
@@ -44,7 +36,6 @@ class Made:
 
     @property
     def code(self) -> str:
-        """Version of posttrain, and the digest of its source."""
         return self.parts.get("posttrain", "")
 
     def _named(self, prefix: str) -> dict[str, str]:
@@ -75,8 +66,6 @@ class Ancestor:
 
 
 class Family:
-    """The finished stages of a store."""
-
     def __init__(self, store: Path) -> None:
         self.stages: list[Made] = []
         for path in store.glob(f"*/{MANIFEST}"):
@@ -88,11 +77,9 @@ class Family:
         self._by_digest = {digest: made for made in self.stages for digest in made.artifacts}
 
     def by_identity(self, identity: str) -> Made | None:
-        """The stage of this identity."""
         return next((made for made in self.stages if made.identity == identity), None)
 
     def by_folder(self, folder: Path) -> tuple[Made, str] | None:
-        """The stage that made `folder`, and its digest."""
         for made in reversed(self.stages):
             for digest, row in made.artifacts.items():
                 if (made.folder / row["uri"]).resolve() == folder.resolve():
@@ -100,7 +87,6 @@ class Family:
         return None
 
     def by_model_id(self, model_id: str) -> str | None:
-        """Digest of the model that MLflow knows by this id."""
         for made in self.stages:
             for digest, row in made.artifacts.items():
                 if row.get("mlflow_model_id") == model_id:
@@ -108,11 +94,9 @@ class Family:
         return None
 
     def knows(self, digest: str) -> bool:
-        """Whether a stage of the store made it."""
         return digest in self._by_digest
 
     def past_of(self, digest: str) -> Ancestor:
-        """Everything that `digest` comes from."""
         return self._past("", digest, set())
 
     def _past(self, role: str, digest: str, told: set[str]) -> Ancestor:

@@ -35,7 +35,6 @@ class Answer:
 
     @classmethod
     def now(cls, approved: bool, by: str, reason: str, given: Given) -> Answer:
-        """An answer of this moment."""
         return cls(approved, by, " ".join(reason.split())[:MAX_REASON], utc_now(), given)
 
     def told(self) -> str:
@@ -92,7 +91,6 @@ class ApprovalRequest:
 
 
 def utc_now() -> str:
-    """This moment, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -157,13 +155,11 @@ def _write_note(folder: Path, stage: str, key: str, note: Mapping[str, object]) 
 
 
 def read_answer(folder: Path) -> Answer:
-    """The answer in a gate's artifact."""
     values = json.loads((folder / APPROVAL_FILE).read_text())
     return Answer(**{name: values[name] for name in Answer.__dataclass_fields__})
 
 
 def write_answer(folder: Path, answer: Answer, evidence: dict[str, object]) -> Path:
-    """The answer, with what it was given on, as JSON."""
     path = folder / APPROVAL_FILE
     path.write_text(json.dumps(asdict(answer) | evidence, indent=2))
     return path

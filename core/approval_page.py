@@ -37,10 +37,7 @@ def evidence(
 
 
 def chosen(before: Sequence[Outcome] | None, after: Sequence[Outcome], count: int) -> list[int]:
-    """Which problems are shown: those lost and gained in turn, then wrong and right ones in turn.
-
-    What changed for the worse comes first: it is what a person must see.
-    """
+    """The problems to show: lost and gained ones in turn, then wrong and right ones in turn."""
     places = range(len(after))
     lost, gained = [], []
     if before is not None:

@@ -55,7 +55,6 @@ class Artifact:
 
     @property
     def path(self) -> Path:
-        """The artifact on the local disk."""
         return Path(self.uri)
 
 
@@ -97,7 +96,6 @@ class RunResult:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -152,7 +150,6 @@ class ArtifactStore:
         self.root = root
 
     def folder(self, stage: str, identity: str) -> Path:
-        """Where a finished stage of this identity lives."""
         return self.root / f"{stage}-{identity[:16]}"
 
     @contextmanager
@@ -180,12 +177,11 @@ class ArtifactStore:
 
         Those of runs that go on, here or on another machine that shares the store, are not touched.
         """
-        for folder in self.root.glob(f"{_PARTIAL}*"):
+        for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
             if is_left_behind(folder.name.partition("@")[2]):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, partial: Path) -> None:
-        """Remove a private folder of a stage that did not finish."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def commit(
@@ -196,11 +192,7 @@ class ArtifactStore:
         why: Mapping[str, str],
         files: Mapping[str, str],
     ) -> Path:
-        """Write the manifest (last) and rename `partial` into place; returns the final folder.
-
-        `why` holds the named parts of the identity, so that a later miss can be explained; `files`
-        are the `tree_digests` of `partial`.
-        """
+        """Write the manifest (last) and rename `partial` into place; returns the final folder."""
         final = self.folder(result.name, identity)
         moved = [
             asdict(item) | {"uri": Path(item.uri).relative_to(partial).as_posix()}

@@ -37,7 +37,6 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Let a file or folder reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

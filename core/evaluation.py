@@ -34,7 +34,6 @@ class EvaluatedProblem:
 
     @property
     def sampled_accuracy(self) -> float | None:
-        """Mean verdict of the sampled answers; None without any."""
         if not self.sampled:
             return None
         return sum(verdict.correct for verdict in self.sampled) / len(self.sampled)

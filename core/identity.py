@@ -1,8 +1,4 @@
-"""The identity of a stage: a hash of everything that decides its result, with named parts.
-
-Two stages with one identity give one result, so the second is never computed. The parts are kept,
-so that a miss can be explained (`core/reasons.py`).
-"""
+"""The identity of a stage: a hash of everything that decides its result, with named parts."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import posttrain.core
@@ -73,7 +69,8 @@ def stage_parts(
     reads_task = "task" in shared and not (kind == "sft" and "dataset" in input_digests)
     if reads_task and task_fingerprint:
         shared["task_data"] = task_fingerprint
-    parts = _flatten({**shared, **{k: v for k, v in stage.items() if k != "kind"}})
+    settings = {**shared, **{k: v for k, v in stage.items() if k != "kind"}}
+    parts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(settings)}
     ignored = (*_IGNORED, *_IGNORED_OF.get(kind, ()))
     parts = {k: v for k, v in parts.items() if not k.startswith(ignored)}
     outside = outside or {}
@@ -104,7 +101,6 @@ def outside_digests(paths: Mapping[str, str]) -> dict[str, str]:
 
 
 def identity_of(parts: Mapping[str, str]) -> str:
-    """sha256 over the named parts."""
     return hashlib.sha256(json.dumps(dict(sorted(parts.items()))).encode()).hexdigest()
 
 
@@ -127,10 +123,10 @@ def source_digest() -> str:
     )
 
 
-def _flatten(value: object, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, Mapping) and value:
-        flat: dict[str, str] = {}
-        for key, item in value.items():
-            flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-        return flat
-    return {prefix: json.dumps(value, sort_keys=True, default=str)}
+def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Nested settings by their place: ("optimizer.learning_rate", 1e-5)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

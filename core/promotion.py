@@ -18,10 +18,7 @@ class Past:
 
 
 def earlier_champion(current: Past, look_up: Callable[[str], Past | None]) -> str:
-    """The version to go back to: the nearest that `current` came after and nobody took back.
-
-    Versions that were deleted end the history. Raises `RunError` when there is none.
-    """
+    """The version to go back to: the nearest that `current` came after and nobody took back."""
     passed = {current.version}
     version = current.previous
     why = "it is the first champion" if not version else ""

@@ -1,8 +1,4 @@
-"""Why a stage is computed although an earlier result of it exists, as people would say it.
-
-Parts of identities are flat and their values JSON; here they become a tree again, and what differs
-is named by its place in the YAML: `stages.sft.optimizer.learning_rate 1e-5 -> 2e-5`.
-"""
+"""Why a stage is computed although an earlier result of it exists, as people would say it."""
 
 from __future__ import annotations
 
@@ -174,7 +170,6 @@ def _plain(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """`1e-5` for 1e-05, `0.2`, `3` for 3.0."""
     text = f"{value:.12g}"
     mantissa, sign, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if sign else mantissa

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ConfigError, RunError
 
 CONFIG = "config.yaml"
@@ -31,7 +31,6 @@ class RunRecord:
 
     @property
     def config(self) -> Path:
-        """The resolved config."""
         return self.folder / CONFIG
 
 
@@ -54,17 +53,12 @@ class RunRecorder:
             self._write()
 
     def _write(self) -> None:
-        partial = self._folder / f"{RECORD}.partial"
-        partial.write_text(json.dumps(self._row | {"stages": self._stages}, indent=2))
-        os.replace(partial, self._folder / RECORD)
+        text = json.dumps(self._row | {"stages": self._stages}, indent=2)
+        write_text(self._folder / RECORD, text)
 
 
 def find_run(home: Path, wanted: str) -> RunRecord:
-    """The run whose id is, or begins with, `wanted`.
-
-    Raises `ConfigError` when there is none or more than one, naming those there are, and `RunError`
-    for a record that cannot be read.
-    """
+    """The run whose id is, or begins with, `wanted`."""
     folders = sorted(
         (path.parent for path in (home / "runs").glob(f"*/{RECORD}")),
         key=lambda folder: (folder / RECORD).stat().st_mtime,

@@ -31,11 +31,7 @@ def tracking_uri(home: Path) -> str | None:
 
 
 def find_base(section: ModelSection, home: Path) -> Found:
-    """The section with a hub id or directory as its source. Reads only.
-
-    Raises `ResourceError` when the registered model does not exist and there is nothing to use
-    until it does, or when its weights are not here as they were registered.
-    """
+    """The section with a hub id or directory as its source. Reads only."""
     named = RegisteredName.parse(section.source)
     if named is None:
         return Found(section)
@@ -70,7 +66,6 @@ def at(section: ModelSection, pinned: PinnedModel) -> ModelSection:
 
 
 def with_model(resolved: ResolvedRun, section: ModelSection) -> ResolvedRun:
-    """The run with this model section."""
     if section == resolved.config.model:
         return resolved
     return replace(resolved, config=resolved.config.model_copy(update={"model": section}))

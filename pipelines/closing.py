@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from posttrain.core.artifacts import StageResult
 from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.errors import PosttrainError
-from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html, lineage_markdown
+from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html
 from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.reporters import FileReporter
@@ -55,9 +55,7 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
         tracker.set_tags({"mlflow.note.content": note(pipeline, bars)})
     nodes = lineage_nodes(pipeline)
     (folder / "lineage.html").write_text(lineage_html(nodes))
-    (folder / "lineage.md").write_text(lineage_markdown(nodes))
-    for name in ("lineage.html", "lineage.md"):
-        tracker.log_file(folder / name, "summary")
+    tracker.log_file(folder / "lineage.html", "summary")
     for result in results.values():
         tracker.log_metrics({f"{result.name}/{k}": v for k, v in headline_metrics(result).items()})
 

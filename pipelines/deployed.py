@@ -64,10 +64,7 @@ def _run(request: RunRequest) -> State[None] | None:
 
 
 def _execute(request: RunRequest, resolved: ResolvedRun, manager: PluginManager) -> RunResult:
-    """The pipeline in this process. A stop ends as Prefect's own, so that it cancels the run.
-
-    A gate that has no answer suspends the flow run, which ends the process.
-    """
+    """The pipeline in this process. A stop ends as Prefect's own, so that it cancels the run."""
     home, store = folders(request.home_folder(), shared_store())
     options = RunOptions(home, store, fresh=request.fresh, no_cache=request.no_cache)
     reporter = LogReporter(get_run_logger())

@@ -38,8 +38,6 @@ ONE_AT_A_TIME = ConcurrencyLimitConfig(
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the command line says of a deployment."""
-
     flow: str
     name: str
     request: RunRequest

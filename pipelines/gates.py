@@ -62,7 +62,6 @@ class Gates:
     def request(
         self, name: str, stage: ApproveStage, inputs: Mapping[str, Artifact], identity: str
     ) -> ApprovalRequest:
-        """What is asked, with when it was first asked."""
         key = identity[:KEY_LENGTH]
         baseline = inputs.get("baseline")
         page, _ = evidence(

@@ -20,5 +20,4 @@ class LogReporter(PlainReporter):
         self._logger.info(text)
 
     def warn(self, text: str) -> None:
-        """The text as a warning."""
         self._logger.warning(text)

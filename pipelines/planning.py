@@ -29,8 +29,6 @@ from posttrain.pipelines.outside import champion_input, no_longer_true, outside_
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Whether a stage would be reused, and why (not)."""
-
     name: str
     cached: bool
     reason: Reason
@@ -43,7 +41,6 @@ def parts_of_stage(
     engine: str,
     task_fingerprint: str,
 ) -> dict[str, str]:
-    """The named parts of a stage's identity."""
     config = resolved.config.model_dump(mode="json")
     dtype = choose_dtype(resolved.config.model)  # what `auto` is here decides results
     config["model"]["dtype"] = str(dtype).removeprefix("torch.")
@@ -88,11 +85,7 @@ def plan_stages(
     store: Path | None = None,
     rows_digest: str = "",
 ) -> list[StagePlan]:
-    """What `run` would do with each stage, in order. Reads only; a model is not downloaded.
-
-    `store` is the folder of finished stages, if it is not the home's own; `rows_digest` is of the
-    rows that a `new_data` stage would find.
-    """
+    """What `run` would do with each stage, in order. Reads only; a model is not downloaded."""
     return _plan(resolved, home, manager, ArtifactStore(store or home / "artifacts"), rows_digest)
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -67,13 +66,7 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
         self._began: dict[str, float] = {}
         self._first: dict[str, int] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
+    def __exit__(self, *_: object) -> None: ...
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -86,7 +79,6 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """One line with the number of steps to come."""
         self._totals[stage], self._began[stage] = total_steps, time.monotonic()
         self._first.pop(stage, None)
         steps = f", {total_steps} steps" if total_steps else ""
@@ -111,16 +103,13 @@ class PlainReporter(AbstractContextManager["PlainReporter"]):
     def stage_finished(
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Status, seconds and final metrics."""
         shown = describe(metrics)
         self._line(f"[{stage}] {status} in {duration(seconds)}" + (f"  {shown}" if shown else ""))
 
     def say(self, text: str) -> None:
-        """The text as it is."""
         self._line(text)
 
     def warn(self, text: str) -> None:
-        """The text behind the word warning."""
         self._line(f"warning: {text}")
 
 
@@ -147,12 +136,7 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     @contextmanager
@@ -170,11 +154,9 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         return self._tasks[stage]
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """A new line with an empty bar."""
         self._progress.update(self._task(stage, total_steps or None), total=total_steps or None)
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar to `step` and show the metrics."""
         task = self._task(stage)
         self._progress.update(task, completed=step)
         if text := describe(metrics):
@@ -194,11 +176,9 @@ class RichReporter(AbstractContextManager["RichReporter"]):
         self._progress.update(task, total=total, completed=total, shown=shown)
 
     def say(self, text: str) -> None:
-        """The text above the live list."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """The text above the live list, in yellow."""
         self._progress.console.print(f"warning: {text}", style="yellow", markup=False)
 
 

@@ -17,29 +17,24 @@ class Reporters:
         self.each = list(each)
 
     def stage_started(self, stage: str, kind: str, total_steps: int) -> None:
-        """A stage begins."""
         for one in self.each:
             one.stage_started(stage, kind, total_steps)
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A step ended."""
         for one in self.each:
             one.step_done(stage, step, metrics)
 
     def stage_finished(
         self, stage: str, status: str, seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """A stage ended."""
         for one in self.each:
             one.stage_finished(stage, status, seconds, metrics)
 
     def say(self, text: str) -> None:
-        """A line worth reading."""
         for one in self.each:
             one.say(text)
 
     def warn(self, text: str) -> None:
-        """Something a person should look at."""
         for one in self.each:
             one.warn(text)
 
@@ -57,5 +52,4 @@ class FileReporter(LogReporter):
         super().__init__(logger)
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
         self._handler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from posttrain.core.approval import this_person, utc_now
 from posttrain.core.errors import ResourceError, RunError, nearest
@@ -14,8 +15,6 @@ from posttrain.core.tracking.registry import RegisteredVersion
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """What a rollback did."""
-
     name: str
     alias: str
     before: str
@@ -25,7 +24,6 @@ class RolledBack:
     reason: str
 
     def told(self) -> str:
-        """In one sentence."""
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"{self.name}: '{self.alias}' moved from version {self.before} to version {self.now}"
@@ -33,20 +31,15 @@ class RolledBack:
         )
 
     def row(self) -> dict[str, str]:
-        """For JSON."""
         return asdict(self)
 
 
 def roll_back(uri: str, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
-    """Move the alias back to the champion before, or to version `to`.
-
-    The target's weights must be here as they were registered. Raises `ResourceError` for a model,
-    alias, version or weights that do not exist, `RunError` when there is nothing to go back to.
-    """
+    """Move the alias back to the champion before, or to version `to`."""
     current = registry.find_alias(uri, name, alias)
     if current is None:
         raise _no_alias(uri, name, alias)
-    version = to if to is not None else earlier_champion(_past(current), _Versions(uri, name))
+    version = to or earlier_champion(_past(current), partial(_past_of, uri, name))
     if version == current.version:
         raise RunError(f"version {version} is '{name}@{alias}' already: nothing was changed")
     target = registry.find_version(uri, name, version)
@@ -68,16 +61,9 @@ def _past(found: RegisteredVersion) -> Past:
     return Past(found.version, found.previous, found.rolled_back is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Versions:
-    """The history of a registered model, looked up as it is walked."""
-
-    uri: str
-    name: str
-
-    def __call__(self, version: str) -> Past | None:
-        found = registry.find_version(self.uri, self.name, version)
-        return None if found is None else _past(found)
+def _past_of(uri: str, name: str, version: str) -> Past | None:
+    found = registry.find_version(uri, name, version)
+    return None if found is None else _past(found)
 
 
 def _no_alias(uri: str, name: str, alias: str) -> ResourceError:

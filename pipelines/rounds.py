@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from posttrain.core.config.gate_stages import NewDataStage
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, row_digest, write_cursor
 from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.locks import locked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem
@@ -23,44 +25,36 @@ CURSOR_FILE = "cursor.json"
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A run with its base model settled; `rows` of its round, if it is about new rows.
-
-    `nothing_new` says why there is nothing to do.
-    """
+    """A run with its base model settled; `rows` of its round, if it is about new rows."""
 
     resolved: ResolvedRun
     pinned: PinnedModel | None = None
     rows: tuple[Problem, ...] = ()
     cursor: Cursor | None = None
     path: Path | None = None
-    lock: IO[str] | None = field(default=None, repr=False)
+    lock: ExitStack | None = field(default=None, repr=False)
     told: str = ""
     nothing_new: str = ""
 
     @property
     def rows_digest(self) -> str:
-        """Digest of the round's rows; empty without a round."""
         return self.cursor.round.digest if self.cursor and self.cursor.round else ""
 
     def finish(self) -> None:
-        """The round's rows are trained on: keep that, whole."""
         if self.cursor is not None and self.path is not None:
             write_cursor(self.path, self.cursor.finish())
 
     def close(self) -> None:
-        """Let another run of this config begin."""
         if self.lock is not None:
             self.lock.close()
 
 
 def data_stage(resolved: ResolvedRun) -> NewDataStage | None:
-    """The stage that is about new rows, if the run has one."""
     stages = resolved.config.stages.values()
     return next((stage for stage in stages if isinstance(stage, NewDataStage)), None)
 
 
 def cursor_path(resolved: ResolvedRun, home: Path) -> Path:
-    """Where the config of this name keeps what it was trained on."""
     return home / "continual" / resolved.config.name / CURSOR_FILE
 
 
@@ -77,7 +71,8 @@ def begin(
         return Begun(with_model(resolved, found.section), found.pinned)
     path = cursor_path(resolved, home)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(path)
+    lock = ExitStack()
+    lock.enter_context(locked(path.with_name("lock"), waits=partial(_refuse, path)))
     try:
         begun = look(resolved, manager, home, fresh=fresh)
         if begun.cursor is not None and not begun.nothing_new:
@@ -153,15 +148,8 @@ def _rows(resolved: ResolvedRun, manager: PluginManager) -> dict[str, Problem]:
     return {row_digest(problem): problem for problem in task.problems("train", available, seed)}
 
 
-def _lock(path: Path) -> IO[str]:
-    """Held as long as this process lives; the kernel lets go of it however the process ends."""
-    stream = path.with_name("lock").open("w")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        stream.close()
-        raise ResourceError(
-            f"another run of this config is in a round (lock {path.with_name('lock')}): wait until "
-            "it has ended, or give the config another name"
-        ) from error
-    return stream
+def _refuse(path: Path, holder: str) -> None:
+    raise ResourceError(
+        f"another run of this config is in a round ({holder}, lock {path.with_name('lock')}): wait "
+        "until it has ended, or give the config another name"
+    )

@@ -1,7 +1,4 @@
-"""What a deployed run is asked for: the form on Prefect's pages, checked before a run starts.
-
-Importing this needs neither torch nor mlflow nor prefect.
-"""
+"""What a deployed run is asked for: the form on Prefect's pages, checked before a run starts."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ class RunRequest(BaseModel):
     )
 
     def paths(self) -> list[Path]:
-        """The configs as `load_config` takes them."""
         return [Path(name).expanduser() for name in self.configs]
 
     def all_overrides(self) -> list[str]:
@@ -61,7 +57,6 @@ class RunRequest(BaseModel):
         return [*self.overrides, *([] if self.seed is None else [f"seed={self.seed}"])]
 
     def home_folder(self) -> Path:
-        """Where the run keeps its state."""
         chosen = self.home or os.environ.get("POSTTRAIN_HOME") or ".posttrain"
         return Path(chosen).expanduser().resolve()
 

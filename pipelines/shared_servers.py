@@ -1,17 +1,12 @@
-"""Whether the servers of a run can serve several processes at once. SQLite cannot.
-
-Importing this needs neither mlflow nor prefect.
-"""
+"""Whether the servers of a run can serve several processes at once. SQLite cannot."""
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
+import httpx
 import psutil
 
 from posttrain.core.errors import ResourceError
@@ -22,10 +17,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def require_shared_prefect() -> str:
-    """The address of Prefect's API. Raises `ResourceError` unless it can serve several processes.
-
-    A server on SQLite loses or refuses writes when workers and runs write to it at once.
-    """
+    """The address of Prefect's API; `ResourceError` unless it can serve several processes."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if not url:
         raise ResourceError(
@@ -52,11 +44,9 @@ def require_shared_mlflow() -> str:
 
 
 def _settings(url: str) -> object:
-    """The server's own settings, secrets hidden."""
     try:
-        with urllib.request.urlopen(f"{url}/admin/settings", timeout=TIMEOUT_S) as response:
-            return json.load(response)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        return httpx.get(f"{url}/admin/settings", timeout=TIMEOUT_S).raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ResourceError(
             f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {MEND}"
         ) from error

@@ -38,7 +38,6 @@ class ApprovalForm(RunInput):
     reason: str = Field(default="", title="Reason", description="Kept with the decision.")
 
     def answer(self) -> Answer:
-        """As every gate keeps it."""
         return Answer.now(self.decision == "approve", self.name, self.reason, "prefect")
 
 

@@ -8,10 +8,7 @@ from posttrain.core.config.base import Section
 
 
 class AlarmsSection(Section):
-    """Thresholds of the alarms of `rl` stages; null turns one off. Never changes a result.
-
-    The alarm about engine and trainer is the stage's own `mismatch_alarm`.
-    """
+    """Thresholds of the alarms of `rl` stages; null turns one off. Never changes a result."""
 
     entropy_collapse: float | None = Field(
         default=0.1,

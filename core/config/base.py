@@ -33,7 +33,6 @@ class Component(BaseModel):
         return {"name": value} if isinstance(value, str) else value
 
     def fields(self) -> dict[str, object]:
-        """The plugin's own fields."""
         return dict(self.model_extra or {})
 
 

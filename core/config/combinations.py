@@ -1,8 +1,4 @@
-"""Combinations of plugins and settings that cannot work together, each with what to change.
-
-Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
-Over 300 lines because each check is a sentence of advice, and they share the built plugins.
-"""
+"""Combinations of plugins and settings that cannot work together, each with what to change."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.marks import dotted
-from posttrain.core.config.rl_stage import LossTermComponent, RlStage
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import GenerationSection, OptimizerSection
 
 if TYPE_CHECKING:
@@ -70,26 +66,26 @@ def check_precision(
     section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
     """Compact weights or moments, and autocast, where something else holds the weights."""
-    stage = ".".join(map(str, place))
     autocast = loaded.config.model.dtype == "autocast"
     if autocast and section.rounding == "stochastic":
-        yield (
-            f"{loaded.where((*place, 'rounding'))}: {stage}.rounding: stochastic is of bfloat16 "
-            "weights, and model.dtype: autocast keeps float32 ones; set model.dtype: bfloat16"
+        yield loaded.problem(
+            (*place, "rounding"),
+            "stochastic is for bfloat16 weights, and model.dtype: autocast keeps float32 ones; set "
+            "model.dtype: bfloat16",
         )
     if autocast and loaded.config.limits.learner_ranks > 1:
-        yield (
-            f"{loaded.where(('model', 'dtype'))}: model.dtype: ranks keep float32 weights and "
-            f"compute in bfloat16 with dtype: bfloat16 already ({stage}); set that in place of "
-            "autocast"
+        yield loaded.problem(
+            "model.dtype",
+            f"ranks keep float32 weights and compute in bfloat16 with dtype: bfloat16 already "
+            f"({dotted(place)}); set that in place of autocast",
         )
     if loaded.config.limits.learner_ranks > 1:
         for name, default in (("moments", "float32"), ("rounding", "masters")):
             if getattr(section, name) != default:
-                yield (
-                    f"{loaded.where((*place, name))}: {stage}.{name}: ranks "
-                    f"keep float32 weights and moments, in pieces; set {name}: {default}, or "
-                    "limits.learner_ranks: 1"
+                yield loaded.problem(
+                    (*place, name),
+                    f"ranks keep float32 weights and moments, in pieces; set {name}: {default}, or "
+                    "limits.learner_ranks: 1",
                 )
 
 
@@ -99,10 +95,9 @@ def check_optimizer(
     """Warm-up in rollouts where there are none, and what `check_precision` finds."""
     yield from check_precision(section, place, loaded)
     if section.warmup_rollouts:
-        where = loaded.where((*place, "warmup_rollouts"))
-        yield (
-            f"{where}: {'.'.join(map(str, place))}.warmup_rollouts: this stage has no rollouts; "
-            f"use warmup_steps: {section.warmup_rollouts}"
+        yield loaded.problem(
+            (*place, "warmup_rollouts"),
+            f"this stage has no rollouts; use warmup_steps: {section.warmup_rollouts}",
         )
 
 
@@ -111,10 +106,10 @@ def check_generation(
 ) -> Iterable[str]:
     """A temperature at which there is nothing to learn from."""
     if section.temperature == 0:
-        yield (
-            f"{loaded.where((*place, 'temperature'))}: {dotted(place)}.temperature: at 0 all "
-            "responses to a prompt are the same, so nothing can be learned; use a value above 0, "
-            "such as 1.0"
+        yield loaded.problem(
+            (*place, "temperature"),
+            "at 0 all responses to a prompt are the same, so nothing can be learned; use a value "
+            "above 0, such as 1.0",
         )
 
 
@@ -135,12 +130,9 @@ class _Check:
         self.estimator = build("advantage", stage.advantage)
 
     def line(self, field: str, text: str) -> str:
-        """A problem at a field of the stage."""
-        place = ("stages", self.name, *field.split("."))
-        return f"{self.loaded.where(place)}: stages.{self.name}.{field}: {text}"
+        return self.loaded.problem(f"stages.{self.name}.{field}", text)
 
     def columns(self) -> frozenset[str]:
-        """Columns that this stage can fill."""
         stage, found = self.stage, set(ALWAYS)
         if stage.critic is not None:
             found |= {"values", "returns", "bootstrap_value"}
@@ -153,7 +145,6 @@ class _Check:
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
 
     def controller_coefficient(self) -> float:
-        """The KL coefficient that the stage starts with."""
         return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
 
     def missing(self, field: str, who: str, needed: Iterable[str]) -> Iterable[str]:
@@ -166,7 +157,7 @@ class _Check:
         """Aggregators that a loss does not allow, missing columns, a loss that stands twice."""
         for term, loss in zip(self.stage.loss_terms, self.losses, strict=True):
             allowed = loss.allowed_aggregators()
-            aggregator = _aggregator_of(term, self.stage)
+            aggregator = term.aggregator or self.stage.aggregator
             if allowed is not None and aggregator.name not in allowed:
                 yield self.line(
                     "aggregator",
@@ -231,7 +222,6 @@ class _Check:
             )
 
     def sampler(self) -> Iterable[str]:
-        """Groups too small for the sampler."""
         sampler, size = self.build("sampler", self.stage.sampler), self.stage.num_generations
         if size < sampler.smallest_group():
             yield self.line(
@@ -346,14 +336,13 @@ class _Check:
                 "the loss; set kl.controller: {name: fixed, coef: 0}, or place: reward",
             )
         if self.loaded.config.model.dtype != "float32":
-            where = self.loaded.where(("model", "dtype"))
-            yield (
-                f"{where}: model.dtype: policy loss '{name}' solves for its step, which bfloat16 "
-                "is too coarse for; use float32"
+            yield self.loaded.problem(
+                "model.dtype",
+                f"policy loss '{name}' solves for its step, which bfloat16 is too coarse for; use "
+                "float32",
             )
 
     def precision(self) -> Iterable[str]:
-        """What `check_precision` finds, of policy and critic."""
         place = ("stages", self.name)
         yield from check_precision(self.stage.optimizer, (*place, "optimizer"), self.loaded)
         if self.stage.critic is not None:
@@ -361,7 +350,6 @@ class _Check:
             yield from check_precision(self.stage.critic.optimizer, critic, self.loaded)
 
     def ranks(self) -> Iterable[str]:
-        """What several ranks cannot do."""
         if self.loaded.config.limits.learner_ranks == 1:
             return
         mend = "set limits.learner_ranks: 1"
@@ -378,7 +366,3 @@ class _Check:
                 "a reference that moves is not kept in the checkpoints of several ranks; set "
                 f"refresh_every: 0, or {mend}",
             )
-
-
-def _aggregator_of(term: LossTermComponent, stage: RlStage) -> Component:
-    return term.aggregator or stage.aggregator

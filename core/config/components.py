@@ -45,10 +45,7 @@ def rl_components(stage: RlStage) -> list[tuple[Loc, str, Component]]:
 
 
 def tool_components(environment: Mapping[str, object]) -> list[tuple[int, Component]]:
-    """(place in `tools`, component) of the tools that an environment's fields name.
-
-    What is no component is left out: the environment's own config refuses it.
-    """
+    """(place in `tools`, component) of the tools that an environment's fields name."""
     tools = environment.get("tools")
     listed = enumerate(tools if isinstance(tools, list) else ())
     fits = (
@@ -112,11 +109,7 @@ def with_default_correction(stage: RlStage, raw: Mapping[str, Any], lag: int) ->
 
 
 def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins field by field. A component of another name replaces the whole component.
-
-    Any: nested YAML values. A component written as a bare name keeps the fields that `under` gives
-    the same name.
-    """
+    """`over` wins field by field. A component of another name replaces the whole component."""
     merged = dict(under)
     for key, value in over.items():
         known = merged.get(key)

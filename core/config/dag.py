@@ -55,7 +55,6 @@ def stage_kind(stage: StageBase) -> str:
 
 
 def makes(stage: StageBase) -> ArtifactKind:
-    """The kind of artifact a stage makes."""
     return MAKES[stage_kind(stage)]
 
 
@@ -65,11 +64,7 @@ def dependencies(stage: StageBase) -> tuple[str, ...]:
 
 
 def topological_order(stages: StageMap) -> tuple[str, ...]:
-    """Every stage after the stages it reads, otherwise in the order written.
-
-    Raises `ConfigError` that prints the cycle when there is one. Inputs that name no stage are left
-    to `check`.
-    """
+    """Every stage after the stages it reads, otherwise in the order written."""
     order: list[str] = []
     for start in stages:
         _visit(start, stages, order, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import yaml
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.errors import PosttrainError
+from posttrain.core.identity import flat
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -44,7 +45,7 @@ def differing_settings(resolved: ResolvedRun, manager: PluginManager) -> list[Se
     default = _defaults(used, resolved, manager)
     found = [
         Setting(place, default.get(place), value)
-        for place, value in _flat(used)
+        for place, value in flat(used)
         if place.split(".")[0] not in _NOT_SETTINGS and not _is_given(place)
     ]
     return [s for s in found if s.place not in default or default[s.place] != s.value]
@@ -71,10 +72,7 @@ def _defaults(
     resolved: ResolvedRun,
     manager: PluginManager,
 ) -> dict[str, object]:
-    """The flat settings of the same run with nothing set that need not be.
-
-    A place that has no default is not there: none has, where nothing less than the run resolves.
-    """
+    """The flat settings of the same run with nothing set that need not be."""
     stages: dict[str, Any] = {}
     for name, stage in used["stages"].items():
         fields = type(resolved.config.stages[name]).model_fields
@@ -90,7 +88,7 @@ def _defaults(
     task = {key: value for key, value in used["task"].items() if key in needed}
     bare = {"name": used["name"], "task": task, "stages": stages}
     try:
-        return dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+        return dict(flat(_resolved(bare, manager).config.model_dump(mode="json")))
     except PosttrainError:
         # An algorithm needs more than its name (a reward that scores steps, float32): what others
         # lean on is taken as it is, and has no default then.
@@ -99,10 +97,10 @@ def _defaults(
             stage["inputs"] = used["stages"][name]["inputs"]
         bare |= {"model": used["model"]}
         try:
-            flat = dict(_flat(_resolved(bare, manager).config.model_dump(mode="json")))
+            found = dict(flat(_resolved(bare, manager).config.model_dump(mode="json")))
         except PosttrainError:
             return {}
-        return {place: value for place, value in flat.items() if not _was_taken(place)}
+        return {place: value for place, value in found.items() if not _was_taken(place)}
 
 
 def _was_taken(place: str) -> bool:
@@ -115,11 +113,3 @@ def _resolved(values: Mapping[str, Any], manager: PluginManager) -> ResolvedRun:
         path = Path(folder) / "defaults.yaml"
         path.write_text(yaml.safe_dump(dict(values)))
         return resolve(load_config([path]), manager)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

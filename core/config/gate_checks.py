@@ -60,7 +60,6 @@ def _same_measure(
 
 
 def _made_by(name: str | None, stages: StageMap) -> str | None:
-    """The stage that made the model which `name` hands on."""
     seen: set[str] = set()
     while name is not None and name not in seen and name in stages:
         seen.add(name)

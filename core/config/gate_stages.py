@@ -67,6 +67,3 @@ class NewDataStage(StageBase):
                 "ever begin; raise one or lower the other"
             )
         return self
-
-
-GateStage = ApproveStage | PromoteStage | NewDataStage

@@ -1,7 +1,4 @@
-"""YAML files and `--set` overrides to a checked `RunConfig` that knows where a value was written.
-
-Importing this module needs neither torch nor mlflow nor prefect.
-"""
+"""YAML files and `--set` overrides to a checked `RunConfig` that knows each value's place."""
 
 from __future__ import annotations
 
@@ -36,6 +33,10 @@ class LoadedConfig:
         parts: Loc = tuple(loc.split(".")) if isinstance(loc, str) else loc
         return mark_of(self.marks, _indexed(parts, self.raw), str(self.files[0]))
 
+    def problem(self, loc: str | Loc, text: str) -> str:
+        """A line about this place: `file.yaml:12: stages.rl.steps: TEXT`."""
+        return f"{self.where(loc)}: {loc if isinstance(loc, str) else dotted(loc)}: {text}"
+
     def wrote(self, loc: Loc) -> bool:
         """Whether a file or `--set` holds exactly this place."""
         return loc in self.marks
@@ -55,7 +56,6 @@ def _indexed(parts: Loc, raw: object) -> Loc:
 
 
 def shipped_folder() -> Path:
-    """The folder of the configurations that come with the package."""
     # In a checkout and in an installed wheel alike it lies beside the folder of `core`.
     return Path(posttrain.core.__file__).parents[1] / "configs"
 
@@ -68,10 +68,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name: Path) -> Path:
-    """The file `name`, or the shipped configuration of that name.
-
-    Raises `ConfigError` with the nearest file names when there is neither.
-    """
+    """The file `name`, or the shipped configuration of that name."""
     if name.exists():
         return name
     shipped = shipped_configs()
@@ -94,11 +91,7 @@ def find_config(name: Path) -> Path:
 
 
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
-
-    Mappings merge key by key; everything else is replaced. Raises `ConfigError` with one line for
-    each problem: file and line, place, value, what is allowed, the nearest spelling.
-    """
+    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result."""
     if not paths:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
     files = tuple(find_config(path) for path in paths)
@@ -128,7 +121,6 @@ def _merge(
     marks: dict[Loc, str],
     lines: Mapping[Loc, str],
 ) -> None:
-    """Put `source` into `target` key by key, with the places it was written at."""
     for key, value in source.items():
         place = (*loc, key)
         known = target.get(key)

@@ -19,11 +19,7 @@ def dotted(loc: Loc) -> str:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, object], dict[Loc, str]]:
-    """The mapping in the file at `path`, and the `file:line` of each place in it.
-
-    Raises `ConfigError` for syntax errors, duplicate keys, keys that are not text and anything but
-    a mapping at the root, naming the line.
-    """
+    """The mapping in the file at `path`, and the `file:line` of each place in it."""
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError as error:

@@ -1,7 +1,4 @@
-"""Preference losses, options and data that cannot work together, each with what to change.
-
-Importing this module needs neither torch nor mlflow nor prefect: plugins come from the manager.
-"""
+"""Preference losses, options and data that cannot work together, each with what to change."""
 
 from __future__ import annotations
 
@@ -77,12 +74,9 @@ class _Check:
         self.name, self.stage, self.loaded, self.manager = name, stage, loaded, manager
 
     def line(self, place: str, text: str) -> str:
-        """A problem at a field of the stage."""
-        where = self.loaded.where(f"stages.{self.name}.{place}")
-        return f"{where}: stages.{self.name}.{place}: {text}"
+        return self.loaded.problem(f"stages.{self.name}.{place}", text)
 
     def loss(self, component: Component) -> Any:  # Any: the contract would import torch
-        """The plugin class of a loss."""
         return self.manager.find("preference_loss", component.name).cls
 
     def losses_like(self, trains: str, data: str) -> list[str]:
@@ -114,7 +108,6 @@ class _Check:
             )
 
     def some_factor(self, stage: PreferenceStage) -> Iterator[str]:
-        """Nothing to learn from."""
         if all(term.coef == 0 for term in stage.loss_terms):
             yield self.line(
                 "preference_loss",

@@ -19,10 +19,7 @@ _NOT_SHOWN = ("algorithm",)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One plugin of a preset: its place in a stage, kind, name, formula, and fields as they stand.
-
-    `formula` is the first paragraph of the plugin's docstring.
-    """
+    """One plugin of a preset; `place` is its place in a stage, `fields` all its settings."""
 
     place: str
     kind: str
@@ -52,6 +49,5 @@ def axes_of(algorithm: Any, manager: PluginManager) -> list[Axis]:
 
 
 def formula_of(cls: type) -> str:
-    """The first paragraph of a plugin's docstring, on one line."""
     doc = inspect.getdoc(cls) or ""
     return " ".join(doc.split("\n\n", 1)[0].split())

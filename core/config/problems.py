@@ -9,23 +9,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from posttrain.core.config.base import Component
+from posttrain.core.config.dag import MAKES
 from posttrain.core.config.marks import Loc, dotted
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, nearest
 
 MAX_SHOWN = 10
-STAGE_KINDS = (
-    "evaluate",
-    "sft",
-    "reward_model",
-    "preference",
-    "rl",
-    "register",
-    "transform",
-    "approve",
-    "promote",
-    "new_data",
-)
+STAGE_KINDS = tuple(MAKES)
 
 # What pydantic puts into a place where one component or a list of them may stand.
 UNION_TAGS = ("one", "many")
@@ -51,10 +41,7 @@ def explain(
     prefix: Loc = (),
     title: str = "a run",
 ) -> list[str]:
-    """One line for each problem in `error`, which came from validating a `root` at `prefix`.
-
-    `title` says in words what a `root` is.
-    """
+    """One line for each problem in `error`, which came from validating a `root` at `prefix`."""
     lines = []
     details = error.errors(include_url=False)
     for detail in details:
@@ -165,7 +152,6 @@ def _kind(model: type[BaseModel]) -> Any:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models that `annotation` admits."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = get_origin(annotation)

@@ -1,7 +1,4 @@
-"""Names of registered models: `models:/NAME@ALIAS` and `models:/NAME/VERSION`, as MLflow has them.
-
-Importing this module needs no mlflow.
-"""
+"""MLflow's names of registered models: `models:/NAME@ALIAS` and `models:/NAME/VERSION`."""
 
 from __future__ import annotations
 

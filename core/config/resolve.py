@@ -1,8 +1,4 @@
-"""A loaded configuration to one that is complete: presets expanded, every plugin's fields checked.
-
-Importing this module needs neither torch nor mlflow nor prefect: the plugin manager is handed in.
-Over 300 lines because every kind of stage is filled in by one resolver that collects all problems.
-"""
+"""Completes a loaded configuration: presets expanded, every plugin's fields checked."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from posttrain.core.config.components import (
 )
 from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.marks import Loc, dotted
+from posttrain.core.config.marks import Loc
 from posttrain.core.config.problems import explain, raise_problems
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
 from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
@@ -76,11 +72,7 @@ class ResolvedRun:
 
 
 def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
-    """Expand presets, check every component, the inputs and the batch arithmetic.
-
-    Raises `ConfigError` with one line (file, line, place, value, what is allowed) per problem, or,
-    when the configuration is right, `DataError` for a stage's file of preferences.
-    """
+    """Expand presets, check every component, the inputs and the batch arithmetic."""
     resolver = _Resolver(loaded, manager)
     values = loaded.config.model_dump(mode="json")
     task, used_task = resolver.component("task", loaded.config.task, ("task",))
@@ -150,7 +142,7 @@ class _Resolver:
             entry = self.manager.find(kind, value.name)
             config = self.manager.config(kind, value.name, value.fields())
         except ConfigError as error:
-            self.problems.append(f"{self.loaded.where(loc)}: {dotted(loc)}: {error}{by}")
+            self.problems.append(self.loaded.problem(loc, f"{error}{by}"))
             return plain, []
         except ValidationError as error:
             owner = f"{kind} '{value.name}'"
@@ -177,7 +169,6 @@ class _Resolver:
     def reward_model_stage(
         self, name: str, stage: RewardModelStage
     ) -> tuple[RewardModelStage, list[PluginUse]]:
-        """The stage with its preference loss and its data checked."""
         loc, before = ("stages", name, "preference_loss"), len(self.problems)
         loss, used = self.component("preference_loss", stage.preference_loss, loc)
         filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
@@ -266,11 +257,11 @@ class _Resolver:
             return stage  # `component` reports it
         kind, made_for = dag.stage_kind(stage), str(getattr(entry.cls, "stage"))  # noqa: B009
         if made_for != kind:
-            self.problems.append(
-                f"{self.loaded.where(loc)}: {dotted(loc)}: '{entry.name}' is an algorithm for a "
-                f"stage of kind '{made_for}', not '{kind}'; choose another algorithm, or set "
-                f"'kind: {made_for}'"
+            told = (
+                f"'{entry.name}' is an algorithm for a stage of kind '{made_for}', not '{kind}'; "
+                f"choose another algorithm, or set 'kind: {made_for}'"
             )
+            self.problems.append(self.loaded.problem(loc, told))
             return stage
         expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
         stages = self.loaded.raw["stages"]
@@ -282,15 +273,12 @@ class _Resolver:
             title = f"a stage of kind '{kind}' (algorithm '{entry.name}' sets it)"
             prefix = ("stages", name)
             self.problems += explain(error, self.loaded.where, type(stage), prefix, title)
-            self.problems.append(
-                f"{self.loaded.where(loc)}: {dotted(loc)}: what '{entry.name}' of package "
-                f"{entry.package} sets does not fit this stage; choose another algorithm"
-            )
+            told = f"what '{entry.name}' of package {entry.package} sets does not fit this stage"
+            self.problems.append(self.loaded.problem(loc, f"{told}; choose another algorithm"))
             return stage
 
 
 def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:
-    """Problems of one stage that no single field shows."""
     place = ("stages", name)
     if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
@@ -299,22 +287,23 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
     if not isinstance(stage, RlStage):
         return
     if all(reward.weight == 0 for reward in stage.rewards):
-        yield (
-            f"{loaded.where((*place, 'rewards'))}: stages.{name}.rewards: every reward has weight "
-            "0, so nothing can be learned; give at least one a weight other than 0"
+        yield loaded.problem(
+            (*place, "rewards"),
+            "every reward has weight 0, so nothing can be learned; give at least one a weight "
+            "other than 0",
         )
     prompts = stage.prompts_per_step
     if prompts % stage.num_mini_batches:
         fits = [n for n in range(1, min(prompts, 64) + 1) if prompts % n == 0]
-        yield (
-            f"{loaded.where((*place, 'num_mini_batches'))}: stages.{name}.num_mini_batches: "
+        yield loaded.problem(
+            (*place, "num_mini_batches"),
             f"{prompts} prompts per step do not divide into {stage.num_mini_batches} mini-batches "
-            f"(the responses of a prompt stay together); choose one of {fits}"
+            f"(the responses of a prompt stay together); choose one of {fits}",
         )
     kl = stage.kl
     if kl.place == "reward" and kl.estimator.name != "k1" and not kl.allow_biased_reward_kl:
-        yield (
-            f"{loaded.where((*place, 'kl'))}: stages.{name}.kl: estimator '{kl.estimator.name}' in "
-            "the reward has a biased gradient; use 'estimator: k1', 'place: loss', or say "
-            "'allow_biased_reward_kl: true'"
+        yield loaded.problem(
+            (*place, "kl"),
+            f"estimator '{kl.estimator.name}' in the reward has a biased gradient; use 'estimator: "
+            "k1', 'place: loss', or say 'allow_biased_reward_kl: true'",
         )

@@ -33,8 +33,6 @@ LossTerms = Annotated[
 
 
 class RewardComponent(Component):
-    """A reward with its weight in the sum."""
-
     weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
 
 
@@ -270,10 +268,7 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """What its parts read beside their inputs, where the config names a file or folder.
-
-        A saved critic, pre-training examples, the texts of tools, the models of rewards.
-        """
+        """What its parts read beside their inputs, where the config names a file or folder."""
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
         for index, reward in enumerate(self.rewards):
@@ -284,6 +279,5 @@ class RlStage(StageBase):
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:
-        """The terms of the policy loss, one or several."""
         terms = self.policy_loss
         return terms if isinstance(terms, tuple) else (terms,)

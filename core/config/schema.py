@@ -1,7 +1,4 @@
-"""The whole YAML as one pydantic tree. Unknown keys are errors everywhere.
-
-Importing this module, or one that it imports, needs neither torch nor mlflow nor prefect.
-"""
+"""The whole YAML as one pydantic tree. Unknown keys are errors everywhere."""
 
 from __future__ import annotations
 
@@ -144,7 +141,6 @@ class RunConfig(Section):
         return template
 
     def title(self, day: datetime.date) -> str:
-        """What a run of this config that begins on `day` is called."""
         return self.run_name.format(
             name=self.name, seed=self.seed, task=self.task.name, date=day.isoformat()
         )

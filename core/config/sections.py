@@ -21,7 +21,6 @@ class EnvironmentComponent(Component):
     )
 
     def paths(self) -> dict[str, str]:
-        """Files and folders that its tools read, by field."""
         tools = self.fields().get("tools")
         listed = tools if isinstance(tools, list | tuple) else ()
         return {

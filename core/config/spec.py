@@ -18,15 +18,11 @@ class Spec:
     fields: dict[str, object] = field(default_factory=dict)
 
     def component(self) -> dict[str, object]:
-        """As a config has it."""
         return {"name": self.name, **self.fields}
 
 
 def parse_spec(option: str, text: str) -> Spec:
-    """`gspo,clip_low=0.001` as a name and fields, whose values are YAML.
-
-    A comma inside brackets belongs to its value. Raises `ConfigError`.
-    """
+    """`gspo,clip_low=0.001` as a name and fields, whose values are YAML."""
     name, *parts = _split(text)
     fields: dict[str, object] = {}
     for part in parts:
@@ -55,7 +51,6 @@ def parse_spec(option: str, text: str) -> Spec:
 
 
 def _split(text: str) -> list[str]:
-    """`text` at its commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")

@@ -28,7 +28,6 @@ class EvaluateStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """What the environment's tools read."""
         return {} if self.environment is None else self.environment.paths()
 
 
@@ -157,6 +156,5 @@ class PreferenceStage(PreferenceDataStage):
 
     @property
     def loss_terms(self) -> tuple[PreferenceComponent, ...]:
-        """The preference losses, one or several."""
         terms = self.preference_loss
         return terms if isinstance(terms, tuple) else (terms,)

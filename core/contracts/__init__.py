@@ -7,80 +7,24 @@ Names are loaded when they are first asked for: a reward needs nothing that load
 process without torch forks thirty times faster.
 """
 
+# ruff: noqa: F403, F405 - a type checker sees the names of `__all__` through the stars below
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from posttrain.core.contracts.advantages import (
-        AdvantageConfig,
-        AdvantageEstimator,
-        Advantages,
-        ComparisonConfig,
-        GroupAdvantage,
-        GroupConfig,
-        RowAdvantage,
-        TokenAdvantage,
-    )
-    from posttrain.core.contracts.aggregation import Aggregator, AggregatorConfig, Counts
-    from posttrain.core.contracts.algorithm import Algorithm
-    from posttrain.core.contracts.base import (
-        ConfigT,
-        NoConfig,
-        Plugin,
-        PluginConfig,
-        RegularExpression,
-    )
-    from posttrain.core.contracts.correction import (
-        CorrectionConfig,
-        GeneralCorrection,
-        RejectConfig,
-        WeightedConfig,
-    )
-    from posttrain.core.contracts.environment import (
-        Environment,
-        Observation,
-        Opening,
-        Tool,
-        ToolResult,
-        Turn,
-    )
-    from posttrain.core.contracts.kl import KlController, KlEstimator, MovingController, StartConfig
-    from posttrain.core.contracts.policy import (
-        SEQUENCE_AGGREGATORS,
-        AnchoredConfig,
-        AnchoredLoss,
-        Correction,
-        PolicyLoss,
-        Prepared,
-        RatioConfig,
-        RolloutCorrection,
-        SequenceRatioConfig,
-        TokenLoss,
-    )
-    from posttrain.core.contracts.preference import (
-        BetaConfig,
-        BetaPairLoss,
-        LabelledScores,
-        LabelLoss,
-        PairLoss,
-        PairScores,
-        PreferenceLoss,
-    )
-    from posttrain.core.contracts.rollout import (
-        EngineSetup,
-        PromptGroup,
-        Reward,
-        RewardContext,
-        RolloutEngine,
-        RolloutRequest,
-        SampledGroup,
-        SampledRollout,
-        Sampler,
-        Task,
-    )
-    from posttrain.core.contracts.value_advantages import ValueAdvantage, ValueConfig
+    from posttrain.core.contracts.advantages import *
+    from posttrain.core.contracts.aggregation import *
+    from posttrain.core.contracts.algorithm import *
+    from posttrain.core.contracts.base import *
+    from posttrain.core.contracts.correction import *
+    from posttrain.core.contracts.environment import *
+    from posttrain.core.contracts.kl import *
+    from posttrain.core.contracts.policy import *
+    from posttrain.core.contracts.preference import *
+    from posttrain.core.contracts.rollout import *
+    from posttrain.core.contracts.value_advantages import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
 
@@ -98,29 +42,14 @@ _MODULES = (
     "preference",
     "value_advantages",
 )
-_KINDS = (
-    "AdvantageEstimator",
-    "PolicyLoss",
-    "Aggregator",
-    "KlEstimator",
-    "KlController",
-    "RolloutCorrection",
-    "PreferenceLoss",
-    "Reward",
-    "Sampler",
-    "Task",
-    "Environment",
-    "Tool",
-    "RolloutEngine",
-    "Algorithm",
-)
 
 
 def __getattr__(name: str) -> object:
     """A public name, from the first of the modules that has it."""
     found: object
     if name == "CONTRACTS":
-        found = {__getattr__(kind).kind: __getattr__(kind) for kind in _KINDS}  # type: ignore[attr-defined]
+        named = [__getattr__(each) for each in __all__ if each != name]
+        found = {c.kind: c for c in named if isinstance(c, type) and "kind" in vars(c)}  # type: ignore[attr-defined]
     elif name in __all__:
         modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
         found = next(vars(module)[name] for module in modules if name in vars(module))

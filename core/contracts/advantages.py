@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.contracts.base import ConfigT, PluginConfig, StatefulPlugin
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
@@ -36,7 +36,7 @@ class Advantages:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class AdvantageEstimator(Plugin[ConfigT]):
+class AdvantageEstimator(StatefulPlugin[ConfigT]):
     """Turns the rewards of a whole rollout batch into per-token advantages, without gradient."""
 
     kind = "advantage"
@@ -60,13 +60,6 @@ class AdvantageEstimator(Plugin[ConfigT]):
     @abstractmethod
     def estimate(self, batch: RolloutBatch) -> Advantages:
         """Advantages of every row of `batch`; group statistics run over its scored rows."""
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint must keep (moving averages)."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`."""
 
 
 class AdvantageConfig(PluginConfig):
@@ -136,11 +129,9 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         """Advantages [B] in float64 (unscored rows may hold anything), and metrics."""
 
     def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
-        """Advantages [B, T] from those of the rows [B]."""
         return rows[:, None].expand(batch.response_mask.shape)
 
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
-        """Each response's number on all of its tokens."""
         rows, metrics = self.row_advantages(batch)
         config = self.config
         if config.whiten == "sequences":
@@ -150,7 +141,6 @@ class RowAdvantage(TokenAdvantage[AdvantageConfigT]):
         return Advantages(self.per_token(rows, batch), metrics=metrics)
 
     def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
-        """Over tokens if asked for; rows were whitened as rows."""
         return tokens if self.config.whiten == "sequences" else super().whitened(tokens, taken)
 
 
@@ -195,11 +185,9 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
         return needs | {"node_id"} if on_tree else needs
 
     def keeps_singletons(self) -> bool:
-        """Whether a group of one is given what `alone` says."""
         return self.config.singleton == "raw"
 
     def smallest_group(self) -> int:
-        """Two, unless a group of one keeps its reward."""
         return 1 if self.keeps_singletons() else 2
 
     def row_rewards(self, batch: RolloutBatch) -> Tensor:

@@ -47,7 +47,6 @@ class Counts:
         return cls(tokens, seqs, float((per_group > 0).sum()), per_group[index])
 
     def rows(self, index: Tensor) -> Counts:
-        """The same counts for the rows of a micro-batch."""
         if self.group_tokens is None:
             return self
         return replace(self, group_tokens=self.group_tokens[index])

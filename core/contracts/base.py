@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Generic, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -42,3 +43,14 @@ class Plugin(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
+
+
+class StatefulPlugin(Plugin[ConfigT]):
+    """A plugin that may keep numbers, such as moving averages, from step to step."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must keep."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint's `state`."""

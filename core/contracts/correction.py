@@ -53,7 +53,6 @@ class RejectConfig(PluginConfig):
         return self
 
     def rejection(self) -> Rejection:
-        """The same in the statistic's own unit."""
         if self.stat != "k1":
             return Rejection(self.stat, self.level, self.high)
         low = 1 / self.high if self.low is None else self.low
@@ -61,8 +60,6 @@ class RejectConfig(PluginConfig):
 
 
 class CorrectionConfig(PluginConfig):
-    """Settings of every correction in the general form."""
-
     reject: tuple[RejectConfig, ...] = Field(
         default=(), description="drop what any of these does not keep"
     )

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig, StatefulPlugin
 from posttrain.core.errors import RunError
 
 
@@ -39,7 +39,7 @@ class KlEstimator(Plugin[ConfigT]):
         )
 
 
-class KlController(Plugin[ConfigT]):
+class KlController(StatefulPlugin[ConfigT]):
     """Decides the KL coefficient; its `state` is checkpointed."""
 
     kind = "kl_controller"
@@ -54,13 +54,6 @@ class KlController(Plugin[ConfigT]):
     def target(self) -> tuple[Literal["token", "sequence"], float] | None:
         """The KL (nats per token, or per response) that it steers to; None if it does not."""
         return None
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`."""
 
 
 class StartConfig(PluginConfig):
@@ -80,13 +73,10 @@ class MovingController(KlController[StartConfigT]):
         self.coef = config.coef
 
     def coefficient(self) -> float:
-        """The coefficient in force."""
         return self.coef
 
     def state(self) -> dict[str, float]:
-        """The coefficient."""
         return {"coef": self.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved coefficient."""
         self.coef = state["coef"]

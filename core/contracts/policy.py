@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
+from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig, StatefulPlugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class Prepared:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> Prepared:
-        """The same for the rows of a micro-batch."""
         return replace(self, columns={name: col[index] for name, col in self.columns.items()})
 
 
@@ -77,7 +76,7 @@ class SequenceRatioConfig(RatioConfig):
     )
 
 
-class PolicyLoss(Plugin[ConfigT]):
+class PolicyLoss(StatefulPlugin[ConfigT]):
     """The policy term of the loss, token by token. It never reduces: the aggregator divides."""
 
     kind = "policy_loss"
@@ -137,13 +136,6 @@ class PolicyLoss(Plugin[ConfigT]):
         """Whether `on_phase_end` needs `kl/phase_k3`; costs a forward pass per rollout batch."""
         return False
 
-    def state(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
-        return {}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`."""
-
 
 class AnchoredConfig(RatioConfig):
     """Settings of the losses whose ratio may be against either of two policies."""
@@ -162,11 +154,9 @@ class AnchoredLoss(PolicyLoss[AnchoredConfigT]):
     """A policy loss whose ratio is against the policy that `anchor` names."""
 
     def required_columns(self) -> frozenset[str]:
-        """The advantages and the log-probs of the anchor."""
         return frozenset({"advantages", f"{self.config.anchor}_logprobs"})
 
     def anchor_logprobs(self, micro: RolloutBatch) -> Tensor:
-        """Log-probs [B, T] of the anchor."""
         by_engine = self.config.anchor == "rollout"
         return micro.rollout_logprobs if by_engine else micro.column("old_logprobs")
 

@@ -49,20 +49,16 @@ class PairScores:
     def of_rewards(
         cls, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     ) -> PairScores:
-        """Scores of a reward model."""
         zero = torch.zeros_like(chosen) if margin is None else margin
         return cls(chosen, rejected, zero, num_pairs=float(chosen.shape[0]))
 
     def logps(self) -> tuple[Tensor, Tensor]:
-        """The policy's sequence log-probs [B] of chosen and rejected."""
         return _given(self.chosen_logps), _given(self.rejected_logps)
 
     def ref_logps(self) -> tuple[Tensor, Tensor]:
-        """The reference's sequence log-probs [B] of chosen and rejected."""
         return _given(self.ref_chosen_logps), _given(self.ref_rejected_logps)
 
     def per_token(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums [B] over the answers' tokens, divided by their lengths."""
         lengths = _given(self.chosen_tokens), _given(self.rejected_tokens)
         return chosen / lengths[0].clamp(min=1), rejected / lengths[1].clamp(min=1)
 
@@ -158,7 +154,6 @@ class BetaPairLoss(PairLoss[BetaConfigT]):
     """A loss of pairs whose implied reward is beta times a log-ratio."""
 
     def reward_scale(self) -> float | None:
-        """beta."""
         return self.config.beta
 
 

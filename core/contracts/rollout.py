@@ -72,10 +72,7 @@ class Task(Plugin[ConfigT]):
         return Problem(text_key(question), question, answer, answer)
 
     def preferences(self) -> list[PreferenceRow]:
-        """Pairs of a better and a worse answer to problems that are not held out.
-
-        Only asked of a task that says `gives_preferences`.
-        """
+        """Pairs of a better and a worse answer to problems that are not held out."""
         return []
 
     def verify_steps(self, problem: Problem, text: str) -> tuple[StepVerdict, ...]:

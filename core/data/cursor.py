@@ -42,7 +42,6 @@ class Round:
 
     @property
     def digest(self) -> str:
-        """One sha256 over the rows, in their order."""
         return hashlib.sha256("\n".join(self.rows).encode()).hexdigest()
 
 
@@ -59,7 +58,6 @@ class Cursor:
         return replace(self, round=Round(self.finished + 1, tuple(rows), base))
 
     def finish(self) -> Cursor:
-        """The round's rows are seen; there is no round."""
         if self.round is None:
             return self
         return Cursor(self.finished + 1, self.seen | set(self.round.rows), None)

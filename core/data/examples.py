@@ -12,11 +12,7 @@ EXAMPLE = '{"prompt": "2 + 2 =", "completion": "4"}'
 
 
 def read_examples(path: str, setting: str) -> list[Problem]:
-    """Every line of the file as a problem whose worked answer is its `completion`.
-
-    `setting` is what names the file in the config. Raises `DataError` with file and line for a line
-    without the two texts.
-    """
+    """Every line of the file as a problem whose worked answer is its `completion`."""
     file = Path(path)
     examples = []
     for row in read_json_lines(file, setting, EXAMPLE):

@@ -1,7 +1,4 @@
-"""JSON Lines files: one object per line, with errors that name file, line and what was expected.
-
-Importing this module needs no torch.
-"""
+"""JSON Lines files: one object per line, with errors that name file, line and what was expected."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ class JsonRow:
 
 
 def read_json_lines(path: Path, setting: str, example: str) -> list[JsonRow]:
-    """Every object of the file, blank lines left out; raises `DataError` for anything else.
-
-    `setting` is what names the file in the config, `example` what a line should look like.
-    """
+    """Every object of the file, blank lines left out; raises `DataError` for anything else."""
     return list(stream_json_lines(path, setting, example))
 
 

@@ -112,7 +112,6 @@ def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> Response
 
 
 def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:
-    """A sampler's groups as one batch, group by group."""
     rows = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     texts = [response_texts(c, tokenizer) for _, _, c in rows]
     return response_batch(

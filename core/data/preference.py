@@ -101,11 +101,7 @@ def split_by_prompt(
 
 
 def batches(num_rows: int, batch_size: int, generator: torch.Generator) -> list[list[int]]:
-    """Row indices of every mini-batch of an epoch: shuffled, of nearly equal size.
-
-    There are ceil(num_rows / batch_size) of them, so that no last batch of a row or two has the
-    weight of a full one.
-    """
+    """Row indices of every mini-batch of an epoch: shuffled, of nearly equal size."""
     order = torch.randperm(num_rows, generator=generator)
     return [part.tolist() for part in order.tensor_split(-(-num_rows // batch_size))]
 
@@ -171,7 +167,6 @@ def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterato
 
 
 def as_labelled(pairs: Sequence[Pair]) -> list[LabelledAnswer]:
-    """Every distinct answer of the pairs, by itself, with its label."""
     rows = [
         LabelledAnswer(pair.key, pair.prompt_ids, ids, desirable)
         for pair in pairs

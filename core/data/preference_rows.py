@@ -54,17 +54,13 @@ class PreferenceRow:
 
     @property
     def key(self) -> str:
-        """Canonical form of the prompt."""
         return text_key("\n".join(f"{m['role']}: {m['content']}" for m in self.prompt))
 
 
 def read_preference_rows(
     path: Path, setting: str, kinds: Sequence[Kind]
 ) -> tuple[Kind, list[PreferenceRow]]:
-    """All rows of the file and their kind, which must be one of `kinds` and the same throughout.
-
-    Raises `DataError` with file, line and mend. `setting` is what names the file in the config.
-    """
+    """All rows of the file and their kind, which must be one of `kinds` and the same throughout."""
     wanted = " or ".join(EXAMPLES[kind] for kind in kinds)
     lines = read_json_lines(path, setting, wanted)
     found: list[tuple[Kind, PreferenceRow]] = [_row(line, wanted) for line in lines]
@@ -84,7 +80,6 @@ def read_preference_rows(
 
 
 def preference_digest(rows: Sequence[PreferenceRow]) -> str:
-    """sha256 over the rows in order, wherever they came from."""
     values = [[row.prompt, row.answers, row.margin, row.label] for row in rows]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 

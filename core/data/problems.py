@@ -51,7 +51,6 @@ def check_worked(task: Task[Any], problems: Sequence[Problem]) -> None:
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:
-    """sha256 over the problems in order."""
     rows = [[p.key, p.prompt, p.answer, p.worked] for p in problems]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 

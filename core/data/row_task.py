@@ -43,7 +43,6 @@ class RowConfig(PluginConfig):
     )
 
     def fields(self) -> tuple[str, ...]:
-        """The fields that are read of each row."""
         named = (self.prompt_field, self.answer_field, self.worked_field)
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
@@ -130,7 +129,6 @@ class RowTask(Task[RowConfigT]):
         return rows[:count]
 
     def available(self, split: Split) -> int | None:
-        """How many rows the split has."""
         return len(self._splits[split])
 
     def fingerprint(self) -> str:
@@ -141,11 +139,9 @@ class RowTask(Task[RowConfigT]):
         return problems_digest([p for rows in self._splits.values() for p in rows])
 
     def source(self) -> str:
-        """The files."""
         return ", ".join(str(path) for path in self.files())
 
     def verify(self, problem: Problem, text: str) -> Verdict:
-        """Compare as `match` says."""
         stripped = text.strip()
         match = problem.metadata.get("match", self.config.match)
         if match == "exact":

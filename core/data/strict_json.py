@@ -71,10 +71,7 @@ def _deeper_than(value: Any, limit: int) -> bool:  # Any: a JSON value
 
 
 def validator(schema: Mapping[str, Any] | bool) -> Validator:  # Any: a JSON schema
-    """A validator of `schema`, which may refer only to itself; raises `ValueError` if it is wrong.
-
-    Without `$schema` it is read as draft 2020-12.
-    """
+    """A validator of `schema`, which may refer only to itself; `ValueError` if it is wrong."""
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError("not a JSON schema: it is no object")
     cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)

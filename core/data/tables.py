@@ -35,11 +35,7 @@ def expand(path: Path, suffix: str, setting: str) -> list[Path]:
 
 
 def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[JsonRow]:
-    """The rows of a Parquet file, or of all in a folder, streamed, with these columns only.
-
-    `where` is `file:row`, counted from 1. Raises `DataError` for what is no Parquet file and for a
-    column that is not there.
-    """
+    """The rows of a Parquet file, or of all in a folder, streamed, with these columns only."""
     library = _library()
     import pyarrow
 
@@ -68,10 +64,7 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A data set on the hub: its id, subset ("" = its only one) and revision (None = newest).
-
-    `reachable` says that the hub answered and `revision` is the commit that it named.
-    """
+    """A data set on the hub: its id, subset ("" = its only one) and revision (None = newest)."""
 
     name: str
     subset: str = ""

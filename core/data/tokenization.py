@@ -31,7 +31,6 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
-        """The tokenizer of a model directory."""
         # Late: transformers takes seconds, and commands that only read a config import this module.
         from transformers import AutoTokenizer
 
@@ -44,10 +43,7 @@ class ChatTokenizer:
         return cls(tokenizer, system_prompt)
 
     def token_text(self, token: int) -> str:
-        """The text of one token id by itself; of a special token its name.
-
-        Texts are kept: decoding one takes 30 times as long as looking it up.
-        """
+        """The text of one token id by itself; of a special token its name."""
         if token not in self._token_texts:
             self._token_texts[token] = str(self.tokenizer.decode([token]))
         return self._token_texts[token]
@@ -88,5 +84,4 @@ class ChatTokenizer:
         return tuple(found["input_ids"])
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

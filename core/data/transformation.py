@@ -63,7 +63,6 @@ class Outcome:
     agreement: float | None = None
 
     def row(self) -> dict[str, object]:
-        """One line of JSON: the rewritten problem beside the original."""
         before = {"prompt": self.original.prompt, "answer": self.original.answer}
         if self.made is None:
             return {"reason": self.reason, "detail": self.detail, "original": before}
@@ -79,10 +78,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Transformer:
-    """Rewrites problems of `task` with the model that `ask` stands for.
-
-    `fits` says whether a prompt is short enough, `held_out` are keys that must not be made.
-    """
+    """Rewrites problems of `task` with the model that `ask` stands for."""
 
     task: Task[Any]
     settings: Rewriting
@@ -92,7 +88,6 @@ class Transformer:
     taken: set[str] = field(default_factory=set)
 
     def transform(self, problems: Sequence[Problem]) -> list[Outcome]:
-        """What becomes of each problem, in order."""
         outcomes = [self._without_model(problem) for problem in problems]
         open_ones = [i for i, outcome in enumerate(outcomes) if outcome is None]
         replies = self._rewrite([problems[i] for i in open_ones])

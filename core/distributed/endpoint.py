@@ -1,7 +1,4 @@
-"""A rank's end: joins the process group, builds what it is told to, answers calls until told off.
-
-Source of the variables that torchrun sets: pytorch.org/docs/stable/elastic/run.html
-"""
+"""A rank's end: joins the process group that torchrun describes, and answers calls."""
 
 from __future__ import annotations
 

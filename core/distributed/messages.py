@@ -11,10 +11,8 @@ from typing import Any
 
 
 def send(connection: Connection, value: object) -> None:
-    """Write a message."""
     connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> Any:  # Any: pickled
-    """The next message; `EOFError` when the other end is gone."""
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process

@@ -13,7 +13,6 @@ from posttrain.core.errors import ResourceError
 
 
 def key_of(parts: Mapping[str, object]) -> str:
-    """sha256 of `parts` as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -24,14 +23,12 @@ class ReplyCache:
         self.folder = folder
 
     def open(self) -> None:
-        """Make the folder; raises `ResourceError` where that cannot be."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.folder, error) from error
 
     def get(self, key: str) -> str | None:
-        """The text kept under `key`; None if there is none."""
         try:
             kept = json.loads(self._file(key).read_text("utf-8"))["reply"]
         except (OSError, ValueError, KeyError, TypeError):

@@ -84,7 +84,6 @@ class ChatClient:
         await self.http.aclose()
 
     async def ask(self, messages: Sequence[Message], **parameters: object) -> Reply:
-        """The endpoint's reply to `messages`."""
         body: dict[str, object] = {"model": self.endpoint.model, "messages": list(messages)}
         body |= {**self.endpoint.parameters, **parameters}
         async with self.slots:

@@ -39,5 +39,4 @@ class Budget:
         return None
 
     def spend(self, tokens: int) -> None:
-        """Count tokens that a reply says were used."""
         self.tokens += tokens

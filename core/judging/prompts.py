@@ -19,10 +19,7 @@ SYSTEM = (
 def chat(
     rubric: str, *, prompt: str, response: str, answer: str, low: float, high: float
 ) -> list[dict[str, str]]:
-    """System and user message. `rubric` is filled in once, so nothing in a text is a placeholder.
-
-    The marks around the response are made of its hash: no response can contain its own.
-    """
+    """System and user message. `rubric` is filled in once: nothing in a text is a placeholder."""
     mark = hashlib.sha256(response.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     filled = {
         "prompt": prompt,

@@ -21,7 +21,6 @@ def numbers_in(text: str) -> list[str]:
 
 
 def is_number(text: str) -> bool:
-    """Whether the whole of `text` is one decimal number."""
     return NUMBER.fullmatch(_ascii_minus(text.strip())) is not None
 
 

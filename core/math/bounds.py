@@ -51,11 +51,9 @@ class SortedSums:
         self._sums = torch.cat([zero, weight[order].cumsum(0)])
 
     def below(self, bounds: Tensor) -> Tensor:
-        """Sums [K] over r < bound."""
         return self._sums[torch.searchsorted(self._keys, bounds.contiguous())]
 
     def above(self, bounds: Tensor) -> Tensor:
-        """Sums [K] over r > bound."""
         inside = torch.searchsorted(self._keys, bounds.contiguous(), right=True)
         return self._sums[-1] - self._sums[inside]
 

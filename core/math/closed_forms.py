@@ -37,10 +37,7 @@ class _NoForm(Exception):
 
 @dataclass(frozen=True, slots=True)
 class IntegerQuestion:
-    """How an answer becomes an integer: what to add to the question, and the answer then.
-
-    `form` names the closed form; "integer" needs no addition.
-    """
+    """How an answer becomes an integer: what to add to the question, and the answer then."""
 
     form: str
     instruction: str

@@ -20,7 +20,6 @@ class Solution:
 
     @property
     def residual_norm(self) -> float:
-        """||b - A x||."""
         return math.sqrt(_dot(self.residual, self.residual))
 
 

@@ -104,7 +104,6 @@ def rejection_statistic(gaps: Tensor, mask: Tensor, rejection: Rejection) -> Ten
 
 
 def within(statistic: Tensor, rejection: Rejection) -> Tensor:
-    """Whether each value is kept; both ends are."""
     return (statistic >= rejection.low) & (statistic <= rejection.high)
 
 

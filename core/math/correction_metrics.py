@@ -45,7 +45,6 @@ def share(flags: Tensor) -> float:
 
 
 def counted_rows(mask: Tensor, count_empty_seqs: bool) -> Tensor:
-    """Which rows [B] enter statistics of sequences."""
     return torch.ones_like(mask[:, 0], dtype=torch.bool) if count_empty_seqs else _filled(mask)
 
 
@@ -119,5 +118,4 @@ def rejection_statistics(statistic: Tensor, mask: Tensor, rejection: Rejection) 
 
 
 def _filled(mask: Tensor) -> Tensor:
-    """Rows [B] with at least one token."""
     return mask.bool().any(dim=1)

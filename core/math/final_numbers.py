@@ -12,10 +12,7 @@ _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$
 
 
 def number_after(text: str, marker: str) -> str | None:
-    """The first number in the line after the last `marker`; None without either.
-
-    "#### $1,080 in all" reads as 1080.
-    """
+    """The first number in the line after the last `marker`; None without either."""
     line = after_marker(text, marker)
     numbers = [] if line is None else numbers_in(line)
     return numbers[0] if numbers else None

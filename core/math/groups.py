@@ -46,10 +46,7 @@ def all_equal(values: Tensor, zero_tol: float) -> bool:
 def equal_share(
     rewards: Tensor, group_ids: Tensor, scored: Tensor, zero_tol: float = 1e-6
 ) -> float:
-    """Share of groups whose scored `rewards` [B] are all equal, one alone included; 0 without any.
-
-    One `group_ids` [B] for all rows asks whether the whole batch is.
-    """
+    """Share of groups whose scored `rewards` [B] are all equal, groups of one included."""
     members = list(scored_groups(group_ids, scored))
     return sum(all_equal(rewards[rows], zero_tol) for rows in members) / max(1, len(members))
 

@@ -107,5 +107,4 @@ def perplexity_metrics(
 
 
 def _rows(known: Tensor, count_empty_seqs: bool) -> Tensor:
-    """Which rows [B] enter row statistics."""
     return torch.ones_like(known[:, 0]) if count_empty_seqs else known.any(dim=1)

@@ -24,7 +24,6 @@ class Cut:
     top_p: float = 1.0
 
     def __bool__(self) -> bool:
-        """Whether anything is cut."""
         return self.top_k > 0 or self.top_p < 1
 
 

@@ -45,10 +45,7 @@ def paired_proportions(gained: int, lost: int, total: int) -> tuple[float, float
 
 
 def tango_score(delta: float, gained: int, lost: int, total: int) -> float:
-    """How many standard errors the observed difference lies above `delta`, -1 < delta < 1.
-
-    The standard error is that of the likeliest proportions whose difference is `delta`.
-    """
+    """How many standard errors the observed difference lies above `delta`, -1 < delta < 1."""
     share = lost_share(delta, gained, lost, total)
     variance = total * (2 * share + delta * (1 - delta))
     above = gained - lost - total * delta

@@ -24,7 +24,6 @@ _LARGEST_MEAN_LOGP = -1e-12
 
 
 def capped_exp(values: Tensor) -> Tensor:
-    """exp(min(values, `MAX_EXPONENT`))."""
     return values.clamp(max=MAX_EXPONENT).exp()
 
 
@@ -79,10 +78,7 @@ def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
-    """-(1 - e) logsigmoid(x) - e logsigmoid(-x) [B]: logistic loss with a share e of wrong labels.
-
-    At x = 0 it is ln 2 whatever e is.
-    """
+    """-(1 - e) logsigmoid(x) - e logsigmoid(-x) [B]: logistic loss, a share e of labels wrong."""
     right = -logsigmoid(logits)
     if label_smoothing == 0:
         return right
@@ -90,10 +86,7 @@ def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
 
 
 def matched_by_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each of `values` [B] the one of `others` [B] with the same rank; ties keep their order.
-
-    Sorting `values` sorts the result.
-    """
+    """For each of `values` [B] the one of `others` [B] of the same rank; ties keep their order."""
     order = torch.argsort(values, stable=True)
     matched = torch.empty_like(others)
     matched[order] = others.sort(stable=True).values

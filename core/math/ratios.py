@@ -57,10 +57,7 @@ def at_level(
 def row_advantages(
     advantages: Tensor, mask: Tensor, reduce: Literal["none", "mean"], who: str
 ) -> Tensor:
-    """`advantages` [B, T] with one value per row: as they are, or each row's mean.
-
-    Raises `RunError` when `reduce` is "none" and a row's advantages differ.
-    """
+    """`advantages` [B, T] with one value per row: as they are, or each row's mean."""
     means = masked(row_means(advantages, mask).to(advantages.dtype)[:, None], mask)
     if reduce == "mean":
         return means
@@ -95,10 +92,7 @@ def clip_metrics(
     high: float,
     dual: float | None = None,
 ) -> dict[str, Tensor]:
-    """0/1 flags [B, T] of the tokens that `clipped_loss` gives no gradient, by the bound at fault.
-
-    `clip/frac` is of the two bounds together, without the dual clip.
-    """
+    """0/1 flags [B, T] of tokens that `clipped_loss` gives no gradient, by the bound at fault."""
     held = ratio.detach()
     over, under = (advantages > 0) & (held > high), (advantages < 0) & (held < low)
     beyond = (advantages < 0) & (held > (float("inf") if dual is None else dual))

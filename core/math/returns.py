@@ -31,7 +31,6 @@ class ValuedSteps:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each response [B], float64."""
         return self.mask.double().sum(dim=1)
 
 

@@ -41,11 +41,9 @@ class RunningMoments:
         return math.sqrt(self.squares / (self.count - ddof))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint needs."""
         return {"count": float(self.count), "mean": self.mean, "squares": self.squares}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Stand where `state` was taken."""
         if state:
             self.count = int(state["count"])
             self.mean, self.squares = float(state["mean"]), float(state["squares"])

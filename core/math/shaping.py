@@ -1,7 +1,4 @@
-"""Terms that shape a reward: penalties on length and repetition, and weights to resample by.
-
-Plain functions of finished responses. Axes: B responses.
-"""
+"""Terms that shape a reward: penalties on length and repetition, and weights to resample by."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ Aggregate = Literal["mean", "min", "last", "sum", "prod", "weighted"]
 
 
 def scored_steps(step_end: Tensor, step_score: Tensor) -> Tensor:
-    """Which steps [B, S] exist and have a score."""
     return (step_end >= 0) & step_score.isfinite()
 
 

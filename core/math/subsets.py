@@ -79,10 +79,8 @@ def _choose(n: int, k: int) -> int:
 
 
 def _sums_before(values: Tensor) -> Tensor:
-    """Sum of the values [G] at smaller indices."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)[:-1]])
 
 
 def _sums_after(values: Tensor) -> Tensor:
-    """Sum of the values [G] at larger indices."""
     return _sums_before(values.flip(0)).flip(0)

@@ -29,10 +29,7 @@ def whiten_tokens(values: Tensor, mask: Tensor, *, ddof: int = 1, eps: float = 1
 
 
 def whiten_rows(values: Tensor, scored: Tensor, *, ddof: int = 1, eps: float = 1e-4) -> Tensor:
-    """(A - mean) / (std + eps) over the scored rows of `values` [B], float64; 0 for the others.
-
-    Fewer than two rows are centred only.
-    """
+    """(A - mean) / (std + eps) over the scored rows of `values` [B], float64; 0 for the others."""
     kept = values[scored.bool()].double()
     if kept.numel() == 0:
         return torch.zeros_like(values, dtype=torch.float64)

@@ -16,7 +16,6 @@ _COMPUTES = "posttrain_compute_dtype"
 
 
 def use_autocast(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """Let `model`, in float32, make its products in `compute`."""
     setattr(model, _COMPUTES, compute)
 
 
@@ -27,7 +26,6 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def casting(model: PreTrainedModel) -> AbstractContextManager[Any]:  # Any: torch's is untyped
-    """Inside, products of `model` are made in its compute precision."""
     compute = compute_dtype(model)
     if compute == model.dtype:
         return nullcontext()

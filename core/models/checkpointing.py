@@ -1,7 +1,4 @@
-"""Gradient checkpointing: a layer's inside is computed again in the backward pass, not kept.
-
-Source: Chen et al., arXiv:1604.06174; the layers are transformers' own.
-"""
+"""Gradient checkpointing: a layer's inside is computed again in the backward pass, not kept."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ from posttrain.core.errors import ConfigError
 
 
 def use_checkpointing(model: torch.nn.Module) -> None:
-    """Keep only the inputs of each layer of `model` for the backward pass.
-
-    transformers does so for layers in training mode. Only the layers' own flags are set, as modes
-    of what is inside them would turn dropout on.
-    """
+    """Keep only the inputs of each layer of `model` for the backward pass."""
     layers = list(_layers(model))
     if not layers:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -38,10 +31,8 @@ def use_checkpointing(model: torch.nn.Module) -> None:
 
 
 def is_checkpointed(model: torch.nn.Module) -> bool:
-    """Whether `model` computes its layers again."""
     return any(layer.gradient_checkpointing for layer in _layers(model))
 
 
 def _layers(model: torch.nn.Module) -> Any:  # Any: transformers' layers are not typed
-    """The layers that can be computed again."""
     return (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))

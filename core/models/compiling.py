@@ -22,7 +22,6 @@ _WAYS = 64
 
 
 def allow_ways() -> None:
-    """Let one function be compiled in as many ways as a run needs."""
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _WAYS)
 
 
@@ -35,5 +34,4 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether `compile_layers` was asked for."""
     return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))

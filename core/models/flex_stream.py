@@ -53,7 +53,6 @@ def why_no_flex(query: Tensor) -> str | None:
 
 @functools.cache
 def say_once(reason: str | None) -> None:
-    """Log which attention a GPU gets; a reason is said once."""
     how = "FlexAttention" if reason is None else f"grids and SDPA, not FlexAttention: {reason}"
     logger.info("the stream's attention is by %s", how)
 
@@ -81,10 +80,7 @@ def prepared(layout: StreamLayout) -> StreamLayout:
 
 
 def block_mask(layout: StreamLayout) -> BlockMask:
-    """The mask by blocks of 128 tokens, made once for all layers.
-
-    What `create_block_mask` gives, without S x S booleans at once.
-    """
+    """The mask by blocks of 128 tokens, made once for all layers."""
     if "block_mask" not in layout.made:
         partial, whole = _seen_blocks(layout.numbers, layout.last)
         count = len(layout.back)

@@ -61,7 +61,6 @@ def can_group(model: Any) -> bool:  # Any: transformers' model classes are not t
 
 
 def use_grouped_attention(model: Any) -> None:  # Any: as above
-    """Let `model` attend with it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 

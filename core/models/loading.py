@@ -39,10 +39,7 @@ def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
 
 
 def load_reward_model(path: Path, runtime: ModelRuntime, *, new_head: bool) -> PreTrainedModel:
-    """A sequence classifier with one label. `new_head` starts from a language model's backbone.
-
-    A new head is zero, so every first reward is 0 and the first pair loss is ln 2.
-    """
+    """A sequence classifier with one label. `new_head` starts from a language model's backbone."""
     extra = {"num_labels": 1} if new_head else {}
     model = _load(AutoModelForSequenceClassification, path, runtime, **extra)
     if new_head:

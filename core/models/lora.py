@@ -28,10 +28,7 @@ NAME = "default"  # peft's name of a model's only adapter
 
 
 def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model once more, frozen, on the same weights in memory.
-
-    An adapter that `model` gets afterwards is not in it: a reference policy that costs nothing.
-    """
+    """The same model once more, frozen, on the same weights in memory."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     twin.requires_grad_(False)
@@ -66,7 +63,6 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether `model` has an adapter."""
     return any(True for _ in _layers(model))
 
 
@@ -76,7 +72,6 @@ def is_transposed(model: torch.nn.Module) -> bool:
 
 
 def base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The state dict of `model` as it is without its adapter."""
     for name, tensor in model.state_dict().items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
@@ -129,7 +124,6 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
-    """The adapted layers of `model` by name."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -166,5 +160,4 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
-    """Whether a module or parameter belongs to the layers below the head."""
     return name.startswith(f"{model.base_model_prefix}.")

@@ -54,13 +54,11 @@ def why_no_packing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def packed_bytes(model: Any) -> int:  # Any: transformers' model classes are not typed
-    """What the second copy of the weights of linear layers takes."""
     size = product_type(model.dtype, model.device).itemsize
     return sum(layer.weight.numel() * size for layer in _linears(model))
 
 
 def can_pack(model: Any, when: When) -> bool:  # Any: as above
-    """Whether an engine's `model` is to be packed, by its setting."""
     return packs(packed_bytes(model), model.dtype, model.device, when)
 
 

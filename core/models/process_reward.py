@@ -18,10 +18,7 @@ from posttrain.core.data.packing import pad_right
 def token_scores(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], places: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """The probability of "right" after the tokens at `places` of each of `rows`, float32.
-
-    sigmoid of the logit of a head with one label, softmax of one with two.
-    """
+    """The probability of "right" after the tokens at `places` of each of `rows`, float32."""
     ids, mask = (t.to(model.device) for t in pad_right(rows, 0))
     logits = token_logits(model, ids, mask).float()
     right = logits[..., 0].sigmoid() if logits.shape[-1] == 1 else logits.softmax(dim=-1)[..., 1]

@@ -26,7 +26,6 @@ class ModelRuntime:
 
     @classmethod
     def from_config(cls, section: ModelSection) -> ModelRuntime:
-        """The runtime a config asks for, on this machine."""
         device = choose_device(section)
         if section.compile:
             check_compiler(device)
@@ -36,10 +35,7 @@ class ModelRuntime:
 
     @property
     def plain_attention(self) -> str:
-        """transformers' own implementation; on a CPU eager beats SDPA at short lengths.
-
-        Not where its bfloat16 products would be emulated.
-        """
+        """transformers' own implementation; on a CPU eager beats SDPA at short lengths."""
         if self.attention != "stream":
             return self.attention
         eager = self.device.type == "cpu" and not is_emulated(self.dtype, self.device)

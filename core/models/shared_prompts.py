@@ -55,7 +55,6 @@ class SharedPrompts:
         )
 
     def select(self, rows: Tensor) -> SharedPrompts:
-        """The same for the sequences `rows` (ascending) alone."""
         pairs = zip(self.keys, self.values, strict=True)
         return SharedPrompts.make(pairs, self.present, self.prompt_of[rows])
 
@@ -83,10 +82,7 @@ def _hidden(present: Tensor, dtype: torch.dtype) -> Tensor | None:
 def attention_over_prompts(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, prompts: SharedPrompts, layer: int
 ) -> Tensor:
-    """Attention [N, 1, H, D] of `query` [N, H, 1, D] over a prompt and `key`, `value` [N, K, T, D].
-
-    The queries of a prompt's sequences meet its keys as rows of one product.
-    """
+    """[N, 1, H, D] of `query` [N, H, 1, D] over a prompt and over `key`, `value` [N, K, T, D]."""
     rows, heads, _, size = query.shape
     groups, shared = key.shape[1], heads // key.shape[1]
     own = query.reshape(rows, groups, shared, size)

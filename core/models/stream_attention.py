@@ -38,7 +38,6 @@ class Repeats:
     which: Tensor  # [D], in U
 
     def to(self, device: torch.device) -> Repeats:
-        """The same on `device`."""
         return Repeats(self.tokens.to(device), self.places.to(device), self.which.to(device))
 
 
@@ -64,7 +63,6 @@ class StreamLayout:
     """What attention made of the layout for all layers (Any: a mask of FlexAttention's)."""
 
     def to(self, device: torch.device) -> StreamLayout:
-        """The same on `device`."""
         return StreamLayout(
             self.shape,
             self.places.to(device),
@@ -165,7 +163,6 @@ def stream_attention(
 def _by_grids(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, stream_layout: StreamLayout
 ) -> Tensor:
-    """`stream_attention` by products on grids of tokens."""
     prompts, longest, rows, length = stream_layout.shape
     edge = prompts * longest
     places, back, repeats = stream_layout.places, stream_layout.back, stream_layout.repeats
@@ -280,7 +277,6 @@ def _softmax(scores: Tensor, hidden: Tensor, scaling: float) -> Tensor:
 
 
 def use_stream_attention(model: Any) -> None:  # Any: transformers' model classes are not typed
-    """Let `model` attend with it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 

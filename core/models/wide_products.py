@@ -116,7 +116,6 @@ class WideLinear(torch.nn.Linear):
     """A linear layer whose products are made so."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As torch's own."""
         return linear(input, self.weight, self.bias)
 
 

@@ -18,18 +18,15 @@ MAX_DETAIL = 500  # characters
 
 
 def is_failure(score: Score) -> bool:
-    """Whether the score stands for something that went wrong."""
     return score.status in FAILURES
 
 
 def one_line(error: BaseException) -> str:
-    """Class and message of an exception, on one line."""
     text = " ".join(str(error).split())
     return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def shortened(text: str) -> str:
-    """At most `MAX_DETAIL` characters of `text`."""
     return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."
 
 
@@ -48,11 +45,7 @@ def only_score(answer: object) -> Score:
 
 
 def checked_score(found: object) -> Score:
-    """`found` as a score of plain numbers, or an `error` that says what came instead.
-
-    A status that tells of a missing value never carries one, and a score without a value is never
-    `ok`.
-    """
+    """`found` as a score of plain numbers, or an `error` that says what came instead."""
     if not isinstance(found, Score):
         return failed(f"{reprlib.repr(found)}, expected a Score")
     if found.status not in STATUSES:
@@ -74,7 +67,6 @@ def checked_score(found: object) -> Score:
 
 
 def _finite(value: object) -> float | None:
-    """A finite number as a float, or None for anything else."""
     if not isinstance(value, numbers.Real):
         return None
     number = float(value)

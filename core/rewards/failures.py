@@ -15,10 +15,7 @@ _COUNTED = {"reward/timeouts": "timeout", "reward/crashes": "crashed", "reward/e
 
 
 def failure_metrics(scores: Sequence[Sequence[Score]], names: Sequence[str]) -> dict[str, float]:
-    """Counts of failed scores, all and by status, and each reward's share; `scores` is [B][K].
-
-    The share of a reward is left out while nothing of it failed. `unscored` is no failure.
-    """
+    """Counts of failed scores, all and by status, and each reward's share; `scores` is [B][K]."""
     if not scores:
         return {}
     found = [score for row in scores for score in row]

@@ -41,51 +41,35 @@ class WorkerHandle:
         self._limits = limits
         self._frames = Frames()
         self._since = time.monotonic()
-        self._begun = False
-        self._closing = False
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether it is to be killed, and only its end is waited for."""
-        return self._closing
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has taken up the jobs it holds."""
-        return self._begun
+        self.has_begun = False  # whether it has taken up the jobs it holds
+        self.is_closing = False  # whether it is to be killed, and only its end is waited for
 
     @property
     def wants_work(self) -> bool:
-        """Whether it is up and idle."""
-        return self.pid is not None and not self.jobs and not self._closing
+        return self.pid is not None and not self.jobs and not self.is_closing
 
     def begin_closing(self, fault: str) -> None:
         """Wait no longer for anything but its end; `fault` says why, if that is known."""
-        self._closing, self.fault, self._since = True, fault, time.monotonic()
+        self.is_closing, self.fault, self._since = True, fault, time.monotonic()
 
     def give(self, jobs: Sequence[Job]) -> None:
-        """Hand over work; `Closed` when it takes none."""
         self.jobs.extend(jobs)
-        self._since, self._begun = time.monotonic(), False
+        self._since, self.has_begun = time.monotonic(), False
         send_all(self.sock, framed(pickle.dumps(list(jobs))))
 
     def limit(self) -> float:
-        """Seconds that the first of its jobs may take."""
         return self._limits[self.jobs[0].reward]
 
     def deadline(self) -> float:
         """When something must have been heard of it; infinity while it is idle."""
-        if self._closing:
+        if self.is_closing:
             return self._since + EXIT_LIMIT_S
-        if self.pid is None or (self.jobs and not self._begun):
+        if self.pid is None or (self.jobs and not self.has_begun):
             return self._since + START_LIMIT_S
         return self._since + self.limit() if self.jobs else math.inf
 
     def read(self) -> tuple[list[tuple[int, Score]], bool]:
-        """Scores that arrived, by job number, and whether it still has its connection.
-
-        Raises `BadFrame` when it wrote anything but what a worker writes.
-        """
+        """Scores that arrived, by job number, and whether it still has its connection."""
         payloads, is_open = read_available(self.sock, self._frames)
         try:
             taken = [self._take(parse(payload)) for payload in payloads]
@@ -104,7 +88,7 @@ class WorkerHandle:
             self.pid = int(fields["up"])
             return None
         if "begin" in fields:
-            self._begun = True
+            self.has_begun = True
             self._now_since(float(fields["begin"]))
             return None
         if not self.jobs or self.jobs[0].number != fields["job"]:

@@ -83,7 +83,6 @@ class ForkServerProcess:
                 poll.poll(200)
 
     def spawn(self, number: int) -> socket.socket:
-        """Ask for a worker; its end of a new connection goes along."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -95,7 +94,6 @@ class ForkServerProcess:
         return ours
 
     def kill(self, number: int) -> None:
-        """Ask for the end of a worker and of everything it started."""
         self._send(message(kill=number))
 
     def messages(self) -> list[dict[str, object]]:
@@ -123,7 +121,6 @@ class ForkServerProcess:
             raise ServerLost from None
 
     def last_words(self) -> str:
-        """What the server wrote last, or how it ended."""
         try:
             code: object = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

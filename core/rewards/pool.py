@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from posttrain.core.contracts import Reward, RewardContext
@@ -35,8 +34,7 @@ _TICK_S = 0.2
 
 def default_workers() -> int:
     """As many workers as this process may use cores, at most `MAX_WORKERS`."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MAX_WORKERS, usable or 1))
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 class RewardPool:
@@ -78,12 +76,7 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -121,7 +114,6 @@ class RewardPool:
         return server
 
     def _ready(self) -> ForkServerProcess:
-        """The server, once it can be asked for workers."""
         server = self._server or self._start()
         try:
             server.wait_ready(self._check)
@@ -131,7 +123,6 @@ class RewardPool:
         return server
 
     def _run(self, server: ForkServerProcess, jobs: Sequence[Job]) -> None:
-        """Until every job has a result."""
         self._pending.extend(jobs)
         last = 0.0
         while len(self._results) < len(jobs):
@@ -199,7 +190,6 @@ class RewardPool:
             self._end(server, worker, "")
 
     def _end(self, server: ForkServerProcess, worker: WorkerHandle, fault: str) -> None:
-        """Have a useless worker killed; the server will tell how it ended."""
         worker.begin_closing(fault)
         self._selector.unregister(worker.sock)
         server.kill(worker.number)

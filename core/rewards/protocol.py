@@ -42,24 +42,19 @@ class Job:
 
 
 def framed(payload: bytes) -> bytes:
-    """`payload` as one frame."""
     return _HEADER.pack(len(payload)) + payload
 
 
 def message(**fields: object) -> bytes:
-    """One JSON object as a frame."""
     return framed(json.dumps(fields).encode())
 
 
 class Frames:
-    """Cuts a stream of bytes into the payloads of its frames."""
-
     def __init__(self, limit: int = MAX_REPLY) -> None:
         self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes."""
         self._buffer += data
         found = []
         while len(self._buffer) >= _HEADER.size:
@@ -75,7 +70,6 @@ class Frames:
 
 
 def parse(payload: bytes) -> dict[str, object]:
-    """The JSON object in `payload`."""
     try:
         found = json.loads(payload)
     except ValueError as error:
@@ -86,7 +80,6 @@ def parse(payload: bytes) -> dict[str, object]:
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
-    """`size` bytes of a blocking socket; raises `Closed` at its end."""
     data = bytearray()
     while len(data) < size:
         part = sock.recv(min(_CHUNK, size - len(data)))
@@ -145,7 +138,6 @@ def score_fields(score: Score) -> dict[str, object]:
 
 
 def read_score(fields: object) -> Score:
-    """The score in a worker's JSON; an `error` for anything else."""
     if not isinstance(fields, Mapping):
         return failed("no JSON object")
     try:

@@ -142,12 +142,6 @@ class ForkServer:
     def _next_ended(self) -> tuple[int, int] | None:
         """Reap one child that has ended: its process id and status. Its group is killed first."""
         try:
-            if not hasattr(os, "waitid"):  # macOS before Python 3.13
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    return None
-                _kill_group(pid)
-                return pid, status
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None
@@ -164,7 +158,6 @@ class ForkServer:
             pass
 
     def kill_all(self) -> None:
-        """Kill every descendant, and wait for their end."""
         for pid in list(self._workers):
             _kill_group(pid)
         deadline = time.monotonic() + _LAST_KILLS_S

@@ -28,14 +28,12 @@ class RewardSpec:
     config: dict[str, object]
 
     def load(self) -> type[Reward[Any]]:
-        """The class itself, imported."""
         found: object = attrgetter(self.qualname)(importlib.import_module(self.module))
         if not (isinstance(found, type) and issubclass(found, Reward)):
             raise ConfigError(f"{self.module}.{self.qualname} is no reward")
         return found
 
     def build(self, context: RewardContext | None) -> Reward[Any]:
-        """The reward, ready to score."""
         cls = self.load()
         reward = cls(cls.Config.model_validate(self.config))
         if context is not None:
@@ -54,7 +52,6 @@ class PoolSetup:
 
     @classmethod
     def of(cls, rewards: Sequence[Reward[Any]], context: RewardContext | None) -> PoolSetup:
-        """The setup for `rewards`."""
         reads_context = any(type(reward).setup is not Reward.setup for reward in rewards)
         needed = context is not None and reads_context
         return cls(specs_of(rewards), pickle.dumps(context) if needed else b"")

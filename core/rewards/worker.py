@@ -1,8 +1,4 @@
-"""A worker: builds the pool's rewards, then scores what it is sent, one sample at a time.
-
-It says when it begins and after each sample, so that the parent always knows which sample is being
-scored, and since when.
-"""
+"""A worker: builds the pool's rewards, then scores what it is sent, one sample at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ def isolate(server: int) -> None:
 
 
 def work(sock: socket.socket, setup: PoolSetup, context: RewardContext | None) -> None:
-    """Score what arrives on `sock` until it is closed."""
     try:
         rewards = [spec.build(context) for spec in setup.rewards]
     except Exception as error:  # somebody else's code: the parent ends the run with this sentence

@@ -44,7 +44,6 @@ class EngineWeights:
 
     @torch.no_grad()
     def differing(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
-        """Names of the weights that differ from the model's own."""
         own = self._own
         return tuple(
             name

@@ -39,7 +39,6 @@ class EpisodeRunner:
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens that the tokenizer knows."""
         return len(self.tokenizer.tokenizer)
 
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
@@ -51,7 +50,6 @@ class EpisodeRunner:
         return self.tokenizer.encode_chat(messages)
 
     def open(self, prompt: PromptGroup) -> Episode:
-        """An episode without a turn."""
         return Episode(prompt, self.environment.reset(prompt.problem).state)
 
     def generate(
@@ -136,7 +134,6 @@ class EpisodeRunner:
         return replace(episode, finish_reason="length") if cut else episode
 
     def _tokens(self, observation: Observation) -> tuple[int, ...]:
-        """An observation's tokens, made once, of its text alone."""
         ids = self.tokenizer.encode_text(
             observation.text, special=self.environment.reads_special_tokens
         )

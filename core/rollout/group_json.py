@@ -1,7 +1,4 @@
-"""Sampled groups as JSON, exactly: what a resumed run is given equals what was sampled.
-
-Python writes a float with as many digits as its value needs, so log-probs come back bit for bit.
-"""
+"""Sampled groups as JSON, exactly: what a resumed run is given equals what was sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ T = TypeVar("T")
 
 
 def prompt_to_json(prompt: PromptGroup) -> Json:
-    """A prompt with its problem."""
     problem = prompt.problem
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
     return {
@@ -28,7 +24,6 @@ def prompt_to_json(prompt: PromptGroup) -> Json:
 
 
 def prompt_from_json(value: Mapping[str, Any]) -> PromptGroup:
-    """What `prompt_to_json` was given."""
     return PromptGroup(_made(Problem, value["problem"]), tuple(value["prompt_ids"]))
 
 
@@ -55,7 +50,6 @@ def groups_from_json(values: Sequence[Mapping[str, Any]]) -> list[SampledGroup]:
 
 
 def _made(cls: type[T], value: Mapping[str, Any]) -> T:
-    """An instance of the dataclass `cls`; JSON's lists are its tuples."""
     try:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
     except TypeError as error:

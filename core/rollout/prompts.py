@@ -29,7 +29,6 @@ class PromptStream:
         self._order: tuple[int, list[int]] = (0, list(range(len(prompts))))
 
     def take(self, count: int) -> list[PromptGroup]:
-        """The next `count` prompts."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> PromptGroup:

@@ -21,9 +21,6 @@ class StopStrings:
         self.window = max(map(len, self.strings)) + SPARE_TOKENS
 
     def completed_by_last(self, ids: Sequence[int]) -> bool:
-        """Whether a string stands in the text of `ids` that did not before the last one.
-
-        To be asked at each token: an earlier string would have ended the response there.
-        """
+        """Whether a string stands in the text of `ids` that did not before the last one."""
         text = self.decode(ids[-self.window :])
         return any(string in text for string in self.strings)

@@ -55,7 +55,6 @@ class Answers:
 
     @property
     def gap(self) -> Tensor:
-        """Absolute differences [N]."""
         return (self.engine - self.trainer).abs()
 
 
@@ -76,7 +75,6 @@ class Bounds:
     spared: float = 0.0
 
     def mean_gap(self, answers: Answers) -> float:
-        """Mean gap, none of them counted as more than `largest`."""
         return float(answers.gap.clamp(max=self.largest).mean())
 
 
@@ -137,14 +135,10 @@ class SyncCheck:
         return metrics
 
     def answers(self) -> Answers:
-        """What both say of the probe now."""
         return Answers(self._trainer_logprobs(), self._engine_logprobs())
 
     def _compare_weights(self, event: str) -> bool:
-        """Whether all that the engine computes with is known to be the trainer's, bit for bit.
-
-        Not so where it cannot tell, or has an adapter beside the weights that it tells of.
-        """
+        """Whether all that the engine computes with is known to be the trainer's, bit for bit."""
         weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
@@ -182,7 +176,6 @@ class SyncCheck:
             )
 
     def _check_gap(self, now: Answers, event: str) -> None:
-        """The two agree as well as their precision lets them."""
         bounds, mean = self._bounds, mean_bound(self._bounds, self.start, now)
         far, average = float((now.gap > bounds.largest).double().mean()), bounds.mean_gap(now)
         if far <= bounds.spared and average <= mean:
@@ -202,7 +195,6 @@ class SyncCheck:
         return BOUNDS.get(compute_dtype(self.model), BOUNDS[torch.bfloat16])
 
     def _trainer_logprobs(self) -> Tensor:
-        """The trainer's log-probs [N] at temperature 1."""
         batch = response_batch(
             prompts=[ids[:1] for ids in self.probe],
             responses=[ids[1:] for ids in self.probe],
@@ -214,7 +206,6 @@ class SyncCheck:
         return values[batch.response_mask.bool()].double()
 
     def _engine_logprobs(self) -> Tensor:
-        """The engine's log-probs [N] of the same tokens."""
         scores = self.engine.score(self.probe)
         lengths = [len(values) for values in scores]
         if lengths != [len(ids) - 1 for ids in self.probe]:
@@ -234,17 +225,13 @@ def mean_bound(bounds: Bounds, start: Answers | None, now: Answers) -> float:
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
-    """Mean absolute difference."""
     return float((left - right).abs().mean())
 
 
 def make_probe(
     tokenizer: ChatTokenizer, limit: int, texts: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Two sequences of at most 24 tokens: the ends of `texts`, or of two sentences of our own.
-
-    `limit` is the most tokens that the engine takes; one of them is left for it to sample.
-    """
+    """Two sequences of at most 24 tokens: the ends of `texts`, or of two sentences of our own."""
     length = max(2, min(PROBE_LENGTH, limit - 1))
     given = [list(ids)[-length:] for ids in texts[:2]]
     if not given:
@@ -259,9 +246,6 @@ def check_stored(
     tokenizer: ChatTokenizer,
     limit: int,
 ) -> None:
-    """Raise `RunError` unless the engine answers as the model in `model_dir` does.
-
-    The model is loaded for the time this takes: once for a stage, not for a step.
-    """
+    """Raise `RunError` unless the engine answers as the model in `model_dir` does."""
     model = load_policy(model_dir, runtime)
     SyncCheck(engine, model, make_probe(tokenizer, limit)).after(f"the sync of {model_dir}")

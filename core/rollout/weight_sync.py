@@ -21,7 +21,6 @@ from posttrain.core.models.lora import (
 
 
 def send_policy(engine: RolloutEngine[Any], model: PreTrainedModel, policy_version: int) -> None:
-    """Let `engine` answer as `model` does, as `policy_version`."""
     if not is_adapted(model):
         engine.sync_weights(model.state_dict().items(), policy_version=policy_version)
     elif takes_adapter(engine, model):

@@ -10,7 +10,7 @@ from pathlib import Path
 def process_start(pid: int) -> str:
     """When the process began, in clock ticks since boot; empty if it is gone or cannot be told.
 
-    A zombie counts as gone. Linux only: elsewhere the result is empty for every process.
+    A zombie counts as gone. Elsewhere than on Linux it is empty for every process.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -26,27 +26,9 @@ def owner() -> str:
 
 
 def is_left_behind(told: str) -> bool:
-    """Whether `told`, of `owner`, is a process of this machine that runs no more.
+    """Whether `told`, as `owner` gives it, is a process of this machine that has ended.
 
-    Of a process of another machine nothing is known, so it counts as running. A text that names no
-    owner is from a version that wrote none, which did not share.
+    Nothing is known of a process of another machine, so it counts as running.
     """
-    machine, _, process = told.partition("@")
-    number, _, start = process.partition("@")
-    if not number.isdigit():
-        return True
-    if machine != socket.gethostname():
-        return False
-    now = process_start(int(number))
-    return now != start if start else not _exists(int(number))
-
-
-def _exists(pid: int) -> bool:
-    """Of a system that does not tell when a process began."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    machine, number, start = told.split("@")
+    return machine == socket.gethostname() and process_start(int(number)) != start

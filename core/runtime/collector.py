@@ -1,9 +1,4 @@
-"""Python's garbage collector, kept off the libraries: they are most of the heap and stay for ever.
-
-Collections while torch, transformers, Prefect and MLflow are imported, and the walk over all of
-them as the process ends, took 4 of 14 s of `import posttrain.pipelines.assembly`
-(`gc.set_threshold(50_000, 10, 10)` before and `os._exit(0)` after it, timed against neither).
-"""
+"""Python's garbage collector, kept off the libraries, which are most of the heap."""
 
 from __future__ import annotations
 

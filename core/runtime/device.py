@@ -44,11 +44,9 @@ def set_threads(num_threads: int) -> None:
 
 
 def peak_memory_gb() -> float:
-    """Largest resident size of this process so far, GB."""
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether this is a CUDA device."""
     return device.type == "cuda"

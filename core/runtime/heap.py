@@ -42,7 +42,6 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Give the allocator's free pages back to the kernel."""
     if release_free_memory():
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

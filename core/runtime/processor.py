@@ -9,10 +9,6 @@ from pathlib import Path
 
 @functools.cache
 def has_bfloat16_instructions() -> bool:
-    """Whether products of bfloat16 matrices are done in hardware.
-
-    Where they are not, they take several times as long as float32's. Only Linux on x86-64 says so.
-    """
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:

@@ -50,7 +50,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def source_tags() -> dict[str, str]:
-    """Tags by which MLflow shows what ran and who started it."""
     found = {"mlflow.source.name": "posttrain", "mlflow.source.type": "LOCAL"}
     try:
         found["mlflow.user"] = getpass.getuser()

@@ -17,5 +17,4 @@ def derive_seed(seed: int, *path: str | int) -> int:
 
 
 def generator(seed: int, *path: str | int) -> torch.Generator:
-    """A CPU generator seeded for the use named by `path`."""
     return torch.Generator().manual_seed(derive_seed(seed, *path))

@@ -57,7 +57,6 @@ def become_program(job: Job, uid: int | None, ends: Ends, box: str, scratch: str
 
 
 def drop_to(uid: int) -> None:
-    """Become `uid`, for good."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)

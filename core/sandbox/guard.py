@@ -48,7 +48,6 @@ class Stream:
         return True
 
     def text(self) -> str:
-        """All of it, in base64."""
         return binascii.b2a_base64(b"".join(self.parts)).decode()
 
 

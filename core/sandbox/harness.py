@@ -57,7 +57,6 @@ class Literals(ast.NodeTransformer):
 
 
 def is_literal(node: ast.expr) -> bool:
-    """Whether the value of `node` is written out."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -66,7 +65,6 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def why(error: BaseException) -> str:
-    """One line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 

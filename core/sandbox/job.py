@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import json
 import os
+from types import SimpleNamespace
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 USR_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
@@ -12,67 +13,43 @@ BOX, SCRATCH = "/box", "/tmp"
 MIB = 1 << 20
 
 
-class Job:
+class Job(SimpleNamespace):
     """One run. `prefixes` are folders beside /usr that the interpreter needs.
 
-    A plain class, as are others that the guard uses: importing `dataclasses` costs it 15 ms a run.
+    No dataclass: the guard imports this module, and `dataclasses` would cost it 15 ms a run.
     """
 
-    def __init__(
-        self,
-        *,
-        level: str,
-        python: str,
-        prefixes: list[str],
-        bwrap: str,
-        arguments: list[str],
-        files: dict[str, str],
-        stdin: str | None,
-        wall_s: float,
-        cpu_s: int,
-        memory_mib: int,
-        processes: int,
-        file_mib: int,
-        scratch_mib: int,
-        open_files: int,
-        output_kib: int,
-    ) -> None:
-        self.level = level
-        self.python = python
-        self.prefixes = prefixes
-        self.bwrap = bwrap
-        self.arguments = arguments
-        self.files = files
-        self.stdin = stdin
-        self.wall_s = wall_s
-        self.cpu_s = cpu_s
-        self.memory_mib = memory_mib
-        self.processes = processes
-        self.file_mib = file_mib
-        self.scratch_mib = scratch_mib
-        self.open_files = open_files
-        self.output_kib = output_kib
+    level: str
+    python: str
+    prefixes: list[str]
+    bwrap: str
+    arguments: list[str]
+    files: dict[str, str]
+    stdin: str | None
+    wall_s: float
+    cpu_s: int
+    memory_mib: int
+    processes: int
+    file_mib: int
+    scratch_mib: int
+    open_files: int
+    output_kib: int
 
     def dump(self) -> bytes:
-        """As JSON."""
         return json.dumps(vars(self)).encode()
 
     def command(self, box: str) -> list[str]:
-        """The interpreter on the main program, which lies in `box`."""
         return [self.python, "-B", f"{box}/main.py", *self.arguments]
 
     def contents(self) -> dict[str, bytes]:
-        """The files of the box by name."""
         return {name: binascii.a2b_base64(text) for name, text in self.files.items()}
 
 
 def load(text: bytes) -> Job:
-    """The job that `dump` wrote."""
     return Job(**json.loads(text))
 
 
 def environment(scratch: str) -> dict[str, str]:
-    """All the environment that a program gets."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": scratch,

@@ -36,18 +36,15 @@ def _check(result: int, what: str) -> None:
 
 
 def prctl(option: int, value: int, pointer: object = None) -> None:
-    """One of the PR_ options above."""
     third = ctypes.byref(pointer) if isinstance(pointer, ctypes.Structure) else 0
     _check(_libc.prctl(option, ctypes.c_ulong(value), third, 0, 0), f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """mount(2)."""
     _check(
         _libc.mount(
             source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()
@@ -82,7 +79,6 @@ def make_root(folder: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities, for good."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -98,6 +94,5 @@ class _Program(ctypes.Structure):
 
 
 def set_filter(code: bytes) -> None:
-    """Install a seccomp filter on this process and all it starts."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, _Program(len(code) // 8, code))

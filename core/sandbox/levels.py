@@ -54,12 +54,10 @@ CAPABILITIES: tuple[Capability, ...] = (
 
 
 def strength(level: Level) -> int:
-    """Larger is stronger."""
     return LEVELS.index(level)
 
 
 def not_contained(level: Level) -> list[str]:
-    """Names of what `level` leaves open."""
     return [row.name for row in CAPABILITIES if not row.contained(level)]
 
 

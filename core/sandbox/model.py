@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from posttrain.core.sandbox.levels import Level
 
-MIB = 1 << 20
 Status = Literal["ok", "nonzero", "timeout", "killed", "error"]
 
 

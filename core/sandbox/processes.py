@@ -1,7 +1,4 @@
-"""All processes of one sandbox, as the guard sees them: how much they hold, and their end.
-
-The guard is a child subreaper, so whatever the program leaves behind becomes the guard's child.
-"""
+"""All processes of one sandbox, as the guard sees them: how much they hold, and their end."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class Tree:
         self.left = 0
 
     def members(self) -> list[int]:
-        """Pids of all descendants, parents first."""
         found: list[int] = []
         waiting = [os.getpid()]
         while waiting:

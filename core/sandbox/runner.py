@@ -130,7 +130,6 @@ class Sandbox:
 
 
 def _result(job: Job, level: Level) -> SandboxResult:
-    """Have a guard run the job."""
     start = _START.format(core=str(Path(__file__).resolve().parents[1]))
     alive, held = os.pipe()
     try:
@@ -231,5 +230,4 @@ def _try(level: Level, python: str | None) -> Probe:
 
 
 def levels_available(python: str | None = None) -> list[Level]:
-    """The levels that work here, from the weakest to the strongest."""
     return [found.level for found in probe(python) if found.interpreter is not None]

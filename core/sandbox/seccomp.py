@@ -61,7 +61,6 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def supported() -> bool:
-    """Whether the filter knows this machine's architecture."""
     return os.uname().machine in _AUDIT
 
 

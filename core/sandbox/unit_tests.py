@@ -34,7 +34,6 @@ class UnitTest:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the program is run on an input."""
         return self.output is not None
 
 
@@ -72,10 +71,7 @@ def _read_test(row: object, number: int) -> UnitTest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many of the tests passed. `detail` tells of the first that did not.
-
-    With `error`, the sandbox failed and nothing is known.
-    """
+    """How many of the tests passed. `detail` tells of the first that did not."""
 
     passed: int
     total: int
@@ -129,12 +125,10 @@ def _wrong(done: SandboxResult, test: UnitTest) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def describe(done: SandboxResult) -> str:
-    """One line on how a program ended badly."""
     last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     if done.status == "nonzero":
         return f"exit code {done.exit_code}: {' '.join(last)[:200]}"

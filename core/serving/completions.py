@@ -21,7 +21,6 @@ def sampling_request(
     max_tokens: int,
     stop_token_ids: Sequence[int],
 ) -> Json:
-    """One response to one prompt, with a seed of its own."""
     request: Json = {
         "model": model,
         "prompt": list(prompt),
@@ -47,7 +46,6 @@ def read_completion(
     stop_token_ids: Sequence[int],
     origin: Mapping[str, Any],  # Any: the fields of `Completion` that the engine knows
 ) -> Completion:
-    """The response in `answer`. Raises `RunError` when it is none."""
     try:
         choice = answer["choices"][0]
         ids = tuple(map(int, choice["token_ids"]))
@@ -78,7 +76,6 @@ def _finish_reason(said: str, ids: Sequence[int], stop_token_ids: Sequence[int])
 
 
 def scoring_request(model: str, ids: Sequence[int]) -> Json:
-    """The log-probs of `ids` at temperature 1."""
     return {
         "model": model,
         "prompt": list(ids),
@@ -89,7 +86,6 @@ def scoring_request(model: str, ids: Sequence[int]) -> Json:
 
 
 def read_scores(answer: Json, ids: Sequence[int]) -> list[float]:
-    """Log-probs of all of `ids` but the first."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = zip(ids[1:], entries[1:], strict=True)

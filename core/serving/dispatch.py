@@ -49,11 +49,7 @@ async def serve_all(
     requests: Sequence[Json],
     limits: Limits,
 ) -> list[Json]:
-    """The answers of `requests`, in order.
-
-    Raises `RunError` when a server refuses a request, when one request failed too often, and when
-    no replica is left.
-    """
+    """The answers of `requests`, in order."""
     answers: list[Json | None] = [None] * len(requests)
     tries: list[list[str]] = [[] for _ in requests]  # URLs where each request failed
     queue = deque(range(len(requests)))

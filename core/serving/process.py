@@ -41,7 +41,6 @@ class ServerProcess:
         return self._guard.poll()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of its output."""
         try:
             with self.log.open(encoding="utf-8", errors="replace") as file:
                 return "".join(deque(file, maxlen=lines)).rstrip()
@@ -49,12 +48,10 @@ class ServerProcess:
             return f"(its log cannot be read: {error})"
 
     def begin_stop(self) -> None:
-        """Tell the guard to end the server; returns at once."""
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             self._guard.stdin.close()
 
     def stop(self) -> None:
-        """End the server and all its children; may be called twice."""
         self.begin_stop()
         try:
             self._guard.wait(2 * guard.GRACE_S + 5)

@@ -1,7 +1,4 @@
-"""Replicas of one model behind HTTP: who is alive, how busy each is, requests to all of them.
-
-Everything here runs on one event loop in a thread of its own (`LoopThread`), so nothing is locked.
-"""
+"""Replicas of one model behind HTTP: who is alive, how busy each is, requests to all of them."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class LoopThread:
         self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:  # Any: send and yield types
-        """The result of `work`; an interrupt here cancels it there."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -78,7 +74,6 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, close connections, end the thread."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(10)
@@ -103,7 +98,6 @@ async def _client(timeout_s: float, connections: int) -> httpx.AsyncClient:
 
 
 async def is_healthy(client: httpx.AsyncClient, replica: Replica) -> bool:
-    """Whether its `/health` says 200."""
     try:
         answer = await client.get(f"{replica.url}/health", timeout=HEALTH_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -167,6 +161,5 @@ async def post_to_all(
 
 
 def shown(text: str) -> str:
-    """The beginning of a server's answer, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."

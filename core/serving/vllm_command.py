@@ -39,12 +39,10 @@ def lora_rank_of_vllm(rank: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As vLLM calls it."""
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def server_command(setup: EngineSetup, options: ServerOptions, port: int) -> list[str]:
-    """The command that serves `setup.model_dir` at 127.0.0.1:`port`."""
     on_cpu = setup.device.type == "cpu"
     eager = on_cpu if options.enforce_eager is None else options.enforce_eager
     cache_gb = options.kv_cache_gb or (1.0 if on_cpu else None)

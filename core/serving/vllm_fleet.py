@@ -62,7 +62,6 @@ class VllmFleet:
     def start_servers(
         self, count: int, setup: EngineSetup, options: ServerOptions, gpus: Sequence[str]
     ) -> None:
-        """Start `count` servers, all at once, and wait for them."""
         for index, port in enumerate(free_ports(count)):
             process = ServerProcess(
                 server_command(setup, options, port),
@@ -91,13 +90,11 @@ class VllmFleet:
         self.version = str(found["version"])
 
     def complete(self, requests: Sequence[Json]) -> list[Json]:
-        """The answers of `/v1/completions`, in order; see `dispatch`."""
         return self.loop.run(
             serve_all(self.loop.client, self.replicas, PATH, requests, self.limits.requests)
         )
 
     def alive(self) -> list[Replica]:
-        """The replicas in use. Raises `RunError` when there are none."""
         found = [replica for replica in self.replicas if replica.alive]
         if not found:
             ends = "\n".join(replica.obituary() for replica in self.replicas)

@@ -31,7 +31,6 @@ def vllm_version() -> str:
 
 
 def check_model_dir(model_dir: Path) -> None:
-    """Raise `ResourceError` unless there is a model."""
     if not (model_dir / "config.json").is_file():
         raise ResourceError(
             f"no model at {model_dir}: expected a directory with config.json and "
@@ -40,10 +39,7 @@ def check_model_dir(model_dir: Path) -> None:
 
 
 def checkpoint_shapes(model_dir: Path) -> tuple[dict[str, list[int]], frozenset[str]]:
-    """Shapes of the checkpoint's weights by name, and the names that are copies of another.
-
-    vLLM fuses weights under names of its own, so what a sync must bring is read from the files.
-    """
+    """Shapes of the checkpoint's weights by name, and the names that are copies of another."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.artifacts import combine_digests, file_digest
-from posttrain.core.durable import sync
+from posttrain.core.durable import put_in_place
 from posttrain.core.errors import ResourceError
 
 SHARD_BYTES = 2 * 2**30
@@ -26,18 +26,13 @@ class WeightFiles:
 
 
 def digest_of(folder: Path) -> str:
-    """One sha256 over all weight files in `folder`."""
     return combine_digests({p.name: file_digest(p) for p in sorted(folder.glob("*.safetensors"))})
 
 
 def write_weights(
     parent: Path, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> WeightFiles:
-    """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name.
-
-    Files are synced to the disk in a temporary folder, which is renamed when it is complete. Raises
-    `ResourceError` when the disk is full.
-    """
+    """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name."""
     from safetensors.torch import save_file
 
     partial, final = parent / f".partial-{name}", parent / name
@@ -45,13 +40,9 @@ def write_weights(
     try:
         partial.mkdir(parents=True)
         for number, shard in enumerate(_shards(weights, dtype)):
-            path = partial / f"model-{number:05d}.safetensors"
-            save_file(shard, path)
-            sync(path)
+            save_file(shard, partial / f"model-{number:05d}.safetensors")
         digest = digest_of(partial)
-        sync(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        put_in_place(partial, final)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ResourceError(

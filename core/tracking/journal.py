@@ -7,11 +7,11 @@ before `append` returns, so a killed process loses nothing that it measured.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError
 
 
@@ -24,13 +24,11 @@ class JournalRow:
     metrics: Mapping[str, float]
 
     def line(self) -> str:
-        """The row as it stands in the file."""
         row = {"step": self.step, "time_ms": self.time_ms, "metrics": dict(self.metrics)}
         return json.dumps(row, separators=(",", ":")) + "\n"
 
 
 def journal_path(folder: Path, stage: str, identity: str = "") -> Path:
-    """Where the journal of a stage of that identity is kept."""
     mark = f"-{identity[:16]}" if identity else ""
     return folder / f"metrics-{stage}{mark}.jsonl"
 
@@ -55,21 +53,16 @@ def read_journal(path: Path) -> list[JournalRow]:
 
 
 class Journal:
-    """Appends rows to a file. Opening keeps its rows up to step `keep_through` (None = no row).
-
-    `kept` holds those rows. Raises `ResourceError` when the file cannot be written.
-    """
+    """Appends rows to a file. Opening keeps its rows up to step `keep_through` (None = no row)."""
 
     def __init__(self, path: Path, keep_through: int | None = None) -> None:
         self.path = path
         self.kept: list[JournalRow] = []
         if keep_through is not None:
             self.kept = [row for row in read_journal(path) if row.step <= keep_through]
-        temporary = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("".join(row.line() for row in self.kept))
-            os.replace(temporary, path)
+            write_text(path, "".join(row.line() for row in self.kept))
             self._stream = path.open("a")
         except OSError as error:
             raise ResourceError(
@@ -78,7 +71,6 @@ class Journal:
             ) from error
 
     def append(self, row: JournalRow) -> None:
-        """Write one row through to the operating system."""
         try:
             self._stream.write(row.line())
             self._stream.flush()
@@ -88,5 +80,4 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
         self._stream.close()

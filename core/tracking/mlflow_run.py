@@ -25,20 +25,16 @@ Metrics = Mapping[str, float | None]
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """The values as floats, without None and NaN."""
     present = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in present.items() if not math.isnan(value)}
 
 
 def now_ms() -> int:
-    """Unix time in milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the runs of one pipeline share."""
-
     client: MlflowClient
     writer: Writer
     uri: str
@@ -63,22 +59,18 @@ class MlflowRun:
         )
 
     def log_text(self, text: str, artifact_path: str) -> None:
-        """Store `text` as an artifact, in the background."""
         self._session.writer.submit(
             f"the artifact {artifact_path}",
             lambda: self._session.client.log_text(self.run_id, text, artifact_path),
         )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, in the background."""
         entities = [RunTag(key, value) for key, value in tags.items()]
         self._session.writer.submit(
             "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
         )
 
     def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
-        """Queue one row of metrics as one call."""
-
         def write() -> None:  # building the entities costs more than queueing: not on the caller
             entities = [
                 Metric(name, value, row.time_ms, row.step, model_id=model_id or None)

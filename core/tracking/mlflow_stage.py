@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import (
     Dataset,
@@ -30,6 +29,7 @@ from posttrain.core.tracking.mlflow_run import (
     measured,
     now_ms,
 )
+from posttrain.core.tracking.model_links import make_entry
 from posttrain.core.tracking.ranking import left_out
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
 from posttrain.core.tracking.traces import TracedResponse, write_trace
@@ -87,10 +87,7 @@ class StageTracker(MlflowRun):
         return beyond
 
     def log_summary(self, metrics: Metrics, model_id: str = "") -> None:
-        """Record final values at the last step seen; a value already there is not repeated.
-
-        With `model_id` they also show on that model's page.
-        """
+        """Record final values at the last step seen; a value already there is not repeated."""
         values = measured(metrics)
         check_names(values)
         self._require_open()
@@ -156,42 +153,19 @@ class StageTracker(MlflowRun):
                 f"dataset {name}", partial(_log_input, self._session.client, run_id, tagged)
             )
 
-    def log_model_output(
-        self,
-        *,
-        name: str,
-        uri: str,
-        digest: str,
-        step: int,
-        params: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> str:
-        """Record a model this run made, by reference: nothing is copied. Returns its id "m-...".
-
-        It is an output of the pipeline's run too.
-        """
+    def log_model_output(self, *, name: str, uri: str, digest: str, step: int) -> str:
+        """Record a model this run made, by reference: nothing is copied. Returns its id "m-..."."""
         session = self._session
-        all_tags = {**(tags or {}), "posttrain.uri": uri, "posttrain.digest": digest}
 
         def write() -> str:
-            mlflow.set_tracking_uri(session.uri)
-            model = mlflow.create_external_model(
-                name=name,
-                source_run_id=self.run_id,
-                tags=all_tags,
-                params=dict(params or {}),
-                model_type="language-model",
-                experiment_id=session.experiment_id,
-            )
-            output = LoggedModelOutput(model.model_id, step)
+            made = make_entry(session, self.run_id, name, uri, digest)
             for run_id in (self.run_id, self._parent_id):
-                session.client.log_outputs(run_id, [output])
-            return str(model.model_id)
+                session.client.log_outputs(run_id, [LoggedModelOutput(made, step)])
+            return made
 
         return session.writer.call(f"model {name}", write)
 
     def log_model_input(self, model_id: str) -> None:
-        """Record that this run read a model made by another."""
         self._session.writer.submit(
             f"model input {model_id}",
             lambda: self._session.client.log_inputs(

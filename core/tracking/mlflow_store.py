@@ -1,7 +1,4 @@
-"""Where MLflow keeps its data: opening a store, making the local database, ending dead runs.
-
-With its neighbours `mlflow_*` and `registry` the only module that imports mlflow.
-"""
+"""Where MLflow keeps its data: opening a store, making the local database, ending dead runs."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.runtime.alive import process_start
+from posttrain.core.runtime.alive import is_left_behind, owner
 from posttrain.core.tracking.journal import JournalRow, read_journal
 from posttrain.core.tracking.writer import reason
 
@@ -30,9 +27,7 @@ SQLITE = "sqlite:///"
 TAG_STAGE = "posttrain.stage"
 TAG_KIND = "posttrain.kind"
 TAG_CACHED_FROM = "posttrain.cached_from"
-TAG_HOST = "posttrain.host"
-TAG_PID = "posttrain.pid"
-TAG_PROCESS_START = "posttrain.process_start"
+TAG_OWNER = "posttrain.process"
 TAG_JOURNAL = "posttrain.journal"
 MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
 
@@ -112,29 +107,8 @@ def _create(database: Path, artifacts: Path) -> None:
 
 def process_tags(journal: Path | None) -> dict[str, str]:
     """Tags by which a later run finds out that this process died."""
-    pid = os.getpid()
-    tags = {
-        TAG_HOST: socket.gethostname(),
-        TAG_PID: str(pid),
-        TAG_PROCESS_START: process_start(pid),
-    }
+    tags = {TAG_OWNER: owner()}
     return tags if journal is None else tags | {TAG_JOURNAL: str(journal)}
-
-
-def _is_dead(tags: Mapping[str, str]) -> bool:
-    pid = int(tags[TAG_PID])
-    started = process_start(pid)
-    if started:  # the number may have been given to another process since
-        return started != tags.get(TAG_PROCESS_START, started)
-    if Path("/proc/self/stat").exists():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 def kill_running(uri: str) -> list[str]:
@@ -148,9 +122,9 @@ def kill_running(uri: str) -> list[str]:
         experiments = [item.experiment_id for item in client.search_experiments()]
         running = client.search_runs(
             experiments,
-            f"attributes.status = 'RUNNING' and tags.`{TAG_HOST}` = '{socket.gethostname()}'",
+            f"attributes.status = 'RUNNING' and tags.`{TAG_OWNER}` LIKE '{socket.gethostname()}@%'",
         )
-        dead = [run for run in running if TAG_PID in run.data.tags and _is_dead(run.data.tags)]
+        dead = [run for run in running if is_left_behind(run.data.tags[TAG_OWNER])]
         for run in dead:
             run_id, tags = run.info.run_id, run.data.tags
             rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
@@ -185,7 +159,6 @@ def recover_rows(client: MlflowClient, run_id: str, rows: Sequence[JournalRow]) 
 
 
 def log_rows(client: MlflowClient, run_id: str, rows: Iterable[JournalRow]) -> None:
-    """Write rows with as few calls as MLflow allows."""
     metrics = [
         Metric(name, value, row.time_ms, row.step)
         for row in rows

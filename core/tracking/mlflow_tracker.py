@@ -1,13 +1,10 @@
-"""Everything a pipeline records: one parent run, one child run per stage, registered models.
-
-The public face of MLflow for the rest of posttrain. Importing it costs about 2 s, MLflow's own.
-"""
+"""Everything a pipeline records: one parent run, one child run per stage, registered models."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -15,6 +12,7 @@ from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.identity import flat
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
 from posttrain.core.tracking.metric_names import check_names, find_metric
@@ -30,22 +28,11 @@ from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
 from posttrain.core.tracking.model_links import KnownModel, known_here
-from posttrain.core.tracking.registry import add_version
 from posttrain.core.tracking.writer import Writer
 
 MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow takes an experiment with tables for one about prompts, and shows it as such."""
-
-
-def flatten(params: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as ("optimizer.learning_rate", "1e-05"); values as they stand in JSON."""
-    for key, value in params.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{key}", text
 
 
 class PipelineTracker(MlflowRun):
@@ -228,24 +215,9 @@ def _create_run(session: Session, name: str, tags: Mapping[str, str]) -> str:
 
 
 def _log_params(client: MlflowClient, run_id: str, params: Mapping[str, object]) -> None:
-    entities = [Param(key, value) for key, value in flatten(params)]
+    entities = [
+        Param(key, value if isinstance(value, str) else json.dumps(value, default=str))
+        for key, value in flat(params)
+    ]
     for begin in range(0, len(entities), MAX_PARAMS_PER_CALL):
         client.log_batch(run_id, params=entities[begin : begin + MAX_PARAMS_PER_CALL])
-
-
-def register_model(uri: str, model_id: str, name: str, alias: str, tags: Mapping[str, str]) -> str:
-    """Make the model a version of the registered model `name` and move `alias` to it.
-
-    A model that is already a version of `name` keeps that version. Returns the version. Raises
-    `ResourceError` for a model that does not exist.
-    """
-    client = store.connect(uri)
-    with store.explained(f"register models:/{model_id} as '{name}'", uri):
-        version = add_version(client, model_id, name, tags)
-        client.set_registered_model_alias(name, alias, version)
-    return version
-
-
-def run_url(base: str, experiment_id: str, run_id: str) -> str:
-    """The run's page in MLflow's UI; `base` is the UI's address, such as http://127.0.0.1:5000."""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"

@@ -21,10 +21,7 @@ class KnownModel:
 
 
 def known_here(session: Session, run_id: str, name: str, model: KnownModel) -> str:
-    """The id of `model` in this tracking server; it is made, as one of `run_id`, if there is none.
-
-    A model of the same digest and place that an earlier run made here is taken before a new one.
-    """
+    """The id of `model` in this tracking server, where `run_id` makes it if there is none."""
     if model.model_id and _exists(session, model.model_id):
         return model.model_id
     quoted = model.digest.replace("'", "")
@@ -34,15 +31,21 @@ def known_here(session: Session, run_id: str, name: str, model: KnownModel) -> s
     for found in same:
         if found.tags.get("posttrain.uri") == model.uri:
             return str(found.model_id)
+    made = make_entry(session, run_id, name, model.uri, model.digest)
+    session.client.log_outputs(run_id, [LoggedModelOutput(made, 0)])
+    return made
+
+
+def make_entry(session: Session, run_id: str, name: str, uri: str, digest: str) -> str:
+    """A new entry for a model's files, made by the run; nothing is copied. Returns its id."""
     mlflow.set_tracking_uri(session.uri)
     made = mlflow.create_external_model(
         name=name,
         source_run_id=run_id,
-        tags={"posttrain.uri": model.uri, "posttrain.digest": model.digest},
+        tags={"posttrain.uri": uri, "posttrain.digest": digest},
         model_type="language-model",
         experiment_id=session.experiment_id,
     )
-    session.client.log_outputs(run_id, [LoggedModelOutput(made.model_id, 0)])
     return str(made.model_id)
 
 

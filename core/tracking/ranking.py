@@ -12,10 +12,7 @@ _RANKS = {name: rank for rank, name in enumerate(METRICS)}
 
 
 def left_out(names: Iterable[str]) -> tuple[str, ...]:
-    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order.
-
-    After those come the names that the catalogue knows by their prefix, by name.
-    """
+    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order."""
 
     def rank(name: str) -> tuple[bool, int, str]:
         return not name.startswith(ALARM), _RANKS.get(name, len(_RANKS)), name

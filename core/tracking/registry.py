@@ -8,7 +8,7 @@ doing the same again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,28 +81,16 @@ def find_alias(uri: str, name: str, alias: str) -> RegisteredVersion | None:
     """The version that `alias` names; None where there is no such model or alias."""
     client = store.connect(uri)
     with store.explained(f"look up '{name}@{alias}'", uri):
-        try:
-            return _told(client.get_model_version_by_alias(name, alias))
-        except MlflowException as error:
-            if error.error_code not in ABSENT:
-                raise
-            return None
+        return _found(lambda: client.get_model_version_by_alias(name, alias))
 
 
 def find_version(uri: str, name: str, version: str) -> RegisteredVersion | None:
-    """A version by its number; None where there is none."""
     client = store.connect(uri)
     with store.explained(f"look up '{name}' version {version}", uri):
-        try:
-            return _told(client.get_model_version(name, version))
-        except MlflowException as error:
-            if error.error_code not in ABSENT:
-                raise
-            return None
+        return _found(lambda: client.get_model_version(name, version))
 
 
 def find_digest(uri: str, name: str, digest: str) -> RegisteredVersion | None:
-    """The newest version with these weights, if there is one."""
     client = store.connect(uri)
     with store.explained(f"search versions of '{name}'", uri):
         found = [v for v in _versions(client, name) if v.tags.get(TAG_DIGEST) == digest]
@@ -154,7 +142,6 @@ def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str
 
 
 def move_alias(uri: str, name: str, alias: str, version: str) -> None:
-    """Let `alias` name `version`."""
     client = store.connect(uri)
     with store.explained(f"move '{name}@{alias}' to version {version}", uri):
         client.set_registered_model_alias(name, alias, version)
@@ -173,7 +160,6 @@ def tag_version(uri: str, name: str, version: str, tags: Mapping[str, str]) -> N
 
 
 def names(uri: str) -> list[str]:
-    """All registered models."""
     client = store.connect(uri)
     with store.explained("list registered models", uri):
         return [model.name for model in client.search_registered_models()]
@@ -182,6 +168,15 @@ def names(uri: str) -> list[str]:
 def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
     quoted = name.replace("'", "\\'")
     return list(client.search_model_versions(f"name = '{quoted}'"))
+
+
+def _found(look_up: Callable[[], ModelVersion]) -> RegisteredVersion | None:
+    try:
+        return _told(look_up())
+    except MlflowException as error:
+        if error.error_code not in ABSENT:
+            raise
+        return None
 
 
 def _told(found: ModelVersion) -> RegisteredVersion:

@@ -82,7 +82,6 @@ def _value(column: torch.Tensor | None, index: int) -> float | None:
 
 
 def _version(batch: RolloutBatch, index: int) -> int | None:
-    """The version that sampled the response's first token; None for an empty response."""
     sampled = batch.policy_version[index][batch.response_mask[index].bool()]
     return int(sampled[0]) if len(sampled) else None
 

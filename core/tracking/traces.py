@@ -24,10 +24,7 @@ NAME = "response"
 
 @dataclass(frozen=True, slots=True)
 class TracedResponse:
-    """A response of a step. `feedback` is what is known of it by name: rewards, advantage, verdict.
-
-    `turns` are the policy's own texts where there are several.
-    """
+    """A response of a step. `feedback` holds rewards, advantage and verdict by name."""
 
     step: int
     prompt: str
@@ -40,10 +37,7 @@ class TracedResponse:
 def traced_responses(
     batch: RolloutBatch, step: int, component_names: Sequence[str], count: int
 ) -> list[TracedResponse]:
-    """`count` responses of a step: the best and the worst paid first, so that they differ.
-
-    Responses that could not be scored are left out, and all of a batch without texts.
-    """
+    """`count` responses of a step: the best and the worst paid first, so that they differ."""
     rows = sample_rows(batch, component_names, len(batch))
     scored = [
         (reward, index)

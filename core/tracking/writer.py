@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -21,22 +21,22 @@ MAX_WAITING = 1000
 """Jobs that may wait; beyond that `submit` waits too, so memory stays bounded."""
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def reason(error: BaseException) -> str:
     """What is wrong, in the database's own words where one is behind it: users read no SQL."""
-    found: BaseException | None = error
-    while found is not None:
-        if getattr(found, "orig", None) is not None:  # SQLAlchemy's name for the driver's error
-            return str(getattr(found, "orig"))  # noqa: B009 - declared nowhere
-        found = found.__cause__ or found.__context__
-    return str(error)
+    # `orig` is SQLAlchemy's name for the driver's error.
+    found = (getattr(cause, "orig", None) for cause in _causes(error))
+    return str(next((driver for driver in found if driver is not None), error))
 
 
 def cut_off(error: BaseException) -> bool:
     """Whether a server ended in the middle of its answer: MLflow repeats every other request."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, ChunkedEncodingError):
-        found = found.__cause__ or found.__context__
-    return found is not None
+    return any(isinstance(cause, ChunkedEncodingError) for cause in _causes(error))
 
 
 def once_more_if_cut_off(job: Callable[[], T]) -> T:
@@ -88,7 +88,6 @@ class Writer:
         return future.result()
 
     def check(self) -> None:
-        """Raise the first error that no caller has been told yet."""
         with self._lock:
             error = self._untold()
         if error is not None:
@@ -110,7 +109,6 @@ class Writer:
         return self._explained(what + more, error)
 
     def drain(self) -> None:
-        """Wait until every job queued so far has run, without raising."""
         with self._lock:
             waiting = [future for _, future in self._waiting]
         for future in waiting:

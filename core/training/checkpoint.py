@@ -84,11 +84,7 @@ def load_checkpoint(
     critic: StoredOptimizer | None = None,
     reference: Module | None = None,
 ) -> LoopState:
-    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`.
-
-    Raises `RunError` when it is damaged, is of another precision, or is of a loop with a critic and
-    this one has none, or the other way round. Nothing is loaded then.
-    """
+    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`."""
     record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(
@@ -138,7 +134,6 @@ def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[s
 
 
 def _write_reference(root: Path, reference: Module) -> dict[str, str]:
-    """Write a model's parameters, by number; the file's digest."""
     path = root / _REFERENCE
     tensors = {str(i): p.detach().cpu().contiguous() for i, p in enumerate(reference.parameters())}
     save_file(tensors, path)
@@ -171,7 +166,6 @@ def _check_files(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_step(folder: Path) -> int:
-    """The step after which the checkpoint in `folder` was written."""
     return int(_read_record(folder)["step"])
 
 
@@ -190,7 +184,6 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
     return (folder / _STATE).is_file()
 
 

@@ -20,10 +20,7 @@ CHUNK = 1024  # tokens whose float32 logits are held at a time
 def response_sum_pi_squared(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
 ) -> Tensor:
-    """sum_v pi(v)^2 [B, T] in (0, 1] at the sampling temperature; 0 where `response_mask` is 0.
-
-    Logits are made in chunks of tokens and never held all at once.
-    """
+    """sum_v pi(v)^2 [B, T] in (0, 1] at the sampling temperature; 0 where `response_mask` is 0."""
     hidden, ids, mask, _ = response_states(model, batch, include_last=False)
     weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
     parts = []

@@ -24,10 +24,7 @@ _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW over float32 tensors, and over bfloat16 ones, which are rounded at random.
-
-    Gradients are float32 in both cases (`Tensor.grad_dtype`).
-    """
+    """AdamW over float32 tensors, and over bfloat16 ones, which are rounded at random."""
 
     def __init__(self, params: Sequence[Tensor], section: OptimizerSection, seed: int) -> None:
         super().__init__(params, {"lr": section.learning_rate})
@@ -36,7 +33,6 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
-        """Move every parameter that has a gradient."""
         for group in self.param_groups:
             for place, param in enumerate(group["params"]):
                 if param.grad is not None:
@@ -53,7 +49,6 @@ class CompactAdamW(torch.optim.Optimizer):
             }
 
     def _move(self, place: int, param: Tensor, rate: float) -> None:
-        """One parameter's step, part by part."""
         state = self.state[param]
         if not state:
             state.update(self._fresh(param))
@@ -84,7 +79,6 @@ class CompactAdamW(torch.optim.Optimizer):
     def _update(
         self, weights: Tensor, grad: Tensor, moments: dict[str, Tensor], rate: float, step: int
     ) -> None:
-        """AdamW on float32 `weights` [n]."""
         if "exp_avg_scale" in moments:
             assert self._eight_bit is not None
             self._eight_bit.update(weights, grad, moments, rate, step)

@@ -66,7 +66,6 @@ class CriticSettings:
     max_tokens: int | None = None
 
     def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
-        """Row indices of each micro-batch of `batch`."""
         return micro_rows(batch, self.micro_batch_size, self.max_tokens, num_ranks)
 
 
@@ -85,7 +84,6 @@ class Critic:
 
     @property
     def stored(self) -> StoredOptimizer:
-        """What a checkpoint keeps of the critic."""
         return self.optimizer
 
     @torch.no_grad()
@@ -109,7 +107,6 @@ class Critic:
         )
 
     def _micro_rows(self, batch: RolloutBatch) -> list[Tensor]:
-        """Row indices of each micro-batch, of all ranks."""
         return self.settings.micro_rows(batch, self.ranks.size)
 
     def update(
@@ -142,7 +139,6 @@ class Critic:
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
 
     def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
-        """Forward and backward over one mini-batch; its loss, divided by its own counts."""
         order, own = self._micro_rows(mini), MetricSums()
         totals = self.settings.aggregator.count(mini.mask, mini.group_id)
         totals = replace(totals, num_parts=len(order))

@@ -37,7 +37,6 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
         return self.values.dtype
 
 

@@ -44,7 +44,6 @@ class EightBit:
 
     @staticmethod
     def fresh(param: Tensor) -> dict[str, Tensor]:
-        """Moments of 0 for all of `param`."""
         scales = (math.ceil(param.numel() / BLOCK),)
         return {
             "exp_avg": torch.zeros(param.shape, dtype=torch.uint8, device=param.device),

@@ -95,6 +95,5 @@ def response_exact_kl(
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Logits [n, V] in at least float32."""
     logits = product(hidden, weight.t())
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

@@ -37,18 +37,15 @@ class FlatParameters:
         return torch.cat([(torch.zeros_like(p) if t is None else t).reshape(-1) for t, p in pairs])
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Views of `vector` [D], shaped as the parameters."""
         sizes = [p.numel() for p in self.params]
         parts = zip(torch.split(vector, sizes), self.params, strict=True)
         return [part.view_as(param) for part, param in parts]
 
     def read(self) -> Tensor:
-        """A copy [D] of all parameters."""
         return self.join([p.detach() for p in self.params])
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
-        """Set all parameters, bit for bit."""
         for param, part in zip(self.params, self.split(vector), strict=True):
             param.copy_(part)
 
@@ -64,10 +61,7 @@ class WeightedTokens:
 def sample_tokens(
     tokens: Sequence[WeightedTokens], fraction: float, generator: torch.Generator
 ) -> list[WeightedTokens]:
-    """A random `fraction` of the weighted tokens, at least one, each as likely as any other.
-
-    The weights of those drawn are scaled to add up to what all did. Rows without any are left out.
-    """
+    """A random `fraction` of the weighted tokens, at least one, each as likely as any other."""
     masks = [part.weights > 0 for part in tokens]
     sizes = [int(mask.sum()) for mask in masks]
     drawn = torch.zeros(sum(sizes), dtype=torch.bool)
@@ -124,7 +118,6 @@ class Fisher:
         return total
 
     def _products(self, part: WeightedTokens, tangents: dict[str, Tensor]) -> Iterator[Tensor]:
-        """The share of one part, parameter by parameter."""
         chosen = part.weights > 0
         hidden_dot = self._tangent_states(part.batch, chosen, tangents)
         head_dot = next((tangents[n] for n, p in self._named.items() if p is self._head), None)
@@ -185,7 +178,6 @@ class _TokenStates(Module):
         self.model = model
 
     def forward(self, batch: RolloutBatch, chosen: Tensor) -> Tensor:
-        """States [N, H] of the tokens where `chosen` [B, T] is true."""
         hidden, ids, _, _ = response_states(self.model, batch, include_last=False)
         length = ids.shape[1]
         return hidden[:, :length][chosen[:, :length].to(hidden.device)]

@@ -25,8 +25,6 @@ EntropyGradient = Callable[[Tensor, float, Tensor, Tensor, Tensor, Tensor], Tens
 
 @dataclass(frozen=True, slots=True)
 class BlockMath:
-    """The three functions of this module, plain or compiled."""
-
     scores: Scores
     gradient: Gradient
     entropy_gradient: EntropyGradient
@@ -84,11 +82,7 @@ def _compiled() -> BlockMath:
 
 
 def why_plain(device: torch.device, *, compiled: bool) -> str | None:
-    """Why blocks on `device` are not worked on by compiled kernels; None if they are.
-
-    `compiled` is whether the model's layers are. A GPU needs no asking: it has its compiler when
-    triton is installed.
-    """
+    """Why blocks on `device` are not worked on by compiled kernels; None if they are."""
     if device.type == "cuda":
         missing = importlib.util.find_spec("triton") is None
         return "kernels need the package triton" if missing else None
@@ -96,7 +90,6 @@ def why_plain(device: torch.device, *, compiled: bool) -> str | None:
 
 
 def block_math(device: torch.device, *, compiled: bool) -> BlockMath:
-    """Plain or compiled, as `why_plain` says."""
     reason = why_plain(device, compiled=compiled)
     if device.type == "cuda":
         _say_once(reason)

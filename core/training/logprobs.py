@@ -40,7 +40,6 @@ def chunk_rows(device: torch.device, row_bytes: int) -> int:
 
 
 def block_rows(device: torch.device) -> int:
-    """Rows that are worked on in float32 at a time on `device`."""
     return GPU_BLOCK if device.type == "cuda" else BLOCK
 
 
@@ -140,14 +139,12 @@ class _WeightGradient:
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Add a chunk's."""
         if self._sum is None:
             self._sum = part.float() if self._many and part.dtype == torch.bfloat16 else part
         else:
             self._sum += part
 
     def total(self) -> Tensor:
-        """The sum, as the weight is."""
         found = torch.zeros_like(self._weight) if self._sum is None else self._sum
         return found.to(self._weight.dtype)
 
@@ -160,10 +157,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] (nats) of `targets` [N] and entropies [N]: `hidden` [N, H], `weight` [V, H].
-
-    The distribution is softmax(hidden @ weight.T / temperature). Both results carry gradients.
-    """
+    """Log-probs [N] (nats) of `targets` [N] and entropies [N]: `hidden` [N, H], `weight` [V, H]."""
     values, entropy, _ = cut_logprobs(
         hidden, weight, targets, Cut(), temperature=temperature, chunk=chunk
     )
@@ -202,10 +196,7 @@ def cut_logprobs(
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient.
-
-    Tokens of probability 0 (a logit of -inf) add nothing.
-    """
+    """Entropy [...] (nats) of softmax(`logits`) over the last axis, with gradient."""
     logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
     probs = logp.exp()
     return -(probs * masked(logp, probs > 0)).sum(dim=-1)

@@ -40,35 +40,28 @@ Record = Callable[[MicroLoss, ResponseForward, RolloutBatch], None]
 
 
 class TrustRegion(Protocol):
-    """Settings of the step, as the policy loss `trpo` has them in its config."""
+    """Settings of the step, as the policy loss `trpo` has them in its config.
+
+    `delta` bounds the mean KL(old || new) in nats, averaged as the aggregator averages; `damping`
+    is the multiple of the identity that is added to the Fisher matrix, which is taken over
+    `fvp_token_fraction` of the tokens. A step is shortened by `backtrack_ratio`, `max_backtracks`
+    times at most, until it reaches `accept_ratio` of the first-order improvement (0 = any).
+    """
 
     @property
-    def delta(self) -> float:
-        """Bound on the mean KL(old || new), nats, averaged as the aggregator averages."""
-
+    def delta(self) -> float: ...
     @property
-    def damping(self) -> float:
-        """Multiple of the identity that is added to the Fisher matrix."""
-
+    def damping(self) -> float: ...
     @property
-    def cg_iters(self) -> int:
-        """Conjugate-gradient iterations, at most."""
-
+    def cg_iters(self) -> int: ...
     @property
-    def max_backtracks(self) -> int:
-        """How often the step may be shortened."""
-
+    def max_backtracks(self) -> int: ...
     @property
-    def backtrack_ratio(self) -> float:
-        """Factor on the step each time."""
-
+    def backtrack_ratio(self) -> float: ...
     @property
-    def accept_ratio(self) -> float:
-        """Share of the first-order improvement that a step must reach; 0 = any improvement."""
-
+    def accept_ratio(self) -> float: ...
     @property
-    def fvp_token_fraction(self) -> float:
-        """Share of the tokens that the Fisher matrix is taken over."""
+    def fvp_token_fraction(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +221,6 @@ class NaturalGradient:
         old_head: Tensor,
         check: Callable[[], None],
     ) -> tuple[float, float]:
-        """L and the mean KL(old || new) at the present weights."""
         surrogate, mean_kl = 0.0, 0.0
         for part in parts:
             check()
@@ -258,7 +250,6 @@ def _token_weights(objective: Objective, prepared: PreparedMini, micro: RolloutB
 
 
 def _nothing_taken() -> dict[str, float]:
-    """The step's metrics when no step was taken."""
     return {
         "trpo/kl": 0.0,
         "trpo/improvement": 0.0,

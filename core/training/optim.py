@@ -49,7 +49,6 @@ def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> f
 
 
 def precision_of(section: OptimizerSection) -> str:
-    """How weights and moments are kept."""
     return f"weights: {section.rounding}, moments: {section.moments}"
 
 
@@ -137,10 +136,7 @@ class MasterOptimizer:
         return StepReport(norm, limit is not None and norm > limit, rate, skipped=False)
 
     def fill_gradients(self) -> None:
-        """Gradients of 0 where there are none: an update whose rows all teach nothing is still one.
-
-        Moments decay and weights move by them, as after a backward pass that gave zeros.
-        """
+        """Gradients of 0 where there are none: such an update still lets moments decay."""
         for master in self._masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master, dtype=torch.float32)
@@ -169,7 +165,6 @@ class MasterOptimizer:
 
     @property
     def precision(self) -> str:
-        """As in `StoredOptimizer`."""
         return precision_of(self.section)
 
     def state_dict(self) -> dict[str, Any]:  # Any: torch's optimizer state is untyped
@@ -181,7 +176,6 @@ class MasterOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, also in the model's own weights."""
         self.step_count = int(state["step_count"])
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"], strict=True):
@@ -199,8 +193,6 @@ class MasterOptimizer:
         write_kinds(kinds, folder)
 
     def read(self, folder: Path, step_count: int) -> None:
-        """As in `StoredOptimizer`, whatever number of ranks wrote."""
-
         def like(kind: str, number: str) -> Tensor:
             return torch.zeros(()) if kind == "step" else self._masters[int(number)]
 
@@ -226,7 +218,6 @@ class MasterOptimizer:
 
 
 def _adamw(masters: list[Tensor], section: OptimizerSection, seed: int) -> torch.optim.Optimizer:
-    """torch's AdamW, or the one that takes less memory."""
     if section.rounding == "stochastic" or section.moments == "8bit":
         return CompactAdamW(masters, section, seed)
     return torch.optim.AdamW(

@@ -28,10 +28,7 @@ _WHOLE = "whole.safetensors"
 
 
 def write_kinds(kinds: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Write `kinds` below `folder`; on several ranks all of them must.
-
-    One file, or set of pieces, at a time: writing safetensors copies it in memory first.
-    """
+    """Write `kinds` below `folder`; on several ranks all of them must."""
     for kind, tensors in kinds.items():
         (folder / kind).mkdir(parents=True, exist_ok=True)
         if _several_ranks():
@@ -43,10 +40,7 @@ def write_kinds(kinds: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None
 
 
 def read_kinds(folder: Path, like: Callable[[str, str], Tensor]) -> Kinds:
-    """What `write_kinds` wrote, whatever number of ranks did.
-
-    `like(kind, number)` is a tensor as this process holds it, of which values are read.
-    """
+    """What `write_kinds` wrote, whatever number of ranks did."""
     return {path.name: _read(path, like) for path in sorted(folder.iterdir()) if path.is_dir()}
 
 

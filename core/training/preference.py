@@ -134,7 +134,6 @@ class PreferenceLearner:
         return objective.prepare(tokens)
 
     def _log_sum_sq(self, batch: RolloutBatch) -> Tensor | None:
-        """log sum_v pi(v)^2 [B, T] of the policy, for WPO."""
         if not self.objective.scoring.wpo:
             return None
         return response_sum_pi_squared(self.model, batch, temperature=1.0).log()
@@ -146,7 +145,6 @@ class PreferenceLearner:
 
     @torch.no_grad()
     def rank(self, rows: Rows) -> Ranking:
-        """How well the implied rewards order held-out answers."""
         mini, objective = self._mini(rows), self.objective
         logprobs = self.forward_only(self.model, mini.batch)
         if isinstance(mini, PairMini):

@@ -20,17 +20,13 @@ from posttrain.core.training.preference_scores import LabelTokens, MiniCounts, P
 
 @dataclass(frozen=True, slots=True)
 class PairMini:
-    """N pairs: rows 2i and 2i + 1 of `batch` are chosen and rejected of pair i, and share a prompt.
-
-    `margin` [N] are the pairs' own.
-    """
+    """N pairs: rows 2i and 2i + 1 of `batch` are chosen and rejected of pair i; `margin` [N]."""
 
     batch: RolloutBatch
     margin: Tensor
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], pad_token_id: int) -> PairMini:
-        """The mini-batch of `pairs`."""
         batch = response_batch(
             prompts=[pair.prompt_ids for pair in pairs for _ in range(2)],
             responses=[ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)],
@@ -41,11 +37,9 @@ class PairMini:
         return cls(batch, torch.tensor([pair.margin for pair in pairs], dtype=torch.float64))
 
     def counts(self) -> MiniCounts:
-        """What the loss is divided by."""
         return MiniCounts(float(len(self.margin)), float(self.batch.mask[0::2].sum()))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, PairMini]]:
-        """Indices of at most `size` pairs, and these pairs."""
         for index in torch.split(torch.arange(len(self.margin)), size):
             rows = torch.stack([2 * index, 2 * index + 1], dim=1).flatten()
             yield index, PairMini(self.batch.select(rows), self.margin[index])
@@ -75,21 +69,17 @@ class LabelMini:
 
     @classmethod
     def of(cls, rows: Sequence[LabelledAnswer], pad_token_id: int) -> LabelMini:
-        """The mini-batch of `rows`."""
         batch = answer_batch(rows, [row.answer_ids for row in rows], pad_token_id)
         return cls(batch, torch.tensor([row.desirable for row in rows]))
 
     def counts(self) -> MiniCounts:
-        """What the loss is divided by."""
         return MiniCounts(float(len(self.desirable)))
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, LabelMini]]:
-        """Indices of at most `size` rows, and these rows."""
         for index in torch.split(torch.arange(len(self.desirable)), size):
             yield index, LabelMini(self.batch.select(index), self.desirable[index])
 
     def tokens(self, logprobs: Tensor, log_sum_sq: Tensor | None = None) -> LabelTokens:
-        """The log-probs [B, T] of the rows."""
         return LabelTokens(logprobs, self.batch.mask, self.desirable, self.batch.ref_logprobs)
 
 

@@ -32,8 +32,6 @@ from posttrain.core.training.preference_scores import (
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTerm:
-    """One preference loss of the sum, with its factor."""
-
     loss: PreferenceLoss[Any]
     coef: float = 1.0
 
@@ -46,7 +44,6 @@ class PreparedTerms:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self, index: Tensor) -> PreparedTerms:
-        """The same for the rows of a micro-batch."""
         return replace(self, terms=tuple(term and term.rows(index) for term in self.terms))
 
 
@@ -64,7 +61,6 @@ class PreferenceMicro:
     rows: RowMetrics
 
     def record(self, sums: MetricSums) -> None:
-        """Add this micro-batch to the metrics of its mini-batch."""
         sums.add_scalar("loss/preference", self.total.detach())
         for name, value in self.parts.items():
             sums.add_scalar(f"loss/term/{name}", value)
@@ -87,12 +83,10 @@ class PreferenceObjective:
 
     @property
     def data(self) -> Literal["pairs", "labels"]:
-        """What the losses are made for."""
         return self.terms[0].loss.data
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any score is relative to a reference policy."""
         return not self.reference_free and any(term.loss.needs_reference for term in self.terms)
 
     @property
@@ -102,7 +96,6 @@ class PreferenceObjective:
 
     @property
     def needs_kl_completions(self) -> bool:
-        """Whether mismatched answers must be scored."""
         return any(term.loss.needs_kl_completions for term in self.terms)
 
     @property
@@ -115,7 +108,6 @@ class PreferenceObjective:
         return ImpliedReward(self.reward_scale, per_token=False)
 
     def nothing_prepared(self) -> PreparedTerms:
-        """For losses that need nothing of the whole mini-batch."""
         return PreparedTerms((None,) * len(self.terms))
 
     @torch.no_grad()
@@ -167,7 +159,6 @@ class PreferenceObjective:
     def _of_labels(
         self, tokens: LabelTokens, counts: MiniCounts, prepared: PreparedTerms
     ) -> tuple[list[Tensor], RowMetrics]:
-        """Each term's losses [B], factor included, and the metrics."""
         labelled = self.scoring.labelled(tokens, counts)
         weighed = []
         for term, found in zip(self.terms, prepared.terms, strict=True):

@@ -155,10 +155,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class ImpliedReward:
-    """The reward that a preference loss implies: `scale` times an answer's log-ratio.
-
-    With `per_token` it is the log-ratio divided by the answer's tokens.
-    """
+    """The reward that a preference loss implies: `scale` times an answer's log-ratio."""
 
     scale: float
     per_token: bool

@@ -16,10 +16,7 @@ from posttrain.core.training.ranks import Ranks
 
 
 def gather_blocks(tensors: Mapping[str, Tensor], step: int, ranks: Ranks) -> dict[str, Block]:
-    """The block of each tensor that the digest of `step` reads, on every rank; all must ask.
-
-    Tensors are whole or, as FSDP2 cuts them, `DTensor`s in even pieces of their first dimension.
-    """
+    """The block of each tensor that the digest of `step` reads, on every rank; all must ask."""
     parts = [_own_part(tensor, step, ranks) for tensor in tensors.values()]
     # Each element is on one rank and 0 on the others, and float32 holds every trained type exactly.
     summed = ranks.add(torch.cat([part.float() for part in parts])) if parts else torch.empty(0)

@@ -17,12 +17,10 @@ KEPT = "kept"
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies while the stage runs."""
     return root / f"step-{step:06d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -36,7 +34,6 @@ def is_due(step: int, total: int, checkpoint_every: int, keep: KeepSection) -> b
 
 
 def kept_checkpoints(total: int, keep: KeepSection) -> int:
-    """How many a stage of `total` steps leaves for replay."""
     return max(0, total - 1) // keep.every if keep.every else 0
 
 
@@ -87,10 +84,7 @@ def trim(root: Path, keep: KeepSection) -> None:
 
 
 def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
-    """After the stage is done: what stays for replay moves to `kept/`, all else is removed.
-
-    Files named in `beside` stay where a checkpoint does. May be called again.
-    """
+    """After the stage is done: what stays for replay moves to `kept/`, all else is removed."""
     kept = root / KEPT
     staying = [folder for folder in complete_checkpoints(root) if _stays(folder, keep)]
     for folder in staying:
@@ -110,7 +104,6 @@ def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
 
 
 def starting_points(root: Path) -> list[Path]:
-    """Every checkpoint that a replay can start from, newest first."""
     found = [*complete_checkpoints(root), *complete_checkpoints(root / KEPT)]
     return sorted(found, key=lambda path: path.name, reverse=True)
 

@@ -25,10 +25,7 @@ from posttrain.core.training.ranks import ALONE, Ranks
 
 
 def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
-    """Rewards [B] of a batch's rows, float32; the prompt of a group is computed once.
-
-    Read at the last sampled token; a row without any is read at the end of its prompt.
-    """
+    """Rewards [B] of a batch's rows, float32; the prompt of a group is computed once."""
     hidden, _, mask, _ = response_states(model, batch, include_last=True)
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last = (columns * mask).amax(dim=1) if mask.shape[1] else mask.sum(dim=1)
@@ -53,10 +50,7 @@ def score_pairs(model: PreTrainedModel, pairs: Sequence[Pair]) -> PairScores:
 
 
 def reward_loss(loss: PairLoss[Any], scores: PairScores, sums: MetricSums) -> Tensor:
-    """These pairs' share of the mini-batch's mean loss; adds what they measure to `sums`.
-
-    `scores.num_pairs` counts the whole mini-batch.
-    """
+    """These pairs' share of the mini-batch's mean loss; adds what they measure to `sums`."""
     share = loss.pair_loss(scores).sum() / scores.num_pairs
     chosen, rejected = scores.chosen.detach(), scores.rejected.detach()
     everywhere = torch.ones_like(chosen, dtype=torch.bool)
@@ -100,7 +94,6 @@ def pair_hits(
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> int:
-    """How many pairs the model orders rightly; ties count as wrong."""
     hits = torch.zeros(1)
     for start, counts in ranks.share(range(0, len(pairs), batch_size)):
         check()

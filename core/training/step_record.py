@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Protocol
 from safetensors.torch import save_file
 from torch import Tensor
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking.metric_names import find_metric
 from posttrain.core.training.digests import Block, block_digests, tensor_digest
@@ -112,18 +112,14 @@ class StepRecorder:
                 lines.append(_line(record))
             if dict(environment) != now:
                 lines.append(_environment_line(environment))
-            partial = folder / f"{STEPS}.partial"
-            partial.write_text("".join(lines))
-            os.replace(partial, folder / STEPS)
+            write_text(folder / STEPS, "".join(lines))
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
     def wants(self, step: int) -> bool:
-        """As in `StepSink`: every n-th step."""
         return step % self.every == 0
 
     def put(self, step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> None:
-        """As in `StepSink`: written down."""
         line = _line(record_of(step, tensors, metrics))
         try:
             if self.values and tensors.batch:
@@ -136,15 +132,11 @@ class StepRecorder:
 
 
 def values_path(folder: Path, step: int) -> Path:
-    """The tensors of a step's batch, if they were kept."""
     return folder / VALUES / f"step-{step:06d}.safetensors"
 
 
 def read_record(folder: Path) -> dict[int, StepRecord]:
-    """The recorded steps, by number; a last line that a kill cut short is none.
-
-    Raises `RunError` for a line that is something else.
-    """
+    """The recorded steps, by number; a last line that a kill cut short is none."""
     path = folder / STEPS
     found: dict[int, StepRecord] = {}
     environment: Mapping[str, str] = {}

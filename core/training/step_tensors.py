@@ -34,7 +34,6 @@ def rollout_tensors(batch: RolloutBatch | None) -> dict[str, Tensor]:
 
 
 def example_tensors(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Of a batch of worked answers."""
     return {name: batch.column(name) for name in ("prompt_ids", "response_ids", "mask")}
 
 
@@ -55,10 +54,7 @@ def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
 def weight_tensors(
     policy: StoredOptimizer, critic: StoredOptimizer | None, step: int
 ) -> dict[str, Tensor | Block]:
-    """Trained weights by name, those of the critic after those of the policy.
-
-    Of weights on ranks, the blocks that `step` records.
-    """
+    """Trained weights by name, those of the critic after those of the policy."""
     found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights(step).items()}
     if critic is not None:
         found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights(step).items()}

@@ -35,10 +35,7 @@ class TokenStream:
 
 
 def stream_of(batch: RolloutBatch, *, include_last: bool) -> TokenStream:
-    """The stream of `batch`, on the CPU. The last token of a response is in it with `include_last`.
-
-    Tokens between sampled ones (tool output) are in it: all up to the last sampled one.
-    """
+    """The stream of `batch`, on the CPU; with `include_last` up to each response's last token."""
     first_rows, row_to_prompt = distinct_prompts(batch.group_id)
     prompt_mask = batch.prompt_mask[first_rows].bool()
     prompt_lengths = prompt_mask.sum(dim=1)
@@ -115,10 +112,7 @@ def _layout(
 
 
 def _repeats(real: Tensor, places: Tensor) -> Repeats:
-    """The tokens that several of the places `real` of the grids hold; each holds that at `places`.
-
-    Both are [A].
-    """
+    """The tokens that several of the grids' places `real` [A] hold; each holds that at `places`."""
     several = torch.bincount(places) > 1
     these = several[places]
     tokens, which = torch.unique(places[these], return_inverse=True)

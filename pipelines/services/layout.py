@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError
 from posttrain.core.locks import locked
 from posttrain.pipelines.cli.servers import HOST
@@ -19,8 +20,6 @@ POOL = "posttrain"
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """TCP ports on 127.0.0.1."""
-
     postgres: int = 5433
     prefect: int = 4200
     mlflow: int = 5000
@@ -28,13 +27,10 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The files of the services of one home."""
-
     home: Path
 
     @property
     def folder(self) -> Path:
-        """All state and logs."""
         return self.home / "services"
 
     @property
@@ -43,11 +39,9 @@ class Layout:
         return self.folder / "pgpass"
 
     def log(self, service: str) -> Path:
-        """The log of a service; each start begins it anew."""
         return self.folder / "logs" / f"{service}.log"
 
     def record(self, service: str) -> Path:
-        """Which process runs the service."""
         return self.folder / "running" / f"{service}.json"
 
     def prepare(self) -> None:
@@ -62,7 +56,6 @@ class Layout:
             ) from error
 
     def ports(self) -> Ports | None:
-        """The ports of the last `up`, or None before the first."""
         path = self.folder / "ports.json"
         try:
             return Ports(**json.loads(path.read_text()))
@@ -72,10 +65,7 @@ class Layout:
             raise ResourceError(f"{path} cannot be read ({error}): remove it") from error
 
     def keep_ports(self, ports: Ports) -> None:
-        """Use `ports` from now on."""
-        partial = self.folder / ".ports.json"
-        partial.write_text(json.dumps(asdict(ports)))
-        partial.replace(self.folder / "ports.json")
+        write_text(self.folder / "ports.json", json.dumps(asdict(ports)))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -86,7 +76,6 @@ class Layout:
 
 
 def exports(ports: Ports) -> dict[str, str]:
-    """The variables by which commands report to these servers."""
     return {
         "PREFECT_API_URL": f"http://{HOST}:{ports.prefect}/api",
         "MLFLOW_TRACKING_URI": f"http://{HOST}:{ports.mlflow}",
@@ -94,10 +83,7 @@ def exports(ports: Ports) -> dict[str, str]:
 
 
 def plain_environment() -> Mapping[str, str]:
-    """The caller's environment without what it says of other servers.
-
-    How often workers ask for work stays the caller's choice.
-    """
+    """The caller's environment without what it says of other servers."""
     return {
         name: value
         for name, value in os.environ.items()

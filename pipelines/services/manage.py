@@ -43,8 +43,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One service as it is now."""
-
     service: str
     pid: int | None
     ready: bool
@@ -53,7 +51,6 @@ class State:
 
 
 def services(layout: Layout, ports: Ports) -> list[Service]:
-    """All four, in the order in which they depend on one another."""
     cluster = Cluster(layout, ports.postgres)
     database = Service(cluster.launch(), cluster.is_ready, f"{HOST}:{ports.postgres}")
     return [
@@ -65,11 +62,7 @@ def services(layout: Layout, ports: Ports) -> list[Service]:
 
 
 def up(home: Path, wanted: Ports, say: Say) -> Ports:
-    """Start what does not run, and return when all of it answers; returns the ports.
-
-    What this call started is stopped again when anything fails or interrupts it. Raises
-    `ResourceError` for missing programs, a port in use, or a service that does not come up.
-    """
+    """Start what does not run, and return when all of it answers; returns the ports."""
     if importlib.util.find_spec("psycopg2") is None:
         raise ResourceError(
             "MLflow needs psycopg2 to keep its data in PostgreSQL: pip install psycopg2-binary "
@@ -201,7 +194,6 @@ def _end_orphans(layout: Layout, say: Say) -> None:
 
 
 def _end(left: list[psutil.Process]) -> None:
-    """Kill what did not stop in time."""
     signal_all(left, signal.SIGKILL)
     wait_gone(left, 10)
 

@@ -137,7 +137,6 @@ class Cluster:
         partial.rename(self._data)
 
     def launch(self) -> Launch:
-        """How the server is started."""
         address = ("-c", f"listen_addresses={HOST}", "-c", "unix_socket_directories=")
         return Launch(
             service="postgres",
@@ -150,12 +149,10 @@ class Cluster:
         )
 
     def is_ready(self) -> bool:
-        """Whether it takes connections."""
         ask = [str(self._bin / "pg_isready"), "-q", "-h", HOST, "-p", str(self._port)]
         return subprocess.run(ask, env=self._environment).returncode == 0
 
     def make_databases(self) -> None:
-        """One for each server, where they are missing."""
         listed = self._client("psql", "-d", "postgres", "-tAc", "select datname from pg_database")
         for name in DATABASES:
             if name not in listed.split():

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from posttrain.core.durable import write_text
+
 MARK = "POSTTRAIN_SERVICES"
 """Every process of the services, and what it starts, has this variable: the services' folder."""
 SAME_START_S = 2.0
@@ -46,10 +48,7 @@ def _default_signals() -> None:
 
 
 def start(launch: Launch, folder: Path) -> psutil.Process:
-    """Start it in a session of its own, so that no Ctrl-C of a terminal reaches it, and record it.
-
-    It is marked as belonging to the services in `folder`.
-    """
+    """Start and record it, in a session of its own: no Ctrl-C of a terminal reaches it."""
     with launch.log.open("w") as log:
         os.chmod(launch.log, 0o600)
         process = subprocess.Popen(
@@ -64,9 +63,7 @@ def start(launch: Launch, folder: Path) -> psutil.Process:
             **as_user(launch.user),
         )
     found = psutil.Process(process.pid)
-    partial = launch.record.with_suffix(".partial")
-    partial.write_text(json.dumps({"pid": process.pid, "started": found.create_time()}))
-    partial.replace(launch.record)
+    write_text(launch.record, json.dumps({"pid": process.pid, "started": found.create_time()}))
     return found
 
 
@@ -94,7 +91,6 @@ def marked(folder: Path) -> list[psutil.Process]:
 
 
 def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to those that are still there."""
     for process in processes:
         try:
             process.send_signal(number)
@@ -103,7 +99,6 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
 
 
 def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait for them to end; returns those that have not."""
     deadline = time.monotonic() + seconds
     alive = list(processes)
     while alive and time.monotonic() < deadline:
@@ -120,7 +115,6 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def last_line(log: Path) -> str:
-    """What the log ends with."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:

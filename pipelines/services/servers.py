@@ -5,16 +5,15 @@ None of them is given the database's password: PostgreSQL's client libraries rea
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
 from typing import Any
+
+import httpx
 
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.cli.servers import HOST, answers
@@ -23,8 +22,6 @@ from posttrain.pipelines.services.postgres import ROLE
 from posttrain.pipelines.services.processes import Launch, find
 
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-# Proxies of the environment must not see requests to this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,6 @@ class Service:
 
 
 def prefect_server(layout: Layout, ports: Ports) -> Service:
-    """API, scheduler and pages, on PostgreSQL."""
     base = f"http://{HOST}:{ports.prefect}"
     database = f"postgresql+asyncpg://{ROLE}@{HOST}:{ports.postgres}/prefect"
     environment = {
@@ -109,15 +105,9 @@ def make_pool(ports: Ports) -> None:
     what was set.
     """
     made = {"name": POOL, "type": "process", "concurrency_limit": 1}
-    url = f"{exports(ports)['PREFECT_API_URL']}/work_pools/"
-    content = {"Content-Type": "application/json"}
-    try:
-        _OPENER.open(urllib.request.Request(url, json.dumps(made).encode(), content), timeout=30)
-    except urllib.error.HTTPError as error:
-        if error.code != HTTPStatus.CONFLICT:
-            raise ResourceError(
-                f"the Prefect server could not make a work pool: {error}"
-            ) from error
+    answer = _post(ports, "/work_pools/", made, timeout=30)
+    if answer.is_error and answer.status_code != HTTPStatus.CONFLICT:
+        raise ResourceError(f"the Prefect server could not make a work pool: {answer.text}")
 
 
 def _is_online(launch: Launch, ports: Ports, name: str) -> bool:
@@ -141,11 +131,13 @@ def runs_in_progress(ports: Ports) -> int:
 
 def _ask(ports: Ports, path: str, body: object) -> list[Any]:
     """What the Prefect server answers to a filter; nothing where it does not answer."""
-    url = f"{exports(ports)['PREFECT_API_URL']}{path}"
-    content = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), content)
     try:
-        with _OPENER.open(request, timeout=5) as response:
-            return list(json.load(response))
-    except (urllib.error.URLError, OSError, ValueError):
+        return list(_post(ports, path, body, timeout=5).raise_for_status().json())
+    except (httpx.HTTPError, ValueError):
         return []
+
+
+def _post(ports: Ports, path: str, body: object, timeout: float) -> httpx.Response:
+    # Proxies of the environment must not see requests to this machine.
+    url = f"{exports(ports)['PREFECT_API_URL']}{path}"
+    return httpx.post(url, json=body, timeout=timeout, trust_env=False)

@@ -11,7 +11,6 @@ from posttrain.pipelines.stages.inputs import PROBLEMS_FILE
 
 
 def run_new_data(context: StageContext) -> StageOutput:
-    """Write the rows that the run began with."""
     assert isinstance(context.stage, NewDataStage)
     context.started(1)
     context.record_dataset("train", context.rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from posttrain.core.config.supervised_stages import PreferenceDataStage
 from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL, Pair, make_pairs
 from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.durable import write_text
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
@@ -32,15 +32,10 @@ class OwnAnswers:
     table: list[dict[str, object]]
 
     def write(self, path: Path) -> None:
-        """Write a line with a digest and a line with all else, under a final name at the end."""
+        """Write a line with a digest and a line with all else, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"pairs": [asdict(pair) for pair in self.pairs], "table": self.table})
-        partial = path.with_suffix(".partial")
-        with partial.open("w") as stream:
-            stream.write(f"{_digest(text)}\n{text}\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.rename(path)
+        write_text(path, f"{_digest(text)}\n{text}\n")
 
     @classmethod
     def read(cls, path: Path) -> OwnAnswers:

@@ -54,8 +54,6 @@ def run_preference(context: StageContext) -> StageOutput:
 
 @dataclass
 class _PreferenceRun:
-    """A preference stage in progress."""
-
     context: StageContext
     stage: PreferenceStage
     trainer: Trainer
@@ -64,7 +62,6 @@ class _PreferenceRun:
 
     @property
     def rankings(self) -> list[dict[str, float]]:
-        """The steps after which held-out rows were ranked."""
         return [row for row in self.steps.history if "pref/held_out_margin" in row]
 
     def train(self, rows: Rows, schedule: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -38,7 +38,6 @@ Split = tuple[list[RowT], list[RowT]]
 def gather_pairs(
     context: StageContext, stage: PreferenceDataStage, tokenizer: ChatTokenizer
 ) -> Split[Pair]:
-    """Training and held-out pairs of the stage."""
     if stage.data is None:
         return _split(context, stage, sample_pairs(context, stage, tokenizer))
     rows = _read(context, stage.data, "pairs")
@@ -50,7 +49,6 @@ def gather_pairs(
 def gather_labelled(
     context: StageContext, stage: PreferenceDataStage, tokenizer: ChatTokenizer
 ) -> Split[LabelledAnswer]:
-    """Training and held-out labelled answers of the stage."""
     if stage.data is None:
         return _split(context, stage, as_labelled(sample_pairs(context, stage, tokenizer)))
     rows = _read(context, stage.data, "labels")
@@ -62,7 +60,6 @@ def gather_labelled(
 def mini_batches(
     context: StageContext, stage: PreferenceDataStage, num_rows: int
 ) -> list[list[int]]:
-    """Row indices of every mini-batch of every epoch, in order."""
     return [
         part
         for epoch in range(stage.epochs)

@@ -126,10 +126,7 @@ def _already(name: str, champion: RegisteredVersion) -> Decision:
 
 
 def _champion_evaluation(context: StageContext, champion: RegisteredVersion) -> Path:
-    """The champion on the problems of the evaluation: from `baseline` if that fits, else measured.
-
-    What was measured before a kill is not kept: the same settings give the same answers.
-    """
+    """The champion on the evaluation's problems: from `baseline` if that fits, else measured."""
     evaluation, baseline = context.inputs["evaluation"], context.inputs.get("baseline")
     if baseline is not None and champion.digest in baseline.parents:
         rows = (read_outcomes(baseline.path), read_outcomes(evaluation.path))

@@ -6,7 +6,7 @@ import json
 
 from posttrain.core.config.schema import RegisterStage
 from posttrain.core.errors import RunError
-from posttrain.core.tracking.mlflow_tracker import register_model
+from posttrain.core.tracking import registry
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 
 
@@ -24,9 +24,9 @@ def run_register(context: StageContext) -> StageOutput:
     metrics = json.loads((evaluation.path / "metrics.json").read_text())
     tags = {"digest": model.digest, "uri": model.uri}
     tags |= {name.replace("/", "."): f"{value:.4f}" for name, value in metrics.items()}
-    version = register_model(
-        context.mlflow_uri, model.mlflow_model_id, stage.registered_name, stage.alias, tags
-    )
+    uri, name = context.mlflow_uri, stage.registered_name
+    version = registry.register_champion(uri, model.mlflow_model_id, name, tags)
+    registry.move_alias(uri, name, stage.alias, version)
     record = {
         "name": stage.registered_name,
         "version": version,

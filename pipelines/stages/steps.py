@@ -30,10 +30,7 @@ class Steps:
     def begin(
         cls, context: StageContext, trainer: Trainer, total: int, checkpoint_every: int
     ) -> Steps:
-        """From the context's checkpoint on, if an interrupted run of the stage has left one.
-
-        Raises `RunError` when it does not fit: a stage never starts anew unasked.
-        """
+        """From the context's checkpoint on, if an interrupted run of the stage has left one."""
         steps = cls(context, trainer, total, checkpoint_every)
         found = context.resume_from
         if found is not None:
@@ -45,12 +42,10 @@ class Steps:
 
     @property
     def resumed(self) -> bool:
-        """Whether some of the steps were taken by an earlier run."""
         return self.first > 1
 
     @property
     def remaining(self) -> range:
-        """Steps still to do, 1-based."""
         return range(self.first, self.total + 1)
 
     def done(

@@ -44,10 +44,7 @@ def reference_of(
 def start_training(
     stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None, what: str = "policy"
 ) -> None:
-    """Put the adapter in if the stage wants one; let layers be computed twice, or compiled.
-
-    What ranks share is spread over them.
-    """
+    """Put the adapter in if the stage wants one; let layers be computed twice, or compiled."""
     if stage.run.model.gradient_checkpointing:
         use_checkpointing(model)
     if lora is not None:

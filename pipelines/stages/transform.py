@@ -59,8 +59,6 @@ def run_transform(context: StageContext) -> StageOutput:
 
 
 class _Asker:
-    """The run's engine as somebody to ask: texts in, texts out."""
-
     def __init__(
         self, context: StageContext, stage: TransformStage, engine: RolloutEngine[Any]
     ) -> None:
@@ -84,7 +82,6 @@ class _Asker:
         return [[self.tokenizer.decode_response(c.token_ids) for c in group] for group in groups]
 
     def fits(self, question: str) -> bool:
-        """Whether there is room for a response beside the prompt."""
         room = self.context.run.model.max_model_len - self.stage.generation.max_response_length
         return len(self._ids(question)) <= room
 
@@ -93,7 +90,6 @@ class _Asker:
 
 
 def _report(context: StageContext, outcomes: Sequence[Outcome]) -> StageOutput:
-    """Write the data set and what was dropped, and tell how it went."""
     metrics = outcome_metrics(outcomes)
     folder = context.out / "dataset"
     folder.mkdir(parents=True)
@@ -126,7 +122,6 @@ def _write(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def _shown(outcome: Outcome) -> dict[str, object]:
-    """One row of the tables."""
     made, before = outcome.made, outcome.original
     return {
         "original": before.prompt,

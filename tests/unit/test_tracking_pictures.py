@@ -15,7 +15,6 @@ from posttrain.core.tracking.lineage import (
     depths,
     headline,
     lineage_html,
-    lineage_markdown,
 )
 from posttrain.core.tracking.panels import Series, learning_panels
 from posttrain.core.tracking.plots import before_after, learning_curves
@@ -169,12 +168,6 @@ def bezier(points: list[tuple[float, float]], t: float) -> tuple[float, float]:
     weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
     x = sum(w * p[0] for w, p in zip(weights, points, strict=True))
     return x, sum(w * p[1] for w, p in zip(weights, points, strict=True))
-
-
-def test_lineage_markdown_has_one_row_per_stage() -> None:
-    text = lineage_markdown(STAGES)
-    assert text.count("\n") == 4 + len(STAGES)
-    assert "| rl | rl | model: sft, reward: reward_model | - | ran | `0123456789ab` |" in text
 
 
 def test_headline_prefers_held_out_results() -> None:

@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.alive import owner
 from posttrain.core.tracking import mlflow_store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_tracker import (
@@ -119,10 +120,11 @@ def test_a_number_given_to_another_process_since_does_not_keep_a_run_alive(uri: 
     tracker = start(uri)
     client = MlflowClient(tracking_uri=uri)
     assert kill_running(uri) == []
-    client.set_tag(tracker.run_id, mlflow_store.TAG_PROCESS_START, "1")
+    host, number, begun = owner().split("@")
+    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, f"{host}@{number}@{begun}1")
     assert kill_running(uri) == [tracker.run_id]
     client.set_terminated(tracker.run_id, "RUNNING")
-    client.set_tag(tracker.run_id, mlflow_store.TAG_HOST, "another-machine")
+    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, f"another-machine@{number}@1")
     assert kill_running(uri) == []
 
 
@@ -153,7 +155,8 @@ def test_nothing_is_written_to_the_terminal_or_the_working_directory(tmp_path: P
         " params={}, tags={})\n"
         "stage = tracker.stage('rl', 'rl', {})\n"
         "model = stage.log_model_output(name='p', uri='/p', digest='d', step=1)\n"
-        "register_model(uri, model, 'p', 'candidate', {})\n"
+        "from posttrain.core.tracking.registry import register_champion\n"
+        "register_champion(uri, model, 'p', {})\n"
         "tracker.finish('FINISHED')\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
