@@ -25,11 +25,15 @@ if str(DOCS) not in sys.path:
 
 from microscope_page.examples import EXAMPLES, Example  # noqa: E402 - needs the path above
 
+from posttrain.core.analysis.microscope import (  # noqa: E402
+    Report,
+    Variant,
+    make_report,
+    page,  # noqa: E402
+    unpack,  # noqa: E402
+)
+from posttrain.core.analysis.what_if import objective_under, parse  # noqa: E402
 from posttrain.core.contracts import Aggregator, PolicyLoss  # noqa: E402
-from posttrain.core.microscope.packing import unpack  # noqa: E402
-from posttrain.core.microscope.page import page  # noqa: E402
-from posttrain.core.microscope.report import Report, Variant, make_report  # noqa: E402
-from posttrain.core.microscope.what_if import objective_under, parse  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 from posttrain.core.training.objective import LossTerm, Objective  # noqa: E402
 from posttrain.core.training.updates import UpdateSettings  # noqa: E402

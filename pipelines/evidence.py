@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from posttrain.core.analysis.evidence import FOLDER, StepEvidence, steps_in
 from posttrain.core.artifacts import ArtifactStore, read_manifest
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ConfigError, ResourceError, nearest
-from posttrain.core.evidence.step import FOLDER, StepEvidence, steps_in
 from posttrain.core.run_record import RunRecord
 from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.stage_files import checkpoint_folder

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.types import Problem
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from posttrain.core.analysis.learning_curves import learning_curves
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
@@ -17,17 +18,16 @@ from posttrain.core.contracts import (
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.tracking.plots import learning_curves
 from posttrain.core.training.checkpoint import load_checkpoint
 from posttrain.core.types import Problem
 from posttrain.pipelines.live import Live
-from posttrain.pipelines.microscope import log_pages
 from posttrain.pipelines.ranks.rl import on_ranks
 from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
 from posttrain.pipelines.rl_loop import RlLoop
 from posttrain.pipelines.rollouts import Rollouts
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.episodes import build_episodes
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.rl_parts import build_critic, build_learner, keeps_products
 from posttrain.pipelines.stages.rl_rewards import build_scorer
 from posttrain.pipelines.stages.trained import save_trained

@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from posttrain.core.analysis.learning_curves import (
+    Series,
+    before_after,
+    learning_curves,
+    learning_panels,
+)
 from posttrain.core.tracking.lineage import (
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -17,8 +23,6 @@ from posttrain.core.tracking.lineage import (
     lineage_html,
     lineage_markdown,
 )
-from posttrain.core.tracking.panels import Series, learning_panels
-from posttrain.core.tracking.plots import before_after, learning_curves
 
 DIGEST = "0123456789abcdef" * 4
 STAGES = [

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.analysis.pictures import Curve, bars, curves, histogram, scatter
+from posttrain.core.analysis.report import Picture, Report, Table, plain, render, shown, write_page
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.reports.page import render, write_page
-from posttrain.core.reports.pictures import Curve, bars, curves, histogram, scatter
-from posttrain.core.reports.report import Picture, Report, Table, plain, shown
 from posttrain.pipelines.comparing.specs import parse_clip, parse_reward
 
 EVIL = "<script src='http://x.example/a.js'>alert(1)</script>\x1b[2J"

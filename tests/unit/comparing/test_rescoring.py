@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from posttrain.core.rescoring.flips import find_flips
-from posttrain.core.rescoring.scores import distribution, recorded
+from posttrain.core.analysis.rescoring import distribution, find_flips, recorded
 from posttrain.core.types import Score
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])

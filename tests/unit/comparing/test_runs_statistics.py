@@ -7,10 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.core.compare.configs import differences, experiment, flatten
-from posttrain.core.compare.curves import mean_curve
-from posttrain.core.compare.significance import MeasuredRun, group_tests, seeds_difference
-from posttrain.core.comparison import Outcome
+from posttrain.core.analysis.statistics import (
+    MeasuredRun,
+    Outcome,
+    group_tests,
+    mean_curve,
+    seeds_difference,
+)
+from posttrain.pipelines.analysis.runs import differences, experiment, flatten
 
 
 def test_a_curve_is_the_mean_over_the_runs_that_have_the_step() -> None:

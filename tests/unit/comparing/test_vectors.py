@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posttrain.core.compare.vectors import (
+from posttrain.core.analysis.compare import (
     largest_differences,
     rank_correlation,
     vector_difference,

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from posttrain.core.evidence.step import StepEvidence
-from posttrain.core.microscope.packing import pack, unpack
-from posttrain.core.microscope.page import page
-from posttrain.core.microscope.report import LARGE, Variant, make_report
-from posttrain.core.microscope.weights import token_weights
-from posttrain.core.microscope.what_if import objective_under, usual
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.microscope import LARGE, Variant, make_report, pack, page, unpack
+from posttrain.core.analysis.token_weights import token_weights
+from posttrain.core.analysis.what_if import objective_under, usual
 from posttrain.core.types import Problem
 from tests.helpers.browser import open_browser
 from tests.helpers.losses import MANAGER, build_loss, objective_of

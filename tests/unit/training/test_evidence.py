@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.errors import RunError
-from posttrain.core.evidence.keeper import EvidenceKeeper
-from posttrain.core.evidence.step import (
+from posttrain.core.analysis.evidence import (
+    EvidenceKeeper,
     StepEvidence,
     read_step,
     response_tokens,
@@ -19,6 +18,7 @@ from posttrain.core.evidence.step import (
     tensors_path,
     write_step,
 )
+from posttrain.core.errors import RunError
 from posttrain.core.types import Problem, RewardSample, Score, StepVerdict, Verdict
 from tests.helpers.rollouts import ragged_batch
 
