@@ -128,16 +128,16 @@ def accuracies(results: Sequence[tuple[str, float, float, float]], title: str) -
     _tidy(axes, title, "", "held-out accuracy (%)")
     places = range(len(results))
     colours = [GREY, *[SKY] * (len(results) - 2), BLUE][-len(results) :]
-    values, lows, highs = ([100 * row[i] for row in results] for i in (1, 2, 3))
-    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
-    above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
+    values = [100 * value for _, value, _, _ in results]
+    below = [100 * max(0.0, value - low) for _, value, low, _ in results]
+    above = [100 * max(0.0, high - value) for _, value, _, high in results]
     axes.bar(places, values, width=0.55, color=colours)
     axes.errorbar(places, values, [below, above], fmt="none", ecolor="#222222", capsize=5)
-    for place, value, low, high in zip(places, values, lows, highs, strict=True):
-        text = f"{value:.1f} %\n({low:.1f} to {high:.1f})"
-        axes.text(place, high + 2, text, ha="center", fontsize=9)
+    for place, (_, value, low, high) in enumerate(results):
+        text = f"{100 * value:.1f} %\n({100 * low:.1f} to {100 * high:.1f})"
+        axes.text(place, 100 * high + 2, text, ha="center", fontsize=9)
     axes.set_xticks(list(places), [row[0] for row in results])
-    axes.set_ylim(0, max(50.0, *(high + 16 for high in highs)))
+    axes.set_ylim(0, max(50.0, *(100 * high + 16 for _, _, _, high in results)))
     return _png(figure)
 
 

@@ -66,7 +66,7 @@ def forensics_of(run: PastRun, stage: str | None, step: int | None) -> Report:
             table(
                 "rewards over time",
                 [
-                    {"reward": name, "step": one.step} | distribution_row(one.rewards[name])
+                    {"reward": name, "step": one.step, **distribution_row(one.rewards[name])}
                     for name in names
                     for one in steps
                 ],
@@ -98,6 +98,7 @@ def _summary(responses: list[Response]) -> _Step:
 
 def distribution_row(found: ScoreDistribution) -> dict[str, Cell]:
     """A distribution as columns of a table."""
+    cuts: dict[str, Cell] = dict(zip(CUTS, found.quantiles or [None] * len(CUTS), strict=True))
     return {
         "scored": found.scored,
         "zeros": found.zeros,
@@ -107,7 +108,7 @@ def distribution_row(found: ScoreDistribution) -> dict[str, Cell]:
         "crashes": found.crashes,
         "mean": found.mean,
         "std": found.std,
-    } | dict(zip(CUTS, found.quantiles or [None] * len(CUTS), strict=True))
+    } | cuts
 
 
 def _pattern_row(pattern: Pattern) -> Row:

@@ -334,13 +334,7 @@ def _tables(
     return [
         table(
             "final results",
-            [
-                {"group": group.name, "run": run.label, "name": run.name, "seed": run.seed}
-                | {"steps": max(run.rows)}
-                | _finals(run)
-                for group in groups
-                for run in group.runs
-            ],
+            [{"group": group.name, **_finals(run)} for group in groups for run in group.runs],
             "accuracy: greedy, held out, with its 95 % interval over problems; sampled: share of "
             "right samples; reward, KL (k3, nats per token) and length (tokens) of the last step; "
             "seconds and tokens of all steps; stage seconds: the whole stage in the run that "
@@ -379,6 +373,10 @@ def _tables(
 
 def _finals(run: RunResults) -> dict[str, Cell]:
     return {
+        "run": run.label,
+        "name": run.name,
+        "seed": run.seed,
+        "steps": max(run.rows),
         "accuracy": run.evaluation.get("eval/greedy_accuracy"),
         "low": run.evaluation.get("eval/greedy_low"),
         "high": run.evaluation.get("eval/greedy_high"),
