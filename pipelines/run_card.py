@@ -17,7 +17,7 @@ from posttrain.core.tracking.lineage import headline
 from posttrain.core.tracking.mlflow_store import connect
 from posttrain.pipelines.analysis.blame import data_read
 from posttrain.pipelines.pipeline import Pipeline
-from posttrain.pipelines.summary import gain, with_interval
+from posttrain.pipelines.summary import evaluations, gain
 
 WATTS_PER_THREAD, WATTS_PER_GPU = 10.0, 500.0
 """Power that the energy estimate assumes for a busy thread and a busy GPU; not measured."""
@@ -43,20 +43,7 @@ def card(pipeline: Pipeline, status: str) -> Report:
         [verdict(results), f"{about}; the run {ended}.", *pipeline.warnings],
         [
             Table("What", ["", ""], list(_what(pipeline))),
-            table(
-                "Before and after",
-                [
-                    {
-                        "evaluation": r.name,
-                        "greedy accuracy": with_interval(r.metrics, "greedy"),
-                        "sampled": with_interval(r.metrics, "sampled"),
-                        "gain over baseline": gain(r.metrics),
-                    }
-                    for r in results.values()
-                    if r.kind == "evaluate"
-                ],
-                "on held-out problems, 95 % intervals",
-            ),
+            evaluations(results.values()),
             table(
                 "Stages",
                 [_stage(pipeline, result) for result in results.values()],

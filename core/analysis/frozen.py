@@ -20,6 +20,7 @@ from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.math.masking import masked, row_means
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.scoring import place_on_last_token, subtract_kl
+from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import UpdateSettings
@@ -166,7 +167,7 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
     batch = prepared_batch(step, variant)
     weights = torch.zeros_like(step.logprobs)
     totals: list[float] = []
-    sums = _Sums()
+    parts, metrics = MetricSums(), MetricSums()
     for mini in step.minis:
         rows = batch.select(mini.rows)
         logprobs = step.logprobs[mini.rows].clone().requires_grad_()
@@ -182,19 +183,22 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
                 variant.kl_coef,
             )
             total = total + share.total
-            sums.add(share.parts, share.tokens)
+            for name, value in share.parts.items():
+                parts.add_scalar(name, value)
+            for name, (values, where) in share.tokens.items():
+                metrics.add(name, values, where)
         (gradient,) = torch.autograd.grad(total, logprobs)
         weights[mini.rows[mini.taken]] = gradient[mini.taken]
         totals.append(float(total.detach()))
-        sums.add_means(prepared.metrics)
+        metrics.add_means(prepared.metrics)
     count = len(step.minis)
     return VariantResult(
         variant.label,
         batch.column("advantages"),
         masked(weights, batch.mask),
         sum(totals) / count,
-        {name: value / count for name, value in sums.parts.items()},
-        sums.means(count),
+        {name: value / count for name, value in parts.result().items()},
+        metrics.result(),
     )
 
 
@@ -261,29 +265,3 @@ def _without(batch: RolloutBatch, *names: str) -> RolloutBatch:
 def _entropy(step: FrozenStep) -> Tensor:
     """Entropy [B, T]; zeros where it is not known and, as was checked, nothing reads it."""
     return torch.zeros_like(step.logprobs) if step.entropy is None else step.entropy
-
-
-class _Sums:
-    """Sums over micro-batches, to be divided at the end."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._tokens: dict[str, tuple[float, float]] = {}
-        self._scalars: dict[str, float] = {}
-
-    def add(self, parts: Mapping[str, Tensor], tokens: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        for name, value in parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + float(value)
-        for name, (values, where) in tokens.items():
-            total, count = self._tokens.get(name, (0.0, 0.0))
-            kept = masked(values, where).double().sum()
-            self._tokens[name] = (total + float(kept), count + float(where.sum()))
-
-    def add_means(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._scalars[name] = self._scalars.get(name, 0.0) + value
-
-    def means(self, num_minis: int) -> dict[str, float]:
-        """Token and row metrics over all of them, mini-batches' own as their mean."""
-        found = {name: value / num_minis for name, value in self._scalars.items()}
-        return found | {name: total / n for name, (total, n) in self._tokens.items() if n}

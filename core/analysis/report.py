@@ -1,7 +1,7 @@
 """A report: a title, notes, tables and pictures, and the same as one JSON object.
 
-A report is rendered as an HTML page that loads nothing, as Markdown, and by the command line as
-tables. All text is escaped, since some of it was written by a model.
+A report is rendered as an HTML page that loads nothing, as Markdown, and as tables at a terminal.
+All text is escaped, since some of it was written by a model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import ResourceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Cell = str | float | int | bool | None
 """A value in a table; None is something that does not exist here."""
@@ -86,10 +90,20 @@ class Report:
             + "</body></html>\n"
         )
 
+    def show(self, console: Console) -> None:
+        """Title, notes and tables at a terminal."""
+        from rich.text import Text
+
+        console.print(Text(shown(self.title), style="bold"))
+        for note in self.notes:
+            console.print(Text(f"note: {shown(note)}"))
+        for table in self.tables:
+            show_table(table, console)
+
     def markdown(self) -> str:
         """Notes and tables; pictures are on the page only."""
         parts = [f"# {_marked(self.title)}", *(f"> {_marked(note)}" for note in self.notes)]
-        return "\n\n".join([*parts, *map(_table_markdown, self.tables)]) + "\n"
+        return "\n\n".join([*parts, *map(table_markdown, self.tables)]) + "\n"
 
 
 def table(title: str, rows: Iterable[Row], note: str = "") -> Table:
@@ -113,7 +127,7 @@ def shown(value: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a cell is aligned to the right."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -151,6 +165,28 @@ def write_page(path: Path, text: str) -> Path:
     return path
 
 
+# --- terminal ------------------------------------------------------------------------------------
+
+
+def show_table(table: Table, console: Console) -> None:
+    """A table at a terminal, after an empty line; long texts are shortened."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console.print()
+    console.print(Text(shown(table.title), style="bold"))
+    if table.note:
+        console.print(Text(table.note, style="dim"))
+    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(table.columns):
+        numbers = any(_is_number(row[index]) for row in table.rows)
+        made.add_column(Text(shown(name)), justify="right" if numbers else "left", overflow="fold")
+    for row in table.rows:
+        made.add_row(*(Text(shortened(shown(cell), 200)) for cell in row))
+    console.print(made if table.rows else Text("nothing"), soft_wrap=False)
+
+
 # --- HTML ----------------------------------------------------------------------------------------
 
 
@@ -171,7 +207,7 @@ def _table_html(table: Table) -> str:
 
 
 def _cell_html(value: Cell) -> str:
-    kind = ' class="n"' if is_number(value) else ""
+    kind = ' class="n"' if _is_number(value) else ""
     return f"<td{kind}>{_escaped(value)}</td>"
 
 
@@ -193,7 +229,8 @@ def _marked(value: object) -> str:
     return text
 
 
-def _table_markdown(table: Table) -> str:
+def table_markdown(table: Table) -> str:
+    """A table under its heading."""
     lines = [f"## {_marked(table.title)}", "", *([_marked(table.note), ""] if table.note else [])]
     if not table.rows:
         return "\n".join([*lines, "nothing"])

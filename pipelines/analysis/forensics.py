@@ -11,7 +11,7 @@ from posttrain.core.analysis.forensics import (
     find_patterns,
     responses_of,
 )
-from posttrain.core.analysis.report import Cell, Picture, Report, Row, shortened, table
+from posttrain.core.analysis.report import Cell, Picture, Report, shortened, table
 from posttrain.core.analysis.rescoring import QUANTILES, ScoreDistribution, distribution
 from posttrain.pipelines.analysis.past_run import PastRun, listed, read_steps
 
@@ -54,12 +54,14 @@ def forensics_of(run: PastRun, stage: str | None, step: int | None) -> Report:
         [
             table(
                 "patterns",
-                [_pattern_row(pattern) for pattern in patterns],
+                [_pattern(pattern) for pattern in patterns],
                 "a pattern says where to look, not that something is wrong; - where there are too "
                 "few responses",
             ),
             *(
-                table(f"{p.name} of {p.subject}: look at", [_shown(r) for r in p.examples])
+                table(
+                    f"{p.name} of {p.subject}: look at", [_example(r, 200, 400) for r in p.examples]
+                )
                 for p in suspicious
                 if p.examples
             ),
@@ -79,7 +81,10 @@ def forensics_of(run: PastRun, stage: str | None, step: int | None) -> Report:
             "stage": found.stage,
             "quantiles": list(QUANTILES),
             "steps": [asdict(one) for one in steps],
-            "patterns": [_pattern_values(pattern) for pattern in patterns],
+            "patterns": [
+                _pattern(pattern) | {"examples": [_example(r) for r in pattern.examples]}
+                for pattern in patterns
+            ],
             "notes": notes,
         },
     )
@@ -98,52 +103,25 @@ def _summary(responses: list[Response]) -> _Step:
 
 def distribution_row(found: ScoreDistribution) -> dict[str, Cell]:
     """A distribution as columns of a table."""
-    cuts: dict[str, Cell] = dict(zip(CUTS, found.quantiles or [None] * len(CUTS), strict=True))
-    return {
-        "scored": found.scored,
-        "zeros": found.zeros,
-        "unscored": found.unscored,
-        "errors": found.errors,
-        "timeouts": found.timeouts,
-        "crashes": found.crashes,
-        "mean": found.mean,
-        "std": found.std,
-    } | cuts
+    values = asdict(found)
+    cuts = values.pop("quantiles") or [None] * len(CUTS)
+    return values | dict(zip(CUTS, cuts, strict=True))
 
 
-def _pattern_row(pattern: Pattern) -> Row:
-    return {
-        "pattern": pattern.name,
-        "of": pattern.subject,
-        "suspicious": pattern.suspicious,
-        "value": pattern.value,
-        "threshold": pattern.threshold,
-        "responses": pattern.count,
-        "what it is": pattern.meaning,
+def _pattern(pattern: Pattern) -> dict[str, Cell]:
+    names = ("name", "subject", "suspicious", "value", "threshold", "count", "meaning")
+    return {name: getattr(pattern, name) for name in names}
+
+
+def _example(
+    response: Response, prompt: int | None = None, text: int | None = None
+) -> dict[str, Cell]:
+    """A response, with so many characters of its texts."""
+    names = ("step", "row", "reward", "correct", "length")
+    return {name: getattr(response, name) for name in names} | {
+        "prompt": shortened(response.prompt, prompt or len(response.prompt)),
+        "text": shortened(response.text, text or len(response.text)),
     }
-
-
-def _example(response: Response) -> dict[str, Cell]:
-    return {
-        "step": response.step,
-        "row": response.row,
-        "prompt": response.prompt,
-        "text": response.text,
-        "reward": response.reward,
-        "correct": response.correct,
-        "length": response.length,
-    }
-
-
-def _shown(response: Response) -> Row:
-    short = {"prompt": shortened(response.prompt, 200), "text": shortened(response.text, 400)}
-    return _example(response) | short
-
-
-def _pattern_values(pattern: Pattern) -> dict[str, object]:
-    fields = ("name", "subject", "value", "threshold", "count", "suspicious", "meaning")
-    examples = [_example(response) for response in pattern.examples]
-    return {name: getattr(pattern, name) for name in fields} | {"examples": examples}
 
 
 def _picture(steps: list[_Step], names: list[str]) -> Picture:

@@ -18,8 +18,9 @@ from posttrain.pipelines.cli.common import (
     StoreOption,
     folders,
     stdout_to_stderr,
+    text_console,
 )
-from posttrain.pipelines.cli.reports import give, give_json, open_run, show
+from posttrain.pipelines.cli.reports import give, give_json, open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -83,6 +84,6 @@ def inspect(
         if step is not None:
             give(report, f"inspect-step-{step}", home, out, as_json)
             return
-        show(report, as_json)
+        report.show(text_console(as_json))
         if as_json:
             give_json(report)

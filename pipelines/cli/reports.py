@@ -46,8 +46,9 @@ def give(report: Report, what: str, home: Path, out: Path | None, as_json: bool)
     from posttrain.core.analysis.report import write_page
 
     page = write_page(report_path(home, what, out), report.html())
-    show(report, as_json)
-    text_console(as_json).print(f"page: {page}", markup=False)
+    console = text_console(as_json)
+    report.show(console)
+    console.print(f"page: {page}", markup=False)
     if as_json:
         give_json(report, page=str(page))
 
@@ -66,31 +67,3 @@ def report_path(home: Path, what: str, out: Path | None) -> Path:
     stem = f"{what}-{datetime.now():%Y%m%d-%H%M%S}"
     names = [f"{stem}.html", *(f"{stem}-{number}.html" for number in range(2, 100))]
     return next(p for p in (home / "reports" / name for name in names) if not p.exists())
-
-
-def show(report: Report, as_json: bool) -> None:
-    """Title, notes and tables where people read."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from posttrain.core.analysis.report import is_number, shortened, shown
-
-    console = text_console(as_json)
-    console.print(Text(shown(report.title), style="bold"))
-    for note in report.notes:
-        console.print(Text(f"note: {shown(note)}"))
-    for table in report.tables:
-        console.print()
-        console.print(Text(table.title, style="bold"))
-        if table.note:
-            console.print(Text(table.note, style="dim"))
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, name in enumerate(table.columns):
-            numbers = any(is_number(row[index]) for row in table.rows)
-            made.add_column(
-                Text(shown(name)), justify="right" if numbers else "left", overflow="fold"
-            )
-        for row in table.rows:
-            made.add_row(*(Text(shortened(shown(cell), 200)) for cell in row))
-        console.print(made if table.rows else Text("nothing"))
