@@ -121,8 +121,8 @@ def field_line(name: str, field: FieldInfo) -> str:
     ]
     about = ", ".join([type_name(field.annotation), *bounds])
     default = field.get_default(call_default_factory=True, validated_data={})
-    told = "required" if default is PydanticUndefined else f"default `{value(default)}`"
-    return f"- `{name}` ({about}; {told}): {prose(field.description or '')}"
+    initial = "required" if default is PydanticUndefined else f"default `{value(default)}`"
+    return f"- `{name}` ({about}; {initial}): {prose(field.description or '')}"
 
 
 # --- plugins ----------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def plugin_section(entry: PluginEntry, common: set[str]) -> str:
     for paragraph in rest.split("\n\n"):
         if paragraph.strip():
             lines += ["", prose(paragraph)]
-    told = {n: field_line(n, f) for n, f in entry.cls.Config.model_fields.items()}
-    own = [line for line in told.values() if line not in common]
-    shared = [f"`{name}`" for name, line in told.items() if line in common]
+    lines_of = {n: field_line(n, f) for n, f in entry.cls.Config.model_fields.items()}
+    own = [line for line in lines_of.values() if line not in common]
+    shared = [f"`{name}`" for name, line in lines_of.items() if line in common]
     if own:
         lines += ["", *own]
     if shared:
@@ -189,8 +189,8 @@ def presets(manager: PluginManager) -> str:
         fields = algorithm.expand()
         cells: dict[str, list[str]] = {}
         for axis in axes_of(algorithm, manager):
-            told = _component(axis.name, axis.kind, axis.fields, manager)
-            cells.setdefault(axis.kind, []).append(told)
+            text = _component(axis.name, axis.kind, axis.fields, manager)
+            cells.setdefault(axis.kind, []).append(text)
         besides = _besides({k: v for k, v in fields.items() if k not in AXES})
         link = f"[`{entry.name}`](#preset-{entry.name})"
         if algorithm.stage == "preference":
@@ -232,20 +232,20 @@ def _kl(fields: dict[str, Any]) -> str:
     settings = kl.controller.fields()
     if kl.controller.name == "fixed" and settings.get("coef") == 0:
         return "none"
-    told = ", ".join(f"{name} {value(v)}" for name, v in settings.items())
-    return f"`{kl.estimator.name}` in the {kl.place}, `{kl.controller.name}` ({told})"
+    text = ", ".join(f"{name} {value(v)}" for name, v in settings.items())
+    return f"`{kl.estimator.name}` in the {kl.place}, `{kl.controller.name}` ({text})"
 
 
 def _besides(fields: dict[str, Any]) -> str:
-    """What a preset sets that is no plugin."""
-    told = []
+    """What a preset sets that is not a plugin."""
+    found = []
     for name, what in fields.items():
         if isinstance(what, dict):
             inner = ", ".join(f"{key} {value(v)}" for key, v in what.items())
-            told.append(f"{name} ({inner})" if inner else name)
+            found.append(f"{name} ({inner})" if inner else name)
         else:
-            told.append(f"{name} {value(what)}")
-    return "; ".join(told)
+            found.append(f"{name} {value(what)}")
+    return "; ".join(found)
 
 
 # --- numbers ------------------------------------------------------------------------------------

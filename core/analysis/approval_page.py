@@ -31,7 +31,7 @@ def evidence(
     paired = before is not None and same_problems(before, after)
     compared = compare(before or [], after) if paired else None
     if compared is not None:
-        lines += ["", f"Difference, problem by problem: {compared.told()}."]
+        lines += ["", f"Difference, problem by problem: {compared.describe()}."]
     elif before is not None:
         lines += ["", "The baseline was measured on other problems: no paired difference."]
     if samples:

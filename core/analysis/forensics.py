@@ -1,4 +1,4 @@
-"""Named statistics of rewards, each with the threshold beyond which somebody should look.
+"""Named statistics of rewards, each with the threshold beyond which it deserves a look.
 
 A pattern says where to look, not that anything is wrong: a good reward may well grow with length.
 With fewer than `FEWEST` responses nothing is said.

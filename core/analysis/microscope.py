@@ -47,7 +47,7 @@ Column = NDArray[np.float32] | NDArray[np.uint8] | NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The run's own objective, or one that somebody asks about; `name` is what a page calls it."""
+    """The run's own objective, or one that was asked for; `name` is its name on the page."""
 
     name: str
     objective: Objective
@@ -159,7 +159,7 @@ def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
     takes_loss = batch.mask.bool()
     known = takes_loss & read_rows(evidence)[:, None]
     seen, old = evidence.seen_logprobs, batch.column("old_logprobs").to(evidence.seen_logprobs)
-    # A row that nobody read has zeros for the old policy's log-probs where only its update would
+    # A row that no update read has zeros for the old policy's log-probs where only its update would
     # have computed them.
     computed = known | (takes_loss & (old != 0).any(dim=1, keepdim=True))
     found = {

@@ -53,7 +53,7 @@ class Comparison:
     gained: int
     lost: int
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """`+12.5 points (95 % interval +3.1 to +21.4), 9 gained, 1 lost of 64 problems`."""
         points = _points(self.difference, self.low, self.high)
         return f"{points}, {self.gained} gained, {self.lost} lost of {self.num_problems} problems"
@@ -159,7 +159,7 @@ class AccuracyTest:
         """Whether the interval shows a difference: 0 is not in it."""
         return self.low > 0 or self.high < 0
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The verdict as a sentence."""
         better = self.second if self.difference > 0 else self.first
         verdict = f"{better} is better" if self.shown else "no difference is shown"

@@ -175,7 +175,7 @@ class Blame:
             yield from self._walk(parent, depth + 1)
 
     def _outside(self, ancestor: Ancestor, depth: int) -> Blamed:
-        """What came from outside: told by the tag of a run that began with it."""
+        """What came from outside; the tag of a run that began with it has its source."""
         for run in self._runs():
             tags = run.data.tags
             if tags.get("posttrain.base_digest") == ancestor.digest:

@@ -53,7 +53,7 @@ class PastRun:
 
     @property
     def short_id(self) -> str:
-        """Enough of its id to tell it from others."""
+        """Enough of its id to distinguish it."""
         return self.record.run_id[:12]
 
     def evidence(self, stage: str | None) -> EvidenceFolder:

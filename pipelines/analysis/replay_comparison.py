@@ -180,14 +180,14 @@ class Comparison:
     """A `StepSink` that compares each recorded step up to `until`, then raises `Reached`.
 
     `folder` is the record's; `weights_of` gives the trained weights as they were kept after a step,
-    as far as they were; `tell` is given each step when it is compared.
+    as far as they were; `report` receives each step when it is compared.
     """
 
     folder: Path
     recorded: Mapping[int, StepRecord]
     until: int
     weights_of: Callable[[int, tuple[str, ...]], Weights]
-    tell: Callable[[ComparedStep], None]
+    report: Callable[[ComparedStep], None]
     steps: list[ComparedStep] = field(default_factory=list)
 
     def wants(self, step: int) -> bool:
@@ -211,7 +211,7 @@ class Comparison:
             (*batch, *weights, *numbers),
         )
         self.steps.append(compared)
-        self.tell(compared)
+        self.report(compared)
         if step >= self.until:
             raise Reached
 

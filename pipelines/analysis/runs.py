@@ -78,7 +78,7 @@ class RunResults:
 
     @property
     def label(self) -> str:
-        """Enough of the id to tell runs apart."""
+        """Enough of the id to distinguish runs."""
         return self.run_id[:8]
 
     def series(self, metric: str) -> dict[int, float]:
@@ -239,7 +239,7 @@ def compare_runs(runs: Sequence[PastRun], stage: str | None) -> Report:
                 {"key": key, "values": dict(zip([r.run_id for r in ordered], row, strict=True))}
                 for key, row in changed.items()
             ],
-            "tests": [asdict(t) | {"shown": t.shown, "told": t.told()} for t in tests],
+            "tests": [asdict(t) | {"shown": t.shown, "told": t.describe()} for t in tests],
             "notes": notes,
         },
     )
@@ -285,7 +285,7 @@ def _notes(groups: Sequence[Group], tests: Sequence[AccuracyTest]) -> list[str]:
     over_problems = [t for t in tests if t.how != "over seeds"]
     if over_problems:
         notes.append(
-            "a test over problems tells these trained models apart; whether their configs differ "
+            "a test over problems compares these trained models; whether their configs differ "
             "takes two or more seeds of each"
         )
     if len(tests) > 1:
@@ -349,7 +349,7 @@ def _tables(
             "differences, tested",
             [
                 {"first": t.first, "second": t.second, "test": t.how, "answers": t.measure}
-                | {"verdict": t.told(), "interval": t.detail}
+                | {"verdict": t.describe(), "interval": t.detail}
                 for t in tests
             ],
             "second minus first, held-out accuracy in points; groups by letter, runs by id",

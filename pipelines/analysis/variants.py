@@ -70,7 +70,7 @@ def parse_clip(text: str) -> tuple[float, float]:
 
 
 def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> BuiltVariants:
-    """Every variant asked for beside the run's own; `kl_coef` is of the run's loss at that step.
+    """Every variant asked for next to the run's own; `kl_coef` is the one of its loss at that step.
 
     Raises `ConfigError` for an unknown plugin, a bad field, a combination that no stage may have,
     or a variant that is asked for twice.

@@ -26,8 +26,8 @@ EPILOG = (
     "  posttrain blame quickstart@candidate\n\n"
     "  posttrain blame quickstart/3 --json\n\n"
     "  posttrain blame .posttrain/artifacts/rl-2f6c11d0a4b39e58/model\n\n"
-    "Settings are told as DEFAULT -> VALUE: all that differ from those of the algorithm's preset, "
-    "and no others.\n\n" + EPILOG_CODES
+    "Settings are shown as DEFAULT -> VALUE: those that differ from the algorithm's preset.\n\n"
+    + EPILOG_CODES
 )
 
 

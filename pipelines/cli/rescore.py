@@ -54,9 +54,9 @@ def rescore(
 ) -> None:
     """Score the responses that a run kept under other rewards, and say what would change.
 
-    Tells the distribution of each reward before and after, and within groups which pairs change
-    their order, which advantages their sign, which groups stop or begin to teach. Writes nothing
-    into the run.
+    Reports the distribution of each reward before and after, and within groups which pairs change
+    their order, which advantages change sign, and which groups become or stop being all-equal.
+    Writes nothing into the run.
     """
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):

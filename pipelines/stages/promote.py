@@ -108,7 +108,8 @@ def _decide(
     verdict = "is above" if better else "is not above"
     return Decision(
         better,
-        f"{compared.told()} against version {champion.version}; the lower bound {verdict} {needed}",
+        f"{compared.describe()} against version {champion.version}; the lower bound {verdict} "
+        f"{needed}",
         compared,
     )
 

@@ -59,16 +59,16 @@ def test_two_runs_on_the_same_problems_are_paired() -> None:
     assert test.how == "paired over problems"
     assert test.difference == pytest.approx(0.8)
     assert test.shown
-    assert test.told().startswith("b is better: +80.0 points")
+    assert test.describe().startswith("b is better: +80.0 points")
     (back,) = group_tests([better], [worse], ("B", "A"))
-    assert back.told().startswith("b is better: -80.0 points")
+    assert back.describe().startswith("b is better: -80.0 points")
 
 
 def test_a_difference_whose_interval_holds_zero_is_not_called_one() -> None:
     (test,) = group_tests([run("a", 0, [0, 0, 1, 1])], [run("b", 0, [0, 1, 1, 1])], ("A", "B"))
     assert test.difference == pytest.approx(0.25)
     assert not test.shown
-    assert test.told().startswith("no difference is shown: +25.0 points")
+    assert test.describe().startswith("no difference is shown: +25.0 points")
 
 
 def test_one_run_each_on_other_problems_is_unpaired() -> None:
