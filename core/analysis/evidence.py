@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +28,6 @@ FOLDER = "evidence"
 """Of the evidence in a stage's artifact, and among its checkpoints while it runs."""
 SCHEMA = 1
 _OWN = ("seen_logprobs", "seen_entropy", "seen_by")
-_TEXTS = ("text", "transcript", "turns", "sample", "scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,10 @@ class StepEvidence:
     kl_coef: float = 0.0
     component_names: tuple[str, ...] = ()
     token_texts: Mapping[int, str] | None = None
+
+    def token_text(self, token: int) -> str:
+        """The text of a token id, or the id in angle brackets."""
+        return (self.token_texts or {}).get(token, f"<{token}>")
 
 
 def tensors_path(folder: Path, step: int) -> Path:
@@ -200,17 +202,6 @@ def _sample(row: Mapping[str, Any]) -> RewardSample:
 
 def _score(row: Mapping[str, Any]) -> Score:
     return Score(**{**row, "steps": tuple(StepVerdict(**step) for step in row["steps"])})
-
-
-def response_tokens(evidence: StepEvidence, row: int) -> list[str]:
-    """Texts of the tokens of a response in order, tool output included, padding not."""
-    mask = evidence.batch.response_mask[row].bool()
-    columns = torch.arange(1, mask.shape[0] + 1)
-    end = int((columns * mask).amax()) if mask.any() else 0
-    known = evidence.token_texts or {}
-    return [
-        known.get(token, f"<{token}>") for token in evidence.batch.response_ids[row, :end].tolist()
-    ]
 
 
 class EvidenceKeeper:

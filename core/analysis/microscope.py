@@ -219,8 +219,7 @@ def _shown(evidence: StepEvidence) -> Tensor:
 def _vocabulary(evidence: StepEvidence, shown: Tensor) -> tuple[list[str], NDArray[np.uint32]]:
     """Texts of the token ids that occur, and the place in them of each token [N]."""
     ids, places = np.unique(evidence.batch.response_ids[shown].numpy(), return_inverse=True)
-    known = evidence.token_texts or {}
-    return [known.get(int(i), f"<{i}>") for i in ids], places.astype(np.uint32)
+    return [evidence.token_text(int(i)) for i in ids], places.astype(np.uint32)
 
 
 def _flat(values: Tensor, shown: Tensor) -> NDArray[np.float32]:
@@ -300,7 +299,7 @@ def top_tokens(
     evidence: StepEvidence, weights: TokenWeights, limit: int
 ) -> list[dict[str, object]]:
     """The `limit` tokens of largest |weight|, in order; none of weight 0."""
-    total, known = weights.total, evidence.token_texts or {}
+    total = weights.total
     width = total.shape[1]
     order = total.abs().flatten().argsort(descending=True, stable=True)[:limit].tolist()
     found: list[dict[str, object]] = []
@@ -311,7 +310,7 @@ def top_tokens(
                 {
                     "row": row,
                     "token": column,
-                    "text": known.get(token, f"<{token}>"),
+                    "text": evidence.token_text(token),
                     "weight": float(total[row, column]),
                     "advantage": float(evidence.batch.column("advantages")[row, column]),
                     "clip": CLIP_STATES[int(weights.clip[row, column])],

@@ -40,11 +40,6 @@ class ScoreDistribution:
     quantiles: tuple[float, ...] | None
     distinct: int
 
-    @property
-    def failures(self) -> int:
-        """Scores that stand for something that went wrong."""
-        return self.errors + self.timeouts + self.crashes
-
 
 def distribution(scores: Sequence[Score]) -> ScoreDistribution:
     """Of checked scores, in any order."""

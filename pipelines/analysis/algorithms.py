@@ -220,9 +220,8 @@ def _values(made: _Comparison) -> dict[str, object]:
 def _token(made: _Comparison, gap: TokenGap) -> dict[str, str | None]:
     batch = made.evidence.batch
     token = int(batch.response_ids[gap.row, gap.column])
-    texts = made.evidence.token_texts or {}
     prompt = batch.problems[gap.row].prompt if batch.problems else None
-    return {"token": texts.get(token, f"<{token}>"), "prompt": prompt}
+    return {"token": made.evidence.token_text(token), "prompt": prompt}
 
 
 def _parts(made: _Comparison) -> list[Table | Picture]:
