@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.analysis.frozen import FrozenStep, Variant, VariantResult, prepared_batch
+from posttrain.core.analysis.statistics import bounded, rank_correlation
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import forward_only, response_logprobs
 
@@ -48,24 +48,6 @@ def vector_difference(first: Tensor, second: Tensor) -> VectorDifference:
         sign_differs=int(differs.sum()) / count if count else None,
         opposite=int(opposite.sum()) / count if count else None,
     )
-
-
-def bounded(cosine: float) -> float:
-    """A cosine that rounding took beyond 1 or -1, back at it."""
-    return max(-1.0, min(1.0, cosine))
-
-
-def rank_correlation(first: Tensor, second: Tensor) -> float | None:
-    """Spearman's rho of two vectors [N], ties at their mean rank.
-
-    None for fewer than two places or where all values of either are equal: there is no order.
-    """
-    if first.numel() < 2:
-        return None
-    a, b = (torch.from_numpy(rankdata(v.double().numpy())) for v in (first, second))
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return bounded(float(a @ b) / scale) if scale else None
 
 
 def largest_differences(first: Tensor, second: Tensor, count: int) -> list[int]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.core.analysis.compare import rank_correlation
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.rescoring import recorded
+from posttrain.core.analysis.statistics import rank_correlation
 from posttrain.core.rewards.checking import is_failure
 from posttrain.core.types import Score
 

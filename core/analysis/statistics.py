@@ -1,4 +1,4 @@
-"""Whether measured differences are real: accuracies of models and of groups of runs, curves.
+"""Statistics of measured results: accuracies of models and of groups of runs, curves, ranks.
 
 A test over problems is about the very models that were measured. One over seeds is about their
 configs: would other seeds show the same? No difference is called real whose interval holds 0.
@@ -11,13 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scipy import stats
 
 from posttrain.core.errors import RunError
 from posttrain.core.math.intervals import CONFIDENCE, mean_interval, newcombe_difference
 from posttrain.core.math.paired import paired_means, paired_proportions
+
+if TYPE_CHECKING:  # nothing else here needs torch
+    from torch import Tensor
 
 Measure = Literal["greedy", "sampled"]
 How = Literal["paired over problems", "over seeds", "unpaired over problems"]
@@ -272,3 +275,24 @@ def point(step: int, values: Sequence[float]) -> Point:
     mean, low, high = mean_interval(values, bounds=None)
     several = max(values) > min(values)
     return Point(step, mean, low if several else None, high if several else None, len(values))
+
+
+# --- rankings ------------------------------------------------------------------------------------
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float | None:
+    """Spearman's rho of two vectors [N], ties at their mean rank.
+
+    None for fewer than two places or where all values of either are equal: there is no order.
+    """
+    if first.numel() < 2:
+        return None
+    a, b = (stats.rankdata(values.double().numpy()) for values in (first, second))
+    a, b = a - a.mean(), b - b.mean()
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return bounded(float(a @ b) / scale) if scale else None
+
+
+def bounded(cosine: float) -> float:
+    """A cosine that rounding took beyond 1 or -1, back at it."""
+    return max(-1.0, min(1.0, cosine))
