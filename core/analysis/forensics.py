@@ -102,9 +102,10 @@ def numbered(names: Sequence[str]) -> list[str]:
 # --- repetition ----------------------------------------------------------------------------------
 
 
-def repetition(token_ids: Sequence[int], n: int = NGRAM) -> float | None:
-    """1 - distinct n-grams / n-grams of a response; None if it is shorter than n tokens."""
-    grams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+def repetition(token_ids: Sequence[int]) -> float | None:
+    """1 - distinct n-grams / n-grams of a response; None if it is shorter than `NGRAM` tokens."""
+    starts = range(len(token_ids) - NGRAM + 1)
+    grams = [tuple(token_ids[start : start + NGRAM]) for start in starts]
     return 1 - len(set(grams)) / len(grams) if grams else None
 
 

@@ -36,25 +36,21 @@ Curve = tuple[str, str, str]
 """Metric, label and colour; a curve without a colour takes the next of a palette."""
 
 
-def learning_curves(
-    history: Rows, evaluations: Rows, title: str, folder: Path, stem: str = "learning_curves"
-) -> list[Path]:
-    """Write `folder`/`stem`.png and .html: reward, accuracy, entropy, length, KL, clipping.
+def learning_curves(history: Rows, evaluations: Rows, title: str, folder: Path) -> list[Path]:
+    """Write learning_curves.png and .html to `folder`: reward, accuracy, length, KL and others.
 
     Rows hold "step" and metrics by name. `evaluations` draws eval/greedy_accuracy with the bars
     from eval/greedy_low to eval/greedy_high. Returns both paths, the PNG first.
     """
-    return _write(learning_panels(history, evaluations), title, folder, stem)
+    return _write(learning_panels(history, evaluations), title, folder)
 
 
-def preference_curves(
-    history: Rows, rankings: Rows, title: str, folder: Path, stem: str = "learning_curves"
-) -> list[Path]:
+def preference_curves(history: Rows, rankings: Rows, title: str, folder: Path) -> list[Path]:
     """The same for learning from preferences: loss, ranking, rewards, log-probs, both falling.
 
     `rankings` draws pref/held_out_pair_accuracy (or _row_accuracy) with its bars.
     """
-    return _write(preference_panels(history, rankings), title, folder, stem)
+    return _write(preference_panels(history, rankings), title, folder)
 
 
 def before_after(
@@ -67,8 +63,8 @@ def before_after(
     return path
 
 
-def _write(panels: Sequence[Panel], title: str, folder: Path, stem: str) -> list[Path]:
-    png, page = folder / f"{stem}.png", folder / f"{stem}.html"
+def _write(panels: Sequence[Panel], title: str, folder: Path) -> list[Path]:
+    png, page = folder / "learning_curves.png", folder / "learning_curves.html"
     folder.mkdir(parents=True, exist_ok=True)
     png.write_bytes(curves(panels, title))
     page.write_text(_page(panels, title))

@@ -75,14 +75,14 @@ class Panel:
     series: Sequence[Series]
 
 
-def curves(panels: Sequence[Panel], title: str = "", columns: int = 2) -> bytes:
-    """The panels over the step, `columns` next to one another."""
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+def curves(panels: Sequence[Panel], title: str = "") -> bytes:
+    """The panels over the step, two next to one another."""
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(9, 3.2 * rows), layout="constrained")
     if title:
         figure.suptitle(_literal(title), fontsize=14, fontweight="bold")
         figure.supxlabel(NOTE, fontsize=8.5, color="#555555")
-    grid = figure.subplots(rows, columns, squeeze=False)
+    grid = figure.subplots(rows, 2, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, panel in zip(grid.flat, panels, strict=False):
@@ -169,8 +169,8 @@ def bars(groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> bytes
     return _png(figure)
 
 
-def histogram(series: Mapping[str, Sequence[float]], title: str, x: str, bins: int = 30) -> bytes:
-    """Outlines of how often values occur, on one set of `bins` for all series."""
+def histogram(series: Mapping[str, Sequence[float]], title: str, x: str) -> bytes:
+    """Outlines of how often values occur, on the same 30 bins for all series."""
     figure, axes = _one(title, x, "count")
     values = [value for one in series.values() for value in one] or [0.0, 1.0]
     span = (min(values), max(values))
@@ -178,7 +178,7 @@ def histogram(series: Mapping[str, Sequence[float]], title: str, x: str, bins: i
         span = (span[0] - 0.5, span[1] + 0.5)
     for index, (label, one) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
-        axes.hist(one, bins=bins, range=span, histtype="step", lw=1.5, color=colour, label=label)
+        axes.hist(one, bins=30, range=span, histtype="step", lw=1.5, color=colour, label=label)
     _legend(axes)
     return _png(figure)
 
