@@ -109,8 +109,9 @@ class Report:
 def table(title: str, rows: Iterable[Row], note: str = "") -> Table:
     """A table of rows by column name; a column without any value is left out."""
     rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name, cell in row.items() if cell is not None)
-    return Table(title, list(names), [[row.get(name) for name in names] for row in rows], note)
+    known = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in known if any(row.get(name) is not None for row in rows)]
+    return Table(title, names, [[row.get(name) for name in names] for row in rows], note)
 
 
 def shown(value: object) -> str:

@@ -36,8 +36,9 @@ def test_columns_without_names_have_no_row_of_them() -> None:
 
 
 def test_a_column_without_any_value_is_left_out_of_a_table() -> None:
-    made = table("t", [{"a": 1, "b": None}, {"c": "x", "a": None}])
-    assert (made.columns, made.rows) == (["a", "c"], [[1, None], [None, "x"]])
+    made = table("t", [{"a": None, "b": None, "c": 1}, {"c": 2, "d": "x", "a": "y"}])
+    assert made.columns == ["a", "c", "d"]
+    assert made.rows == [[None, 1, None], ["y", 2, "x"]]
 
 
 def test_a_page_loads_nothing_from_elsewhere() -> None:
