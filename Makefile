@@ -21,7 +21,7 @@ EXTRAS := [dev]
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run ui up down status test test-slow test-learning check format dev install install-vllm bench clean
+.PHONY: help run ui up down status test test-slow test-learning check format dev install install-vllm docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -98,6 +98,10 @@ test-slow: dev ## run the tests that take minutes each
 
 test-learning: dev ## check that every preset learns, on three seeds (CI: SEEDS="0")
 	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
+
+docs: install ## build docs/algorithms.md and docs/microscope/*.html from the installed plugins
+	$(BIN)/python docs/generate_algorithms.py
+	$(BIN)/python docs/generate_microscope.py
 
 bench: install ## measure what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py

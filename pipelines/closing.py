@@ -9,11 +9,11 @@ from typing import Literal
 
 from mlflow.exceptions import MlflowException
 
+from posttrain.core.analysis.learning_curves import before_after
 from posttrain.core.artifacts import StageResult
 from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.errors import PosttrainError
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html
-from posttrain.core.tracking.plots import before_after
 from posttrain.pipelines.pipeline import Pipeline
 from posttrain.pipelines.reporters import FileReporter
 from posttrain.pipelines.run_card import write_card
@@ -50,8 +50,7 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
     bars = accuracies(results)
     if bars:
         title = f"{pipeline.config.name}: held-out greedy accuracy"
-        for path in before_after(bars, title, folder):
-            tracker.log_file(path, "summary")
+        tracker.log_file(before_after(bars, title, folder), "summary")
         tracker.set_tags({"mlflow.note.content": note(pipeline, bars)})
     nodes = lineage_nodes(pipeline)
     (folder / "lineage.html").write_text(lineage_html(nodes))

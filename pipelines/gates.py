@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.core.analysis.approval_page import evidence
 from posttrain.core.approval import (
     ALL_GATES,
     Answer,
@@ -14,7 +15,6 @@ from posttrain.core.approval import (
     kept_answer,
     read_answer,
 )
-from posttrain.core.approval_page import evidence
 from posttrain.core.artifacts import Artifact, StageResult
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.gate_stages import ApproveStage

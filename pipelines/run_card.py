@@ -1,27 +1,26 @@
-"""The card of a run: what was done, to what, whether it helped, what it cost, what to look at."""
+"""The card of a run: what was done, whether it helped, what it cost, as a report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from mlflow import MlflowClient
 
+from posttrain.core.analysis.report import Cell, Picture, Report, Row, Table, table, write_page
 from posttrain.core.artifacts import StageResult
 from posttrain.core.config.dag import stage_kind
-from posttrain.core.config.differences import Setting, differing_settings
-from posttrain.core.reports import markdown
-from posttrain.core.reports.page import write_page
-from posttrain.core.reports.report import Cell, Picture, Report, Table
+from posttrain.core.config.differences import differing_settings
 from posttrain.core.tracking.lineage import headline
 from posttrain.core.tracking.mlflow_store import connect
-from posttrain.pipelines.blame import data_read
+from posttrain.pipelines.analysis.blame import data_read
 from posttrain.pipelines.pipeline import Pipeline
-from posttrain.pipelines.summary import gain, with_interval
+from posttrain.pipelines.summary import evaluations, gain
 
 WATTS_PER_THREAD, WATTS_PER_GPU = 10.0, 500.0
-"""What the energy estimate takes a busy thread and a busy GPU to draw: a guess, not measured."""
+"""Power that the energy estimate assumes for a busy thread and a busy GPU; not measured."""
 _SHOWN = 60
 
 
@@ -29,50 +28,40 @@ def write_card(pipeline: Pipeline, status: str, folder: Path) -> list[Path]:
     """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed."""
     report = card(pipeline, status)
     path = folder / "run_card.md"
-    path.write_text(markdown.render(report), encoding="utf-8")
-    return [path, write_page(folder / "run_card.html", report)]
+    path.write_text(report.markdown(), encoding="utf-8")
+    return [path, write_page(folder / "run_card.html", report.html())]
 
 
 def card(pipeline: Pipeline, status: str) -> Report:
     """The card as a report."""
     config, results = pipeline.config, pipeline.results
     client = connect(pipeline.tracker.uri)
-    told = (config.description or f"Pipeline {config.name}").rstrip(".")
-    notes = [f"{verdict(results)}", f"{told}; the run {_ended(status)}.", *pipeline.warnings]
-    parts: list[Table | Picture] = [
-        Table("What", ["", ""], list(_what(pipeline))),
-        Table(
-            "Before and after",
-            ["evaluation", "greedy accuracy", "sampled", "gain over baseline"],
-            [
-                [r.name, with_interval(r.metrics, "greedy"), with_interval(r.metrics, "sampled")]
-                + [gain(r.metrics)]
-                for r in results.values()
-                if r.kind == "evaluate"
-            ],
-            "on held-out problems, 95 % intervals",
-        ),
-        Table(
-            "Stages",
-            ["stage", "kind", "status", "reads", "result", "seconds", "digest"],
-            [_stage(pipeline, result) for result in results.values()],
-            "cached: not computed again; digest: sha256 of what the stage made",
-        ),
-        *_curves(results),
-        Table(
-            "Settings",
-            ["setting", "default", "value"],
-            [[s.place, _value(s.default), _value(s.value)] for s in _settings(pipeline)],
-            "all that are not what the algorithm's preset and the defaults make them",
-        ),
-        Table(
-            "Data",
-            ["stage", "data set", "context", "rows", "sha256", "from"],
-            list(_data(client, results)),
-        ),
-        Table("Cost", ["", "", "how it is counted"], list(_cost(client, pipeline))),
-    ]
-    return Report(f"Run card: {pipeline.title}", notes, parts)
+    about = (config.description or f"Pipeline {config.name}").rstrip(".")
+    ended = {"FINISHED": "finished", "FAILED": "failed"}[status]
+    return Report(
+        f"Run card: {pipeline.title}",
+        [verdict(results), f"{about}; the run {ended}.", *pipeline.warnings],
+        [
+            Table("What", ["", ""], list(_what(pipeline))),
+            evaluations(results.values()),
+            table(
+                "Stages",
+                [_stage(pipeline, result) for result in results.values()],
+                "cached: not computed again; digest: sha256 of what the stage made",
+            ),
+            *_curves(results),
+            table(
+                "Settings",
+                [
+                    {"setting": s.place, "default": _value(s.default), "value": _value(s.value)}
+                    for s in differing_settings(pipeline.resolved, pipeline.manager)[:_SHOWN]
+                ],
+                "all that are not what the algorithm's preset and the defaults make them",
+            ),
+            table("Data", list(_data(client, results))),
+            Table("Cost", ["", "", "how it is counted"], list(_cost(client, pipeline))),
+        ],
+    )
 
 
 def verdict(results: Mapping[str, StageResult]) -> str:
@@ -82,16 +71,12 @@ def verdict(results: Mapping[str, StageResult]) -> str:
     if not compared:
         return "Whether the model is better was not measured: no evaluation has a baseline."
     metrics, name = compared[-1].metrics, compared[-1].name
-    told = f"held-out accuracy, {name}: {gain(metrics)}"
+    measured_gain = f"held-out accuracy, {name}: {gain(metrics)}"
     if metrics["eval/gain_low"] > 0:
-        return f"Better: {told}."
+        return f"Better: {measured_gain}."
     if metrics["eval/gain_high"] < 0:
-        return f"Worse: {told}."
-    return f"No difference is shown: {told}; the interval holds 0."
-
-
-def _ended(status: str) -> str:
-    return {"FINISHED": "finished", "FAILED": "failed"}[status]
+        return f"Worse: {measured_gain}."
+    return f"No difference is shown: {measured_gain}; the interval holds 0."
 
 
 def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
@@ -110,17 +95,16 @@ def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
             yield [f"algorithm of {name}", algorithm.name]
 
 
-def _stage(pipeline: Pipeline, result: StageResult) -> list[Cell]:
-    inputs = pipeline.config.stages[result.name].inputs
-    return [
-        result.name,
-        result.kind,
-        result.status,
-        ", ".join(inputs.values()),
-        headline(result.metrics),
-        round(result.seconds, 1),
-        result.artifacts[0].digest[:12] if result.artifacts else "",
-    ]
+def _stage(pipeline: Pipeline, result: StageResult) -> Row:
+    return {
+        "stage": result.name,
+        "kind": result.kind,
+        "status": result.status,
+        "reads": ", ".join(pipeline.config.stages[result.name].inputs.values()),
+        "result": headline(result.metrics),
+        "seconds": round(result.seconds, 1),
+        "digest": result.artifacts[0].digest[:12] if result.artifacts else "",
+    }
 
 
 def _curves(results: Mapping[str, StageResult]) -> Iterator[Picture]:
@@ -132,19 +116,21 @@ def _curves(results: Mapping[str, StageResult]) -> Iterator[Picture]:
                 yield Picture(title, path.read_bytes())
 
 
-def _settings(pipeline: Pipeline) -> list[Setting]:
-    return differing_settings(pipeline.resolved, pipeline.manager)[:_SHOWN]
-
-
 def _value(value: object) -> Cell:
     return value if isinstance(value, str | int | float) or value is None else str(value)
 
 
-def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[list[Cell]]:
+def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[Row]:
     for result in results.values():
         for data in data_read(client, result.mlflow_run_id):
-            row: list[Cell] = [result.name, data.name, data.context, data.num_rows]
-            yield [*row, data.sha256[:12], data.source]
+            yield {
+                "stage": result.name,
+                "data set": data.name,
+                "context": data.context,
+                "rows": data.num_rows,
+                "sha256": data.sha256[:12],
+                "from": data.source,
+            }
 
 
 def _cost(client: MlflowClient, pipeline: Pipeline) -> Iterator[list[Cell]]:
@@ -189,9 +175,6 @@ def _weights(pipeline: Pipeline) -> int:
     total = 0
     for path in pipeline.base.path.glob("*.safetensors"):
         with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118
-                count = 1
-                for size in stored.get_slice(name).get_shape():
-                    count *= size
-                total += count
+            shapes = [stored.get_slice(name).get_shape() for name in stored.keys()]  # noqa: SIM118
+        total += sum(math.prod(shape) for shape in shapes)
     return total

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from posttrain.core.analysis import evidence
 from posttrain.core.config.sections import KeepSection
-from posttrain.core.evidence import step as evidence
-from posttrain.core.evidence.keeper import EvidenceKeeper
 from posttrain.core.training import step_record
 from posttrain.core.training.checkpoint import read_step
 from posttrain.core.training.retention import newest_whole, settle
@@ -54,12 +53,13 @@ class StageFiles:
             keep_through=0 if found is None else read_step(found),
         )
 
-    def evidence(self, found: Path | None) -> EvidenceKeeper | None:
+    def evidence(self, found: Path | None) -> evidence.EvidenceKeeper | None:
         """Keeps the evidence of steps that come after `found`, unless the run wants none."""
         if not self.keep.evidence_mb:
             return None
         behind = 0 if found is None else read_step(found)
-        return EvidenceKeeper(self.root / evidence.FOLDER, self.keep.evidence_mb * 1e6, behind)
+        folder, size = self.root / evidence.FOLDER, self.keep.evidence_mb * 1e6
+        return evidence.EvidenceKeeper(folder, size, behind)
 
     def hand_over(self, out: Path) -> None:
         """Copy record and evidence of steps into the stage's own folder; a kill may still come."""
@@ -77,7 +77,7 @@ class StageFiles:
 @contextmanager
 def kept_evidence(
     files: StageFiles, found: Path | None, kind: str
-) -> Iterator[EvidenceKeeper | None]:
+) -> Iterator[evidence.EvidenceKeeper | None]:
     """What keeps the evidence of a stage's steps while it runs; of `rl` stages alone."""
     keeper = files.evidence(found) if kind == "rl" else None
     try:

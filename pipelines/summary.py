@@ -1,15 +1,17 @@
-"""What a finished run tells: accuracy before and after, stages, artifacts, and where to look."""
+"""The summary of a finished run: accuracies, stages, artifacts, links."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from posttrain.core.analysis.report import Table, show_table, table, table_markdown
 from posttrain.core.artifacts import RunResult, StageResult
 from posttrain.pipelines.progress import describe, duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 UI_MLFLOW = "http://127.0.0.1:5000"
 UI_PREFECT = "http://127.0.0.1:4200"
@@ -102,59 +104,72 @@ def gain(metrics: Mapping[str, float]) -> str:
     return f"{value * 100:+.1f} points{interval}"
 
 
+def evaluations(stages: Iterable[StageResult]) -> Table:
+    """Held-out accuracies of the stages that measured them."""
+    measured = {stage.name: stage.metrics for stage in stages if stage.kind == "evaluate"}
+    sizes = pass_sizes(measured.values())
+    return table(
+        "Held-out accuracy, 95 % intervals",
+        [
+            {
+                "evaluation": name,
+                "greedy": with_interval(metrics, "greedy"),
+                "sampled": with_interval(metrics, "sampled"),
+                **{
+                    f"pass@{k}": with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}")
+                    for k in sizes
+                },
+                "gain over baseline": gain(metrics),
+            }
+            for name, metrics in measured.items()
+        ],
+    )
+
+
+def _stages(result: RunResult) -> Table:
+    return table(
+        "Stages",
+        [
+            {
+                "stage": stage.name,
+                "kind": stage.kind,
+                "status": stage.status,
+                "time": duration(stage.seconds),
+                "result": describe(stage.metrics),
+            }
+            for stage in result.stages.values()
+        ],
+    )
+
+
 def print_summary(result: RunResult, console: Console) -> None:
     """Print the tables, the artifacts and the links of `result`."""
     if not result.stages:  # there was nothing to do, as was said
         return
-    evaluations = {n: s.metrics for n, s in result.stages.items() if s.kind == "evaluate"}
-    if evaluations:
-        table = Table(title="Held-out accuracy, 95 % intervals", title_justify="left")
-        sizes = pass_sizes(evaluations.values())
-        several = [f"pass@{k}" for k in sizes]
-        for heading in ("evaluation", "greedy", "sampled", *several, "gain over baseline"):
-            table.add_column(heading)
-        for name, metrics in evaluations.items():
-            greedy, sampled = with_interval(metrics, "greedy"), with_interval(metrics, "sampled")
-            passed = [with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}") for k in sizes]
-            table.add_row(name, greedy, sampled, *passed, gain(metrics))
-        console.print(table, soft_wrap=False)
-    table = Table(title="Stages", title_justify="left")
-    for heading in ("stage", "kind", "status"):
-        table.add_column(heading)
-    table.add_column("time", justify="right")
-    for stage in result.stages.values():
-        table.add_row(stage.name, stage.kind, stage.status, duration(stage.seconds))
-    console.print(table, soft_wrap=False)
-    for stage in result.stages.values():
-        for item in stage.artifacts:
-            _line(console, f"{item.kind:<14} {item.uri}")
-    for text in result.warnings:
-        _line(console, f"warning: {text}")
-    for name, link in links(result).items():
-        _line(console, f"{name:<14} {link}")
-    addresses = links(result).values()
-    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses)
+    accuracies = evaluations(result.stages.values())
+    for found in (*([accuracies] if accuracies.rows else []), _stages(result)):
+        show_table(found, console)
+    lines = [
+        f"{item.kind:<14} {item.uri}"
+        for stage in result.stages.values()
+        for item in stage.artifacts
+    ]
+    lines += [f"warning: {text}" for text in result.warnings]
+    addresses = links(result)
+    lines += [f"{name:<14} {link}" for name, link in addresses.items()]
+    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses.values())
     how = f"; open the links with: posttrain ui --home {result.home}" if ours else ""
-    _line(console, f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+    lines.append(f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+    for line in lines:  # never wrapped, so that paths and links can be copied
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary_markdown(result: RunResult) -> str:
     """Stages with their main metrics as a table, then artifacts and warnings."""
-    rows = [
-        f"| {stage.name} | {stage.kind} | {stage.status} | {duration(stage.seconds)} "
-        f"| {describe(stage.metrics)} |"
-        for stage in result.stages.values()
-    ]
     made = [
         f"- {item.kind} of {stage.name}: `{item.uri}`"
         for stage in result.stages.values()
         for item in stage.artifacts
     ]
     warnings = [f"- warning: {text}" for text in result.warnings]
-    head = ["| stage | kind | status | time | |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", *made, *warnings])
-
-
-def _line(console: Console, text: str) -> None:
-    """A line that is never wrapped, so that paths and links can be copied."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return "\n".join([table_markdown(_stages(result)), "", *made, *warnings])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
@@ -21,16 +21,13 @@ from posttrain.pipelines.cli.common import (
     text_console,
 )
 
-if TYPE_CHECKING:
-    from posttrain.pipelines.blame import Blame, Blamed
-
 EPILOG = (
     "Examples:\n\n"
     "  posttrain blame quickstart@candidate\n\n"
     "  posttrain blame quickstart/3 --json\n\n"
     "  posttrain blame .posttrain/artifacts/rl-2f6c11d0a4b39e58/model\n\n"
-    "Settings are told as DEFAULT -> VALUE: all that differ from those of the algorithm's preset, "
-    "and no others.\n\n" + EPILOG_CODES
+    "Settings are shown as DEFAULT -> VALUE: those that differ from the algorithm's preset.\n\n"
+    + EPILOG_CODES
 )
 
 
@@ -53,20 +50,13 @@ def blame(
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            past, walked = _blame(model, home, shared)
-        from posttrain.pipelines.blame_text import lines, to_json
+            from posttrain.pipelines.analysis.blame import Blame, lines
 
+            walked = Blame(home, shared)
+            past = walked.of(model)
         console = text_console(as_json)
-        for line in lines(past):
+        for line in [*lines(past), *(f"note: {note}" for note in walked.notes)]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        for note in walked.notes:
-            console.print(f"note: {note}", markup=False, soft_wrap=True)
         if as_json:
-            print_json(to_json(model, past, walked.notes))
-
-
-def _blame(model: str, home: Path, store: Path) -> tuple[list[Blamed], Blame]:
-    from posttrain.pipelines.blame import Blame
-
-    walked = Blame(home, store)
-    return walked.of(model), walked
+            found = [asdict(item) for item in past]
+            print_json({"model": model, "notes": walked.notes, "past": found})

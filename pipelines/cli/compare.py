@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import (
     DEFAULT_HOME,
     EPILOG_CODES,
@@ -21,8 +21,7 @@ from posttrain.pipelines.cli.common import (
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
 
 if TYPE_CHECKING:
-    from posttrain.core.reports.report import Report
-    from posttrain.pipelines.comparing.variants import Wanted
+    from posttrain.pipelines.analysis.variants import Wanted
 
 EPILOG = (
     "Examples:\n\n"
@@ -30,9 +29,9 @@ EPILOG = (
     "  posttrain compare 3f2a9c --step 12 --clip 0.1:0.1 --clip 0.2:0.28 --model\n\n"
     "  posttrain compare 3f2a9c --step 1 --loss cispo --aggregation token-mean --out step.html\n\n"
     "  posttrain compare 3f2a9c 77b0e1 9ad204 --json\n\n"
-    "With --step, each variant is computed on what that step sampled, beside the run's own loss; "
-    "without it, runs are laid side by side and those that differ only in the seed are one group. "
-    "docs/comparing.md says what each number is.\n\n" + EPILOG_CODES
+    "With --step, each variant is computed on what that step sampled, next to the run's own loss. "
+    "Without it, runs are compared side by side, and those that differ only in the seed are one "
+    "group. docs/comparing.md explains each number.\n\n" + EPILOG_CODES
 )
 
 
@@ -83,13 +82,11 @@ def compare(
     Nothing is sampled or trained, and nothing of the runs is changed. A page with the same tables
     and their pictures goes to HOME/reports.
     """
-    # Over 60 lines: half of them are the command's options.
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
             from posttrain.core.config.spec import parse_spec
-            from posttrain.pipelines.comparing.specs import parse_clip
-            from posttrain.pipelines.comparing.variants import Wanted
+            from posttrain.pipelines.analysis.variants import Wanted, parse_clip
 
             wanted = Wanted(
                 [parse_spec("--algorithm", text) for text in algorithm or ()],
@@ -98,57 +95,36 @@ def compare(
                 [parse_clip(text) for text in clip or ()],
                 without_kl=no_kl,
             )
+            _check(runs, step, wanted, model)
+            opened = [open_run(run, home, shared) for run in runs]
             if step is None:
-                report, values = _runs(runs, stage, wanted, model, home, shared)
+                from posttrain.pipelines.analysis.runs import compare_runs
+
+                report = compare_runs(opened, stage)
             else:
-                report, values = _step(runs, step, stage, wanted, model, home, shared)
-        give(report, values, "compare", home, out, as_json)
+                from posttrain.pipelines.analysis.algorithms import compare_algorithms
+                from posttrain.pipelines.quiet import quiet_libraries
+
+                quiet_libraries()
+                report = compare_algorithms(opened[0], stage, step, wanted, with_model=model)
+        give(report, "compare", home, out, as_json)
 
 
-def _step(
-    runs: list[str],
-    step: int,
-    stage: str | None,
-    wanted: Wanted,
-    model: bool,
-    home: Path,
-    store: Path,
-) -> tuple[Report, dict[str, object]]:
-    from posttrain.core.errors import ConfigError
-
-    if len(runs) != 1:
+def _check(runs: list[str], step: int | None, wanted: Wanted, model: bool) -> None:
+    """Raise `ConfigError` where options and number of runs do not fit."""
+    asked = [*wanted.algorithms, *wanted.losses, *wanted.aggregators, *wanted.clips]
+    if step is not None and len(runs) != 1:
         raise ConfigError(
             f"--step compares algorithms on the rollouts of one run, and {len(runs)} were given; "
             "give one, or leave --step out to compare the runs"
         )
-    run = open_run(runs[0], home, store)
-    from posttrain.pipelines.comparing import algorithm_report
-    from posttrain.pipelines.comparing.algorithms import compare_algorithms
-    from posttrain.pipelines.quiet import quiet_libraries
-
-    quiet_libraries()
-    made = compare_algorithms(run, stage, step, wanted, with_model=model)
-    return algorithm_report.report_of(made), algorithm_report.to_json(made)
-
-
-def _runs(
-    runs: list[str], stage: str | None, wanted: Wanted, model: bool, home: Path, store: Path
-) -> tuple[Report, dict[str, object]]:
-    from posttrain.core.errors import ConfigError
-
-    asked = [*wanted.algorithms, *wanted.losses, *wanted.aggregators, *wanted.clips]
-    if asked or wanted.without_kl or model:
+    if step is None and (asked or wanted.without_kl or model):
         raise ConfigError(
             "--algorithm, --loss, --aggregation, --clip, --no-kl and --model are about one step of "
             "one run: add --step N"
         )
-    if len(runs) < 2:
+    if step is None and len(runs) < 2:
         raise ConfigError(
             "one run was given: name a second to compare it with, or add --step N and two or more "
             "of --algorithm, --loss, --aggregation and --clip"
         )
-    from posttrain.pipelines.comparing import run_report
-    from posttrain.pipelines.comparing.runs import compare_runs
-
-    made = compare_runs([open_run(run, home, store) for run in runs], stage)
-    return run_report.report_of(made), run_report.to_json(made)

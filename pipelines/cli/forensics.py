@@ -52,9 +52,7 @@ def forensics(
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
             past = open_run(run, home, shared)
-            from posttrain.pipelines.comparing import forensics_report
-            from posttrain.pipelines.comparing.forensics import forensics_of
+            from posttrain.pipelines.analysis.forensics import forensics_of
 
-            made = forensics_of(past, stage, step)
-        values = forensics_report.to_json(made)
-        give(forensics_report.report_of(made), values, "forensics", home, out, as_json)
+            report = forensics_of(past, stage, step)
+        give(report, "forensics", home, out, as_json)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,13 +16,10 @@ from posttrain.pipelines.cli.common import (
     StoreOption,
     folders,
     print_json,
-    resolve_configs,
     stdout_to_stderr,
     text_console,
 )
-
-if TYPE_CHECKING:
-    from posttrain.pipelines.replay.drive import ReplayResult
+from posttrain.pipelines.cli.reports import open_run
 
 EPILOG = (
     "Examples:\n\n"
@@ -57,46 +52,17 @@ def replay(
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            result = _replay(run, step, stage, home, shared, as_json)
-        console = text_console(as_json)
+            past = open_run(run, home, shared)
+            from posttrain.pipelines.analysis.replay import Replay
+            from posttrain.pipelines.progress import make_reporter
+
+            with make_reporter(json=as_json, plain=True) as reporter:
+                result = Replay(past, reporter).step(step, stage)
         first = result.first_difference
+        verdict = "equal" if first is None else f"not equal. First: {first}"
         place = f"step {result.step} of stage {result.stage}"
-        if first is None:
-            console.print(f"{place}: equal", markup=False)
-        else:
-            console.print(f"{place}: not equal. First: {first}", markup=False)
+        text_console(as_json).print(f"{place}: {verdict}", markup=False)
         if as_json:
-            print_json(to_json(result))
+            print_json(result.values())
         if first is not None:
             raise typer.Exit(1)
-
-
-def _replay(
-    run: str, step: int, stage: str | None, home: Path, store: Path, as_json: bool
-) -> ReplayResult:
-    from posttrain.core.run_record import find_run
-
-    found = find_run(home, run)
-    resolved, manager = resolve_configs([found.config], None)
-    from posttrain.core.artifacts import ArtifactStore
-    from posttrain.pipelines.progress import make_reporter
-    from posttrain.pipelines.replay.drive import Replay
-
-    with make_reporter(json=as_json, plain=True) as reporter:
-        made = Replay(found, resolved, manager, home, ArtifactStore(store), reporter)
-        return made.step(step, stage)
-
-
-def to_json(result: ReplayResult) -> dict[str, object]:
-    """The replay as one JSON object."""
-    first = result.first_difference
-    return {
-        "run_id": result.run_id,
-        "stage": result.stage,
-        "step": result.step,
-        "from_step": result.from_step,
-        "equal": result.equal,
-        "first_difference": None if first is None else asdict(first),
-        "notes": result.notes,
-        "steps": [asdict(compared) for compared in result.steps],
-    }

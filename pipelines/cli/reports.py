@@ -1,8 +1,7 @@
-"""What the commands that report share: where the page goes, and tables at a terminal."""
+"""Shared by the commands that report: opening a run, where the page goes, tables at a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +11,8 @@ import typer
 from posttrain.pipelines.cli.common import print_json, text_console
 
 if TYPE_CHECKING:
-    from posttrain.core.reports.report import Report
-    from posttrain.pipelines.comparing.past_run import PastRun
+    from posttrain.core.analysis.report import Report
+    from posttrain.pipelines.analysis.past_run import PastRun
 
 OutOption = Annotated[
     Path | None,
@@ -37,29 +36,28 @@ def open_run(run: str, home: Path, store: Path) -> PastRun:
     found = find_run(home, run)
     resolved, manager = resolve_configs([found.config], None)
     from posttrain.core.artifacts import ArtifactStore
-    from posttrain.pipelines.comparing.past_run import PastRun
+    from posttrain.pipelines.analysis.past_run import PastRun
 
     return PastRun(found, resolved, manager, home, ArtifactStore(store))
 
 
-def give(
-    report: Report,
-    values: dict[str, object],
-    what: str,
-    home: Path,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def give(report: Report, what: str, home: Path, out: Path | None, as_json: bool) -> None:
     """Write the page, then show the tables and, last, the JSON object with the page's path."""
-    from posttrain.core.reports.page import write_page
-    from posttrain.core.reports.report import plain
+    from posttrain.core.analysis.report import write_page
 
-    page = write_page(report_path(home, what, out), report)
+    page = write_page(report_path(home, what, out), report.html())
     console = text_console(as_json)
-    show(report, as_json)
+    report.show(console)
     console.print(f"page: {page}", markup=False)
     if as_json:
-        print_json(plain({**values, "page": str(page)}))
+        give_json(report, page=str(page))
+
+
+def give_json(report: Report, **more: object) -> None:
+    """The report's JSON object as the last line of standard output."""
+    from posttrain.core.analysis.report import plain
+
+    print_json(plain({**report.values, **more}))
 
 
 def report_path(home: Path, what: str, out: Path | None) -> Path:
@@ -69,33 +67,3 @@ def report_path(home: Path, what: str, out: Path | None) -> Path:
     stem = f"{what}-{datetime.now():%Y%m%d-%H%M%S}"
     names = [f"{stem}.html", *(f"{stem}-{number}.html" for number in range(2, 100))]
     return next(p for p in (home / "reports" / name for name in names) if not p.exists())
-
-
-def show(report: Report, as_json: bool) -> None:
-    """Title, notes and tables where people read."""
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    from posttrain.core.reports.report import shortened, shown
-
-    console = text_console(as_json)
-    console.print(Text(shown(report.title), style="bold"))
-    for note in report.notes:
-        console.print(Text(f"note: {shown(note)}"))
-    for table in report.tables():
-        console.print()
-        console.print(Text(table.title, style="bold"))
-        if table.note:
-            console.print(Text(table.note, style="dim"))
-        made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, cells in zip(table.columns, _by_column(table.rows), strict=False):
-            number = any(isinstance(c, int | float) and not isinstance(c, bool) for c in cells)
-            made.add_column(Text(shown(name)), justify="right" if number else "left")
-        for row in table.rows:
-            made.add_row(*(Text(shortened(shown(cell), 200)) for cell in row))
-        console.print(made if table.rows else Text("nothing"))
-
-
-def _by_column(rows: Sequence[Sequence[object]]) -> list[list[object]]:
-    return [list(column) for column in zip(*rows, strict=True)] if rows else []

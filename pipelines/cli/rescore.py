@@ -54,21 +54,18 @@ def rescore(
 ) -> None:
     """Score the responses that a run kept under other rewards, and say what would change.
 
-    Tells the distribution of each reward before and after, and within groups which pairs change
-    their order, which advantages their sign, which groups stop or begin to teach. Writes nothing
-    into the run.
+    Reports the distribution of each reward before and after, and within groups which pairs change
+    their order, which advantages change sign, and which groups become or stop being all-equal.
+    Writes nothing into the run.
     """
     home, shared = folders(home, store)
     with Boundary(as_json=as_json, debug=debug):
         with stdout_to_stderr(as_json):
-            from posttrain.pipelines.comparing.specs import parse_reward
-
-            rewards = [parse_reward(text) for text in reward or ()]
-            past = open_run(run, home, shared)
-            from posttrain.pipelines.comparing import rescoring, rescoring_report
+            from posttrain.pipelines.analysis.rescoring import parse_reward
+            from posttrain.pipelines.analysis.rescoring import rescore as rescored
             from posttrain.pipelines.quiet import quiet_libraries
 
+            rewards = [parse_reward(text) for text in reward or ()]
             quiet_libraries()
-            made = rescoring.rescore(past, stage, step, rewards)
-        values = rescoring_report.to_json(made)
-        give(rescoring_report.report_of(made), values, "rescore", home, out, as_json)
+            report = rescored(open_run(run, home, shared), stage, step, rewards)
+        give(report, "rescore", home, out, as_json)

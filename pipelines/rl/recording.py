@@ -15,13 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from posttrain.core.alarms import Seen, judge
+from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import KlController
 from posttrain.core.data.tokenization import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation import EvaluatedProblem, Evaluation
-from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.runtime.device import peak_memory_gb
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.tracking.traces import traced_responses

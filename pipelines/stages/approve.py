@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from posttrain.core.analysis.approval_page import evidence
 from posttrain.core.approval import write_answer
-from posttrain.core.approval_page import evidence
 from posttrain.core.config.gate_stages import ApproveStage
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.analysis.evidence import EvidenceKeeper
 from posttrain.core.approval import Answer
 from posttrain.core.artifacts import ArtifactKind
 from posttrain.core.config.sections import EvaluationSection
@@ -15,7 +16,6 @@ from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.problems import problems_digest
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import Evaluation
-from posttrain.core.evidence.keeper import EvidenceKeeper
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.report import Reporter
 from posttrain.core.tracking.sink import StageSink

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from posttrain.core.analysis.learning_curves import preference_curves
 from posttrain.core.config.supervised_stages import PreferenceStage
 from posttrain.core.data.preference import LabelledAnswer, mismatched_answers
 from posttrain.core.math.intervals import wilson
 from posttrain.core.runtime.device import peak_memory_gb
 from posttrain.core.runtime.heap import StepHeap
-from posttrain.core.tracking.plots import preference_curves
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_tensors import preference_tensors
 from posttrain.pipelines.ranks.methods import preference_objective

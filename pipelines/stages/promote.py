@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from posttrain.core.analysis.statistics import Comparison, compare, read_outcomes, same_problems
 from posttrain.core.approval import this_person, utc_now
 from posttrain.core.artifacts import Artifact
-from posttrain.core.comparison import Comparison, compare, read_outcomes, same_problems
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.supervised_stages import EvaluateStage
 from posttrain.core.errors import RunError
@@ -108,7 +108,8 @@ def _decide(
     verdict = "is above" if better else "is not above"
     return Decision(
         better,
-        f"{compared.told()} against version {champion.version}; the lower bound {verdict} {needed}",
+        f"{compared.describe()} against version {champion.version}; the lower bound {verdict} "
+        f"{needed}",
         compared,
     )
 

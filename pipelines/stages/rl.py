@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from posttrain.core.analysis.learning_curves import learning_curves
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
@@ -17,12 +18,10 @@ from posttrain.core.contracts import (
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.tracking.plots import learning_curves
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
 from posttrain.core.training.updates import PolicyLearner
 from posttrain.core.types import Problem
-from posttrain.pipelines.microscope import log_pages
 from posttrain.pipelines.ranks.rl import on_ranks
 from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
 from posttrain.pipelines.rl.build import (
@@ -38,6 +37,7 @@ from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stages.context import StageContext, StageOutput
 from posttrain.pipelines.stages.episodes import build_episodes
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.trained import save_trained
 
 

@@ -33,10 +33,9 @@ REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
+from posttrain.core.analysis.evidence import EvidenceKeeper, StepEvidence  # noqa: E402
 from posttrain.core.batch import RolloutBatch  # noqa: E402
 from posttrain.core.data.packing import response_batch  # noqa: E402
-from posttrain.core.evidence.keeper import EvidenceKeeper  # noqa: E402
-from posttrain.core.evidence.step import StepEvidence  # noqa: E402
 from posttrain.core.tracking.metric_names import METRICS  # noqa: E402
 from posttrain.core.tracking.mlflow_store import prepare_database  # noqa: E402
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker  # noqa: E402

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.token_weights import CLIP_STATES, token_weights
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.errors import RunError
-from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.math.masking import masked
-from posttrain.core.microscope.weights import CLIP_STATES, token_weights
 from posttrain.core.plugin_manager import PluginEntry
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import ColumnFiller

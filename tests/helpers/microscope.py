@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posttrain.core.evidence.step import StepEvidence
-from posttrain.core.microscope.packing import unpack
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.microscope import unpack
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
 from tests.helpers.batches import build_batch

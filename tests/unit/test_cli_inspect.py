@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from posttrain.core.evidence.step import FOLDER, StepEvidence, tensors_path, write_step
+from posttrain.core.analysis.evidence import FOLDER, StepEvidence, tensors_path, write_step
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.seeding import derive_seed

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.approval_page import chosen, evidence
-from posttrain.core.comparison import Outcome, compare, read_outcomes
+from posttrain.core.analysis.approval_page import chosen, evidence
+from posttrain.core.analysis.statistics import Outcome, compare, read_outcomes
 from posttrain.core.errors import RunError
 from posttrain.core.evaluation import EvaluatedProblem, Evaluation
 from posttrain.core.types import Problem, Verdict

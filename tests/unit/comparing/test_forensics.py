@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from posttrain.core.forensics.patterns import Pattern, find_patterns
-from posttrain.core.forensics.repetition import (
+from posttrain.core.analysis.forensics import (
+    TOTAL,
+    Pattern,
+    Response,
+    find_patterns,
+    numbered,
     repeated_across_prompts,
     repeated_in_group,
     repetition,
 )
-from posttrain.core.forensics.responses import TOTAL, Response, numbered
 from posttrain.core.types import Score
 
 

@@ -7,29 +7,38 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.analysis.pictures import Panel, Series, bars, curves, histogram, scatter
+from posttrain.core.analysis.report import Picture, Report, Table, plain, shown, table, write_page
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.reports.page import render, write_page
-from posttrain.core.reports.pictures import Curve, bars, curves, histogram, scatter
-from posttrain.core.reports.report import Picture, Report, Table, plain, shown
-from posttrain.pipelines.comparing.specs import parse_clip, parse_reward
+from posttrain.pipelines.analysis.rescoring import parse_reward
+from posttrain.pipelines.analysis.variants import parse_clip
 
 EVIL = "<script src='http://x.example/a.js'>alert(1)</script>\x1b[2J"
 
 
 def test_text_of_a_model_is_escaped_everywhere() -> None:
-    table = Table(EVIL, [EVIL], [[EVIL]], EVIL)
-    page = render(Report(EVIL, [EVIL], [table, Picture(EVIL, b"png", EVIL + '" onload="x')]))
+    made = Table(EVIL, [EVIL], [[EVIL]], EVIL)
+    report = Report(EVIL, [EVIL], [made, Picture(EVIL, b"png", EVIL + '" onload="x')])
+    page = report.html()
     assert "<script" not in page
     assert "\x1b" not in page
     assert '" onload=' not in page
     assert page.count("&lt;script") >= 8
+    text = report.markdown().replace("\\<", "")
+    assert "<" not in text and "\x1b" not in text
 
 
 def test_columns_without_names_have_no_row_of_them() -> None:
     bare, named = (Table("t", names, [["seed", "0"]]) for names in (["", ""], ["", "value"]))
-    assert render(Report("t", [], [bare])).count("<tr>") == 1
-    assert render(Report("t", [], [named])).count("<tr>") == 2
+    assert Report("t", [], [bare]).html().count("<tr>") == 1
+    assert Report("t", [], [named]).html().count("<tr>") == 2
+
+
+def test_a_column_without_any_value_is_left_out_of_a_table() -> None:
+    made = table("t", [{"a": None, "b": None, "c": 1}, {"c": 2, "d": "x", "a": "y"}])
+    assert made.columns == ["a", "c", "d"]
+    assert made.rows == [[None, 1, None], ["y", 2, "x"]]
 
 
 def test_a_page_loads_nothing_from_elsewhere() -> None:
@@ -38,10 +47,17 @@ def test_a_page_loads_nothing_from_elsewhere() -> None:
         bars({"a": {"clip/frac": 0.1}, "b": {}}, "$t$", "y"),
         histogram({"a": [1.0, 1.0]}, "t", "x"),
         histogram({}, "t", "x"),
-        curves({"m": [Curve("A", [1, 2], [1.0, 2.0], [0.0, None], [2.0, None])], "n": []}),
+        curves(
+            [
+                Panel(
+                    "m", "", [Series("A", "", [1, 2], [1.0, 2.0], [0.0, None], [2.0, None], True)]
+                ),
+                Panel("n", "", []),
+            ]
+        ),
     ]
     assert all(png.startswith(b"\x89PNG") for png in pictures)
-    page = render(Report("t", [], [Picture("p", png) for png in pictures]))
+    page = Report("t", [], [Picture("p", png) for png in pictures]).html()
     assert page.count("data:image/png;base64,") == 5
     assert "default-src 'none'" in page
     assert not re.search(r"(src|href)=[\"'](?!data:)", page)
@@ -51,12 +67,16 @@ def test_a_page_loads_nothing_from_elsewhere() -> None:
 def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(ResourceError, match="--out"):
-        write_page(tmp_path / "taken", Report("t"))
+        write_page(tmp_path / "taken", "x")
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="--out"):
-        write_page(tmp_path / "file" / "a.html", Report("t"))
+        write_page(tmp_path / "file" / "a.html", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
-    assert write_page(tmp_path / "new" / "a.html", Report("t")).read_text().endswith("</html>\n")
+    assert (
+        write_page(tmp_path / "new" / "a.html", Report("t").html())
+        .read_text()
+        .endswith("</html>\n")
+    )
 
 
 def test_cells_and_json_have_no_nan() -> None:

@@ -7,10 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.core.compare.configs import differences, experiment, flatten
-from posttrain.core.compare.curves import mean_curve
-from posttrain.core.compare.significance import MeasuredRun, group_tests, seeds_difference
-from posttrain.core.comparison import Outcome
+from posttrain.core.analysis.statistics import (
+    MeasuredRun,
+    Outcome,
+    group_tests,
+    mean_curve,
+    seeds_difference,
+)
+from posttrain.pipelines.analysis.runs import differences, experiment, flatten
 
 
 def test_a_curve_is_the_mean_over_the_runs_that_have_the_step() -> None:
@@ -55,16 +59,16 @@ def test_two_runs_on_the_same_problems_are_paired() -> None:
     assert test.how == "paired over problems"
     assert test.difference == pytest.approx(0.8)
     assert test.shown
-    assert test.told().startswith("b is better: +80.0 points")
+    assert test.describe().startswith("b is better: +80.0 points")
     (back,) = group_tests([better], [worse], ("B", "A"))
-    assert back.told().startswith("b is better: -80.0 points")
+    assert back.describe().startswith("b is better: -80.0 points")
 
 
 def test_a_difference_whose_interval_holds_zero_is_not_called_one() -> None:
     (test,) = group_tests([run("a", 0, [0, 0, 1, 1])], [run("b", 0, [0, 1, 1, 1])], ("A", "B"))
     assert test.difference == pytest.approx(0.25)
     assert not test.shown
-    assert test.told().startswith("no difference is shown: +25.0 points")
+    assert test.describe().startswith("no difference is shown: +25.0 points")
 
 
 def test_one_run_each_on_other_problems_is_unpaired() -> None:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.compare.frozen import freeze
-from posttrain.core.compare.pairs import compare_pair
-from posttrain.core.compare.variant import Variant, evaluate
+from posttrain.core.analysis.compare import compare_pair
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.frozen import Variant, evaluate, freeze
 from posttrain.core.contracts import AdvantageEstimator, Aggregator, KlEstimator, PolicyLoss
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.evidence.step import StepEvidence
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.shaping import place_on_last_token
 from posttrain.core.training.objective import LossTerm, Objective

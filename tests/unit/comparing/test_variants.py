@@ -14,8 +14,8 @@ from posttrain.core.config.spec import Spec
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.run_record import RunRecord
-from posttrain.pipelines.comparing.past_run import PastRun
-from posttrain.pipelines.comparing.variants import Wanted, build_variants
+from posttrain.pipelines.analysis.past_run import PastRun
+from posttrain.pipelines.analysis.variants import Wanted, build_variants
 from tests.helpers.pipeline import tiny_config, write_config
 
 

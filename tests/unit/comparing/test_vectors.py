@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from posttrain.core.compare.vectors import (
+from posttrain.core.analysis.compare import (
     largest_differences,
-    rank_correlation,
     vector_difference,
 )
+from posttrain.core.analysis.statistics import rank_correlation
 
 
 def test_cosine_norms_and_signs_of_two_vectors() -> None:

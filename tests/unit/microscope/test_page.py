@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from posttrain.core.evidence.step import StepEvidence
-from posttrain.core.microscope.packing import pack, unpack
-from posttrain.core.microscope.page import page
-from posttrain.core.microscope.report import LARGE, Variant, make_report
-from posttrain.core.microscope.weights import token_weights
-from posttrain.core.microscope.what_if import objective_under, usual
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.microscope import LARGE, Variant, look, pack, unpack
+from posttrain.core.analysis.token_weights import token_weights
+from posttrain.core.analysis.what_if import objective_under, usual
 from posttrain.core.types import Problem
 from tests.helpers.browser import open_browser
 from tests.helpers.losses import MANAGER, build_loss, objective_of
@@ -38,7 +36,7 @@ OWN = objective_of(build_loss("ppo_clip"), "seq-mean-token-mean")
 def page_of(evidence: StepEvidence) -> str:
     width = evidence.batch.mask.shape[1]
     others = [Variant(w.text, objective_under(w, OWN, MANAGER, width)) for w in usual(OWN, MANAGER)]
-    return page(make_report(evidence, OWN, WHOLE, usual=others, title="step 1 & <others>"))
+    return look(evidence, OWN, WHOLE, usual=others, title="step 1 & <others>").page()
 
 
 @pytest.mark.parametrize("bits", [23, 13])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.core.analysis.learning_curves import preference_panels
 from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.math.preference import (
     FDivergence,
@@ -21,7 +22,6 @@ from posttrain.core.math.preference import (
     matched_by_rank,
 )
 from posttrain.core.tracking.metric_names import check_names
-from posttrain.core.tracking.panels import preference_panels
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.preference_objective import (
     PreferenceMicro,

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.errors import RunError
-from posttrain.core.evidence.keeper import EvidenceKeeper
-from posttrain.core.evidence.step import (
+from posttrain.core.analysis.evidence import (
+    EvidenceKeeper,
     StepEvidence,
     read_step,
-    response_tokens,
     rows_path,
     steps_in,
     tensors_path,
     write_step,
 )
+from posttrain.core.errors import RunError
 from posttrain.core.types import Problem, RewardSample, Score, StepVerdict, Verdict
 from tests.helpers.rollouts import ragged_batch
 
@@ -59,7 +58,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         assert getattr(found.batch, name) == getattr(kept.batch, name), name
     assert (found.step, found.kl_coef, found.component_names) == (3, 0.1, ("r",))
     own = found.batch.response_ids[3][found.batch.response_mask[3].bool()].tolist()
-    assert response_tokens(found, 3) == [f"<{token}>x" for token in own]
+    assert [found.token_text(token) for token in own] == [f"<{token}>x" for token in own]
+    assert found.token_text(10**9) == "<1000000000>"
 
 
 def test_a_step_that_is_not_there_or_damaged_is_refused_with_what_there_is(tmp_path: Path) -> None:

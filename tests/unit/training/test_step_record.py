@@ -18,7 +18,12 @@ from posttrain.core.training.step_record import (
     read_record,
     values_path,
 )
-from posttrain.pipelines.replay.comparison import ComparedStep, Comparison, Difference, Reached
+from posttrain.pipelines.analysis.replay_comparison import (
+    ComparedStep,
+    Comparison,
+    Difference,
+    Reached,
+)
 
 METRICS = {"loss/total": 0.5, "time/step_s": 3.0, "memory/peak_gb": 1.0, "eval/gain": 0.1}
 

@@ -1,0 +1,1 @@
+"""Looking at what was trained: reports, the evidence of steps, comparisons, forensics."""

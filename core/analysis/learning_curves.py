@@ -1,0 +1,250 @@
+"""The learning curves that a stage saves, as a PNG and as one self-contained HTML page.
+
+The page carries its own copy of plotly.js (about 5 MB): MLflow shows artifacts in a frame that can
+load nothing else.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.core.analysis.pictures import (
+    BLACK,
+    BLUE,
+    GOLD,
+    GREEN,
+    NOTE,
+    ORANGE,
+    PINK,
+    SKY,
+    Panel,
+    Series,
+    accuracies,
+    curves,
+)
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+COMPONENT = "reward/component/"
+HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
+Rows = Sequence[Mapping[str, float]]
+Curve = tuple[str, str, str]
+"""Metric, label and colour; a curve without a colour takes the next of a palette."""
+
+
+def learning_curves(history: Rows, evaluations: Rows, title: str, folder: Path) -> list[Path]:
+    """Write learning_curves.png and .html to `folder`: reward, accuracy, length, KL and others.
+
+    Rows hold "step" and metrics by name. `evaluations` draws eval/greedy_accuracy with the bars
+    from eval/greedy_low to eval/greedy_high. Returns both paths, the PNG first.
+    """
+    return _write(learning_panels(history, evaluations), title, folder)
+
+
+def preference_curves(history: Rows, rankings: Rows, title: str, folder: Path) -> list[Path]:
+    """The same for learning from preferences: loss, ranking, rewards, log-probs, both falling.
+
+    `rankings` draws pref/held_out_pair_accuracy (or _row_accuracy) with its bars.
+    """
+    return _write(preference_panels(history, rankings), title, folder)
+
+
+def before_after(
+    results: Sequence[tuple[str, float, float, float]], title: str, folder: Path
+) -> Path:
+    """Write `folder`/before_after.png: a bar per (label, accuracy, low, high), as fractions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "before_after.png"
+    path.write_bytes(accuracies(results, title))
+    return path
+
+
+def _write(panels: Sequence[Panel], title: str, folder: Path) -> list[Path]:
+    png, page = folder / "learning_curves.png", folder / "learning_curves.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    png.write_bytes(curves(panels, title))
+    page.write_text(_page(panels, title))
+    return [png, page]
+
+
+# --- panels --------------------------------------------------------------------------------------
+
+
+def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
+    """The six panels of a learning curve.
+
+    Rows of `history` and `evaluations` hold "step" and metrics by name; missing ones leave gaps.
+    """
+    names = sorted({key for row in history for key in row if key.startswith(COMPONENT)})
+    parts = [(name, name.removeprefix(COMPONENT), "") for name in names]
+    held_out = "held-out, greedy, 95 % interval"
+    return [
+        _panel(
+            "Reward",
+            "reward",
+            history,
+            *(parts if len(parts) > 1 else ()),  # a single component is the total
+            ("reward/mean", "total", BLACK),
+        ),
+        _panel(
+            "Accuracy",
+            "fraction correct",
+            history,
+            ("acc/mean", "training batch, sampled", BLUE),
+            bars=_bars(evaluations, "eval/greedy_accuracy", "eval/greedy", held_out),
+        ),
+        _panel("Entropy", "nats per token", history, ("entropy/mean", "policy", BLUE)),
+        _panel(
+            "Response length",
+            "tokens",
+            history,
+            ("resp_len/max", "longest", SKY),
+            ("resp_len/mean", "mean", BLUE),
+        ),
+        _panel(
+            "KL divergence (k3)",
+            "nats per token",
+            history,
+            ("kl/old_k3", "from the rollout's policy", BLUE),
+            ("kl/ref_k3", "from the reference", ORANGE),
+            ("mismatch/k3", "engine against trainer", GREEN),
+        ),
+        _panel(
+            "Clipped tokens",
+            "fraction of tokens",
+            history,
+            ("clip/high_frac", "upper bound", ORANGE),
+            ("clip/low_frac", "lower bound", BLUE),
+        ),
+    ]
+
+
+def preference_panels(history: Rows, rankings: Rows) -> list[Panel]:
+    """The six panels of learning from preferences; rows as in `learning_panels`."""
+    ranked = [
+        series
+        for what in ("pair", "row")
+        for series in _bars(
+            rankings,
+            f"pref/held_out_{what}_accuracy",
+            "pref/held_out",
+            "held-out, 95 % interval",
+        )
+    ]
+    return [
+        _panel("Loss", "loss", history, ("loss/preference", "training batch", BLUE)),
+        _panel(
+            "Answers ranked right",
+            "fraction",
+            history,
+            ("rewards/accuracy", "training batch, pairs", BLUE),
+            bars=ranked,
+        ),
+        _panel("Implied reward", "reward", history, *_both("rewards/{}")),
+        _panel("Log-prob of the answers", "nats per token", history, *_both("logps/{}_per_token")),
+        _away_from_reference(history),
+        _panel("Gradient norm", "L2 norm", history, ("grad/norm", "before clipping", BLUE)),
+    ]
+
+
+def _away_from_reference(history: Rows) -> Panel:
+    """How often both answers of a pair fall; single answers have no pair, but move as well."""
+    falling = _panel(
+        "Both answers less likely than under the reference",
+        "fraction of pairs",
+        history,
+        ("pref/both_falling", "training batch", BLUE),
+    )
+    if falling.series:
+        return falling
+    title = "Log-prob of the answers, less the reference's"
+    return _panel(title, "nats per answer", history, *_both("logps/{}_delta"))
+
+
+def _both(metric: str) -> list[Curve]:
+    return [
+        (metric.format("chosen"), "chosen", BLUE),
+        (metric.format("rejected"), "rejected", ORANGE),
+    ]
+
+
+def _panel(
+    title: str, unit: str, history: Rows, *wanted: Curve, bars: Sequence[Series] = ()
+) -> Panel:
+    """The finite values of each wanted metric by step, then `bars`."""
+    found = []
+    for index, (metric, label, colour) in enumerate(wanted):
+        points = [(row["step"], row[metric]) for row in history if metric in row]
+        points = [(step, value) for step, value in points if abs(value) < HUGE]  # not NaN either
+        if points:
+            steps, values = zip(*points, strict=True)
+            palette = (SKY, GOLD, PINK, GREEN, BLUE, ORANGE)
+            found.append(Series(label, colour or palette[index % len(palette)], steps, values))
+    return Panel(title, unit, [*found, *bars])
+
+
+def _bars(rows: Rows, metric: str, bounds: str, label: str) -> list[Series]:
+    """The metric by step with bars from `bounds`_low to `bounds`_high, as no series or one."""
+    keys = ("step", metric, f"{bounds}_low", f"{bounds}_high")
+    points = [[row[key] for key in keys] for row in rows if all(k in row for k in keys)]
+    if not points:
+        return []
+    steps, values, low, high = zip(*points, strict=True)
+    return [Series(label, ORANGE, steps, values, low, high)]
+
+
+# --- page ----------------------------------------------------------------------------------------
+
+
+def _page(panels: Sequence[Panel], title: str) -> str:
+    from plotly.subplots import make_subplots
+
+    titles = [f"<b>{html.escape(panel.title)}</b>" for panel in panels]
+    figure = make_subplots(
+        rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.14, horizontal_spacing=0.1
+    )
+    figure.update_annotations(yshift=22)
+    for index, panel in enumerate(panels):
+        place = {"row": index // 2 + 1, "col": index % 2 + 1}
+        group = f"legend{index + 1}" if index else "legend"
+        for series in panel.series:
+            figure.add_traces(_traces(series, group), rows=place["row"], cols=place["col"])
+        figure.update_yaxes(title_text=panel.unit, **place)
+        figure.update_xaxes(title_text="optimizer step", **place)
+        axis = figure.get_subplot(**place)
+        # Between title and panel, where no curve can be.
+        corner = {"x": axis.xaxis.domain[0], "y": axis.yaxis.domain[1], "yanchor": "bottom"}
+        figure.update_layout({group: corner | {"orientation": "h", "font": {"size": 11}}})
+        if not panel.series:
+            figure.add_annotation(text="not recorded", showarrow=False, x=0.5, y=0.5, **place)
+    figure.update_layout(
+        height=1180,
+        title={"text": f"<b>{html.escape(title)}</b><br><sub>{NOTE}</sub>", "x": 0.02},
+        template="plotly_white",
+        font={"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 13},
+        margin={"l": 70, "r": 20, "t": 160, "b": 50},
+    )
+    config = {"displaylogo": False, "responsive": True}
+    text: str = figure.to_html(include_plotlyjs=True, include_mathjax=False, config=config)
+    return text
+
+
+def _traces(series: Series, group: str) -> list[go.Scatter]:
+    import plotly.graph_objects as go
+
+    shared = {"x": list(series.steps), "legend": group, "name": series.label}
+    values, colour = list(series.values), series.colour
+    reach, smooth = series.reach(), series.smooth()
+    if smooth is None or reach is not None:
+        bars = None if reach is None else {"arrayminus": reach[0], "array": reach[1]}
+        marker = {"color": colour, "size": 6}
+        return [go.Scatter(**shared, y=values, error_y=bars, marker=marker, mode="lines+markers")]
+    dots = {"color": colour, "opacity": 0.35, "size": 5}
+    return [
+        go.Scatter(**shared, y=values, mode="markers", showlegend=False, marker=dots),
+        go.Scatter(**shared, y=smooth, mode="lines", line={"color": colour, "width": 2}),
+    ]

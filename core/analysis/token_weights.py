@@ -1,0 +1,132 @@
+"""How much the loss of a step pulls at each token: d loss / d logprob, and what held it back.
+
+The weights come from the objective that trained the step, on the log-probs that it read, under the
+counts of the mini-batch it read them in: no model is needed. A negative weight makes its token
+likelier. Axes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.core.analysis.evidence import StepEvidence
+from posttrain.core.analysis.frozen import freeze
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.errors import RunError
+from posttrain.core.math.masking import masked
+from posttrain.core.training.objective import MicroLoss, Objective, PreparedMini
+from posttrain.core.training.updates import UpdateSettings
+
+CLIP_STATES = ("none", "high", "low", "dual", "dropped", "no loss")
+"""What became of a token, by its number in `TokenWeights.clip`.
+
+`high`, `low` and `dual` are the bound that acts, as the loss's own metrics say; the weight is 0
+there except in losses that bound a factor instead (cispo). `dropped`: the policy terms give exactly
+no gradient, although the advantage is not 0 and no bound says why. `no loss`: masked, or in a
+row that no optimizer step read.
+"""
+_FLAGS = {"clip/high_frac": 1, "clip/low_frac": 2, "clip/dual_frac": 3}
+_DROPPED, _NO_LOSS = 4, 5
+LossOf = Callable[[Tensor, Tensor, RolloutBatch, PreparedMini, float], MicroLoss]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """d loss / d logprob [B, T] of a step: `total`, and of it the part of the `policy` terms.
+
+    The rest is the KL term's. 0 where a token takes no loss. `clip` [B, T] uint8 are numbers of
+    `CLIP_STATES`.
+    """
+
+    total: Tensor
+    policy: Tensor
+    clip: Tensor
+
+
+def read_rows(evidence: StepEvidence) -> Tensor:
+    """Rows [B] whose log-probs are known: an optimizer step read them, and they take loss."""
+    return (evidence.seen_by >= 0) & evidence.batch.mask.bool().any(dim=1)
+
+
+def unread_rows(evidence: StepEvidence) -> Tensor:
+    """Rows [B] that take loss, but were left out because their advantages teach nothing."""
+    return ~read_rows(evidence) & evidence.batch.mask.bool().any(dim=1)
+
+
+def clipped_tokens(weights: TokenWeights) -> Tensor:
+    """How many tokens of each response [B] a bound acts on."""
+    return ((weights.clip > 0) & (weights.clip < _DROPPED)).sum(dim=1)
+
+
+def token_weights(
+    evidence: StepEvidence, objective: Objective, settings: UpdateSettings
+) -> TokenWeights:
+    """The weights of the last optimizer step on each row, in the dtype of the evidence.
+
+    `settings` are those of the update, whose seed decides the mini-batches. The entropy bonus and a
+    KL over the vocabulary depend on more than the token's log-prob, and are not in the weights.
+    Raises `RunError` when the settings are not the step's own, when a column is missing that the
+    objective reads, or when a loss looks at a whole mini-batch that was not read as a whole.
+    """
+    if objective.kl is not None and objective.kl.from_logits:
+        objective = replace(objective, kl=None)
+    without_kl = replace(objective, kl=None)
+    evidence.batch.require(objective.required_columns() - {"logprobs_now"}, "the microscope")
+    frozen = freeze(evidence, settings)
+    entropy = torch.where(_read_tokens(evidence), evidence.seen_entropy, 0.0)
+    batch = evidence.batch.with_columns(
+        logprobs_now=frozen.logprobs, entropy=entropy.to(frozen.logprobs)
+    )
+    total = torch.zeros_like(evidence.seen_logprobs)
+    policy, clip = total.clone(), torch.full(total.shape, _NO_LOSS, dtype=torch.uint8)
+    for mini in frozen.minis:
+        rows, own = batch.select(mini.rows), mini.taken & read_rows(evidence)[mini.rows]
+        if objective.needs_prepare() and bool((rows.mask.bool().any(dim=1) & ~own).any()):
+            raise RunError(
+                "this loss looks at a whole mini-batch before its update, and the log-probs of "
+                f"some rows of mini-batch {mini.number + 1} of step {evidence.step} are not known "
+                "as they were then: those rows taught nothing, or a later update read them again"
+            )
+        prepared = frozen.prepare(objective, rows, mini)
+        for index in settings.micro_rows(rows):
+            micro, its, here = rows.select(index), prepared.rows(index), own[index]
+            into = mini.rows[index][here]
+            without, loss = _gradient(without_kl.loss, micro, its, 0.0)
+            grad = without
+            if objective.kl is not None and evidence.kl_coef > 0:
+                grad, _ = _gradient(objective.loss, micro, its, evidence.kl_coef)
+            total[into], policy[into] = grad[here], without[here]
+            clip[into] = _states(loss, without, micro)[here]
+    return TokenWeights(total, policy, clip)
+
+
+def _read_tokens(evidence: StepEvidence) -> Tensor:
+    return read_rows(evidence)[:, None] & evidence.batch.mask.bool()
+
+
+def _gradient(
+    loss_of: LossOf, micro: RolloutBatch, prepared: PreparedMini, kl_coef: float
+) -> tuple[Tensor, MicroLoss]:
+    leaf = micro.column("logprobs_now").clone().requires_grad_()
+    with torch.enable_grad():
+        loss = loss_of(leaf, micro.column("entropy"), micro, prepared, kl_coef)
+        (grad,) = torch.autograd.grad(loss.total, leaf)
+    return grad, loss
+
+
+def _states(loss: MicroLoss, policy: Tensor, micro: RolloutBatch) -> Tensor:
+    """Numbers of `CLIP_STATES` [b, T] of a micro-batch with gradients `policy` [b, T]."""
+    state = torch.zeros(policy.shape, dtype=torch.uint8)
+    pulled = masked(micro.column("advantages"), micro.mask) != 0
+    state[pulled & (policy == 0)] = _DROPPED
+    for name, number in _FLAGS.items():
+        if name in loss.tokens:
+            flag, where = loss.tokens[name]
+            if flag.dim() == 2:
+                state[masked(flag, where).bool()] = number
+    state[~micro.mask.bool()] = _NO_LOSS
+    return state

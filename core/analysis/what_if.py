@@ -1,0 +1,123 @@
+"""Another loss, clip range or aggregator on the same tokens, without a model.
+
+`LOSS[,field=value]...[@AGGREGATOR[,field=value]...]`: `own` is the run's own loss, and what is left
+out stays as in the run. KL coefficient and rollout correction stay the run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.core.config.spec import parse_spec
+from posttrain.core.contracts import Aggregator, PolicyLoss
+from posttrain.core.errors import ConfigError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.objective import LossTerm, Objective
+
+OWN = "own"
+OPTION = "--what-if"
+Fields = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What is changed; `text` is how a person writes it, and its name on the page."""
+
+    text: str
+    loss: str = OWN
+    loss_fields: Fields = field(default_factory=dict)
+    aggregator: str | None = None
+    aggregator_fields: Fields = field(default_factory=dict)
+
+
+def parse(text: str) -> WhatIf:
+    """What a person wrote; raises `ConfigError` for what is not of that form."""
+    loss_part, at, aggregator_part = text.partition("@")
+    loss = parse_spec(OPTION, loss_part)
+    if not at:
+        return WhatIf(text, loss.name, loss.fields)
+    aggregator = parse_spec(f"{OPTION} {loss_part}@", aggregator_part)
+    return WhatIf(text, loss.name, loss.fields, aggregator.name, aggregator.fields)
+
+
+def objective_under(
+    what: WhatIf, base: Objective, manager: PluginManager, norm_length: int
+) -> Objective:
+    """The run's objective `base` as `what` changes it.
+
+    `norm_length` (tokens) is for an aggregator with a constant length that is not given. Raises
+    `ConfigError` for what the plugins refuse, and for losses that a weight per token says nothing
+    of.
+    """
+    aggregator = None
+    if what.aggregator is not None:
+        aggregator = _aggregator(what.aggregator, what.aggregator_fields, manager, norm_length)
+    terms = tuple(
+        replace(term, aggregator=aggregator or term.aggregator)
+        for term in _terms(what, base, manager)
+    )
+    for term in terms:
+        allowed = term.loss.allowed_aggregators()
+        if allowed is not None and term.aggregator.name not in allowed:
+            raise ConfigError(
+                f"what-if '{what.text}': {term.loss.name} is one value per response and goes with "
+                f"{sorted(allowed)}, not with {term.aggregator.name}: write "
+                f"{term.loss.name}@{min(allowed)}, or set allow_any_agg=true where it has that"
+            )
+    return replace(base, terms=terms, aggregator=aggregator or base.aggregator)
+
+
+def _terms(what: WhatIf, base: Objective, manager: PluginManager) -> tuple[LossTerm, ...]:
+    first = base.terms[0]
+    if what.loss != OWN:
+        loss = manager.build(PolicyLoss, what.loss, what.loss_fields)
+        if loss.source != "rollout":
+            raise ConfigError(
+                f"what-if '{what.text}': {loss.name} reads batches of its own, not the rollout's "
+                "tokens; choose a loss of the rollout"
+            )
+        return (replace(first, loss=loss),)
+    if not what.loss_fields:
+        return base.terms
+    if len(base.terms) > 1:
+        names = [term.loss.name for term in base.terms]
+        raise ConfigError(
+            f"what-if '{what.text}': the run's loss has {len(base.terms)} terms, {names}, so it is "
+            "not clear whose fields these are; name one loss"
+        )
+    fields = first.loss.config.model_dump(mode="json") | dict(what.loss_fields)
+    return (replace(first, loss=manager.build(PolicyLoss, first.loss.name, fields)),)
+
+
+def _aggregator(
+    name: str, fields: Fields, manager: PluginManager, norm_length: int
+) -> Aggregator[Any]:
+    known = manager.find(Aggregator.kind, name).cls.Config.model_fields
+    length = {"norm_length": norm_length} if "norm_length" in known else {}
+    return manager.build(Aggregator, name, {**length, **fields})
+
+
+def usual(base: Objective, manager: PluginManager) -> list[WhatIf]:
+    """What most people ask first: each other way to aggregate, and the best-known losses.
+
+    The run's own is not among them, and some may be refused: `gspo` where advantages differ
+    within a response.
+    """
+    own = {term.aggregator.name for term in base.terms}
+    names = [e.name for e in manager.entries(Aggregator.kind)]
+    asked = [f"{OWN}@{name}" for name in names if {name} != own]
+    asked += ["ppo_clip", "ppo_clip,clip_high=0.28", "gspo@seq-mean-token-mean", "cispo"]
+    asked += ["vanilla_pg"]
+    taken = {term.loss.name: term.loss.config for term in base.terms}
+    found = [parse(text) for text in asked]
+    return [w for w in found if not _is_own(w, taken, manager)]
+
+
+def _is_own(what: WhatIf, taken: Mapping[str, object], manager: PluginManager) -> bool:
+    """Whether it is what the run has, under another name."""
+    if what.loss not in taken or what.aggregator is not None or len(taken) > 1:
+        return False
+    config: object = manager.config(PolicyLoss.kind, what.loss, what.loss_fields)
+    return config == taken[what.loss]

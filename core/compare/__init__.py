@@ -1,1 +1,0 @@
-"""Comparing what was trained: algorithms on one frozen batch, and whole runs with one another."""

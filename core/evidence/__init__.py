@@ -1,1 +1,0 @@
-"""What a step of reinforcement learning was made of, token by token, kept to be looked at later."""

@@ -1,1 +1,0 @@
-"""The token microscope: a step of reinforcement learning, token by token, as a page to look at."""

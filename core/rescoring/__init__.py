@@ -1,1 +1,0 @@
-"""Old responses under other rewards: what would have been different."""

@@ -1,0 +1,1 @@
+"""Looking back at runs: what `compare`, `rescore`, `forensics`, `inspect`, `replay`, `blame` do."""

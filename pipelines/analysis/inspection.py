@@ -1,0 +1,91 @@
+"""`inspect`: the steps that have evidence, or one of them under the token microscope."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from posttrain.core.analysis.evidence import StepEvidence, read_step
+from posttrain.core.analysis.microscope import OWN_NAME, samples, top_tokens
+from posttrain.core.analysis.report import Cell, Report, shortened, table
+from posttrain.core.analysis.what_if import WhatIf
+from posttrain.core.math.masking import masked
+from posttrain.pipelines.analysis.past_run import PastRun, check_step, read_unchanged
+from posttrain.pipelines.stages.microscope import microscope_of
+
+SAMPLES, TOKENS, TEXT = 16, 10, 36
+HIDDEN = {"reward_status", "reward_detail", "policy_version"}
+"""Columns of a sample that are on the page and in the JSON, but not in the table."""
+
+
+def list_steps(run: PastRun, stage: str | None) -> Report:
+    """The steps that have evidence, with their figures."""
+    found = run.evidence(stage)
+    rows = [{"step": step} | _figures(read_step(found.folder, step)) for step in found.steps]
+    return Report(
+        f"run {run.record.run_id[:8]} · stage {found.stage}",
+        ["look at one step with --step"],
+        [table(f"Steps of stage {found.stage} that have evidence", rows)],
+        {"run_id": run.record.run_id, "stage": found.stage, "steps": rows},
+    )
+
+
+def inspect_step(run: PastRun, stage: str | None, step: int, asked: Sequence[WhatIf]) -> Report:
+    """One step under its own loss, under `asked` and the usual ones; its page is the microscope.
+
+    Raises `ConfigError` for a step without evidence or a what-if that cannot be built.
+    """
+    found = run.evidence(stage)
+    check_step(found, step)
+    evidence = read_unchanged(found, step)
+    title = f"run {run.record.run_id[:8]} · stage {found.stage} · step {step}"
+    there = run.stage_inputs(found.stage, run.resolved, {})
+    seen = microscope_of(there, evidence, title, asked)
+    own, notes = seen.weights[OWN_NAME], seen.meta["notes"]
+    rows, tokens = samples(evidence, own, SAMPLES), top_tokens(evidence, own, TOKENS)
+    variants = [
+        {name: sum(value) if isinstance(value, list) else value for name, value in row.items()}
+        for row in seen.meta["variants"]
+    ]
+    more = len(evidence.batch) - len(rows)
+    quoted = [row | {"text": json.dumps(row["text"], ensure_ascii=False)} for row in tokens]
+    return Report(
+        title,
+        notes,
+        [
+            table(
+                "Samples" + (f" ({more} more on the page)" if more else ""),
+                [{k: _cell(v) for k, v in row.items() if k not in HIDDEN} for row in rows],
+            ),
+            table(
+                "Tokens of largest |weight|", [{k: _cell(v) for k, v in r.items()} for r in quoted]
+            ),
+            table("The loss, and others on the same tokens", variants),
+        ],
+        {"run_id": run.record.run_id, "stage": found.stage, "step": step, "notes": notes}
+        | {"samples": rows, "top_tokens": tokens, "variants": variants},
+        page=seen.page(),
+    )
+
+
+def _cell(value: object) -> Cell:
+    """A value for a narrow column."""
+    return shortened(value, TEXT) if isinstance(value, str) else value  # type: ignore[return-value]
+
+
+def _figures(evidence: StepEvidence) -> dict[str, Cell]:
+    """Means over responses, and over tokens with loss in nats."""
+    batch, mask = evidence.batch, evidence.batch.mask.bool()
+    found: dict[str, Cell] = {"responses": len(batch), "tokens": int(mask.sum())}
+    for name, column in (("reward", batch.rewards), ("correct", batch.acc)):
+        known = None if column is None else column[column.isfinite()]
+        if known is not None and known.numel():
+            found[name] = float(known.double().mean())
+    found["truncated"] = float(batch.truncated.double().mean())
+    read = mask & (evidence.seen_by >= 0)[:, None]
+    if read.any():
+        gap = masked(evidence.seen_logprobs - batch.column("old_logprobs"), read).clamp(-20, 20)
+        count = float(read.sum())
+        found["entropy"] = float(masked(evidence.seen_entropy, read).double().sum()) / count
+        found["kl_old"] = float((gap.expm1() - gap).double().sum()) / count
+    return found

@@ -1,0 +1,225 @@
+"""A run of the home, opened for reading: config, stages, inputs, evidence, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.core.analysis.evidence import (
+    FOLDER,
+    StepEvidence,
+    read_step,
+    rows_path,
+    tensors_path,
+)
+from posttrain.core.artifacts import Artifact, ArtifactStore, file_digest, read_manifest
+from posttrain.core.config.base import BASE_MODEL
+from posttrain.core.config.dag import makes, stage_kind
+from posttrain.core.config.loading import LoadedConfig
+from posttrain.core.config.problems import explain, raise_problems
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.contracts import Reward, Task
+from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
+from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.source import obtain
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.run_record import RunRecord
+from posttrain.core.training.checkpoint import DamagedCheckpoint, check_whole
+from posttrain.core.training.retention import starting_points, step_of
+from posttrain.pipelines.rl.evidence import EvidenceFolder, find_evidence
+from posttrain.pipelines.stage_files import checkpoint_folder
+from posttrain.pipelines.stages.inputs import StageInputs
+
+TRAINING = ("rl", "sft", "reward_model", "preference")
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """A run and its folders; nothing of it is ever written."""
+
+    record: RunRecord
+    resolved: ResolvedRun
+    manager: PluginManager
+    home: Path
+    store: ArtifactStore
+
+    @property
+    def short_id(self) -> str:
+        """Enough of its id to distinguish it."""
+        return self.record.run_id[:12]
+
+    def evidence(self, stage: str | None) -> EvidenceFolder:
+        """The evidence of `stage`, or of the only rl stage; errors as of `find_evidence`."""
+        return find_evidence(self.record, self.resolved, stage, self.home, self.store)
+
+    def rl_stage(self, name: str) -> RlStage:
+        """The config of a stage of kind rl."""
+        stage = self.resolved.config.stages[name]
+        assert isinstance(stage, RlStage), "find_evidence has refused other kinds"
+        return stage
+
+    def with_stage(self, name: str, values: Mapping[str, Any]) -> ResolvedRun:  # Any: YAML values
+        """The config resolved again with other `values` for an rl stage; raises `ConfigError`.
+
+        Inputs that only what was replaced has read are left out: a config with them is refused.
+        """
+        loaded = self.resolved.loaded
+        raw: dict[str, Any] = copy.deepcopy(loaded.raw)  # Any: nested YAML values
+        needed = self._roles(values)
+        inputs = {role: source for role, source in values["inputs"].items() if role in needed}
+        raw["stages"][name] = {**values, "inputs": inputs}
+        try:
+            config = RunConfig.model_validate(raw)
+        except ValidationError as error:
+            raise_problems(explain(error, loaded.where))
+            raise
+        return resolve(LoadedConfig(config, raw, loaded.files, loaded.marks), self.manager)
+
+    def _roles(self, values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
+        """The inputs that a stage of these values reads."""
+        roles = {"model", "dataset"}
+        if (values.get("critic") or {}).get("init") == "reward_model":
+            roles.add("reward_model")
+        for reward in values["rewards"]:
+            fields = {k: v for k, v in reward.items() if k not in ("name", "weight")}
+            roles |= self.manager.build(Reward, reward["name"], fields).required_inputs()
+        return roles
+
+    def raw_stage(self, name: str) -> dict[str, Any]:  # Any: nested YAML values
+        """The stage as the run's complete config has it, free to be changed."""
+        stages: Any = self.resolved.loaded.raw["stages"]  # Any: nested YAML values
+        found: dict[str, Any] = copy.deepcopy(stages[name])
+        return found
+
+    def training_stage(self, wanted: str | None) -> str:
+        """The stage named, or the only one that can be meant, of those with optimizer steps."""
+        stages = self.resolved.config.stages
+        able = {name: stage_kind(stages[name]) for name in self.resolved.order}
+        able = {name: kind for name, kind in able.items() if kind in TRAINING}
+        if wanted is not None:
+            if wanted in able:
+                return wanted
+            if wanted in stages:
+                raise ConfigError(
+                    f"stage '{wanted}' takes no optimizer steps, so there is none to replay; "
+                    f"choose one of {list(able)}"
+                )
+            raise ConfigError(
+                f"this run has no stage '{wanted}'{nearest(wanted, stages)} (that can be replayed: "
+                f"{list(able)})"
+            )
+        meant = [name for name, kind in able.items() if kind == "rl"] or list(able)
+        if len(meant) != 1:
+            what = f"several: {meant}; name one with --stage" if meant else "none"
+            raise ConfigError(f"of the stages that take optimizer steps this run has {what}")
+        return meant[0]
+
+    def identity(self, stage: str) -> str:
+        """The identity of a stage that began; raises `ResourceError` where it did not."""
+        found = self.record.stages.get(stage)
+        if found is None:
+            raise ResourceError(
+                f"stage '{stage}' never began in run {self.short_id}; the same `posttrain run` "
+                "command goes on with the run"
+            )
+        return found
+
+    def inputs(self, stage: str) -> dict[str, Artifact]:
+        """What the stage read; raises `ResourceError` where some of it is gone or damaged."""
+        config, found = self.resolved.config, {}
+        for role, source in config.stages[stage].inputs.items():
+            if source == BASE_MODEL:
+                base = obtain(config.model, self.home / "models")
+                found[role] = Artifact("model", str(base.path), base.digest, BASE_MODEL)
+                continue
+            result, reason = self.store.lookup(source, self.record.stages.get(source, ""))
+            if result is None:
+                raise ResourceError(
+                    f"the stage reads what stage '{source}' made, which is not in "
+                    f"{self.store.root} any more ({reason}): the `posttrain run` command of this "
+                    "run makes it again"
+                )
+            found[role] = result.artifact(makes(config.stages[source]))
+        return found
+
+    def checkpoints(
+        self, stage: str, before: float = math.inf, warn: Callable[[str], object] = str
+    ) -> Iterator[tuple[int, Path]]:
+        """Whole checkpoints after steps below `before`, newest first; `warn` of damaged ones."""
+        for folder in starting_points(checkpoint_folder(self.home, stage, self.identity(stage))):
+            step = step_of(folder)
+            if step >= before:
+                continue
+            try:
+                check_whole(folder)
+            except DamagedCheckpoint as error:
+                warn(f"{str(error).partition(':')[0]}: it is passed over")
+                continue
+            yield step, folder
+
+    def stage_inputs(
+        self, name: str, resolved: ResolvedRun, inputs: Mapping[str, Artifact]
+    ) -> StageInputs:
+        """What plugins and models of stage `name` are built from, by the config `resolved`."""
+        config = resolved.config
+        task: Task[Any] = self.manager.build(Task, config.task.name, config.task.fields())
+        return StageInputs(
+            run=config,
+            name=name,
+            stage=config.stages[name],
+            inputs=inputs,
+            manager=self.manager,
+            task=task,
+            runtime=ModelRuntime.from_config(config.model),
+            check=lambda: None,
+        )
+
+
+def read_steps(found: EvidenceFolder, step: int | None) -> Iterator[StepEvidence]:
+    """The step asked for, or all that were kept, one after another."""
+    if step is not None:
+        check_step(found, step)
+    for number in found.steps if step is None else (step,):
+        yield read_unchanged(found, number)
+
+
+def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
+    """The evidence of a step, if its files are those that the stage wrote; else `RunError`.
+
+    Of a stage that is not done no digests are known, so its files are taken as they are.
+    """
+    manifest = read_manifest(found.folder.parent)
+    known = {} if manifest is None else manifest["files"]
+    for path in (tensors_path(found.folder, step), rows_path(found.folder, step)):
+        wanted = known.get(f"{FOLDER}/{path.name}")
+        if wanted is not None and (not path.is_file() or file_digest(path) != wanted):
+            raise RunError(
+                f"the evidence of step {step} was changed after the run: {path} is not what the "
+                "stage wrote; compute the stage again with --no-cache"
+            )
+    return read_step(found.folder, step)
+
+
+def check_step(found: EvidenceFolder, step: int) -> None:
+    """Raise `ConfigError` unless there is evidence of `step`, naming the steps there are."""
+    if step not in found.steps:
+        raise ConfigError(
+            f"--step {step}: of stage '{found.stage}' of this run there is evidence of the steps "
+            f"{listed(found.steps)}; choose one of them (keep.evidence_mb bounds how many a run "
+            "keeps)"
+        )
+
+
+def listed(steps: Iterable[int], limit: int = 12) -> str:
+    """Numbers with commas, the middle left out of many."""
+    numbers = list(steps)
+    first = ", ".join(map(str, numbers[:limit]))
+    return first if len(numbers) <= limit else f"{first} ... {numbers[-1]} ({len(numbers)} in all)"

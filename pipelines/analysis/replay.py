@@ -1,0 +1,232 @@
+"""`replay`: a stage's steps computed again, from a checkpoint or its input, as the run did."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from posttrain.core.artifacts import Artifact
+from posttrain.core.config.dag import stage_kind
+from posttrain.core.config.sections import KeepSection
+from posttrain.core.errors import RunError
+from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.runtime.device import set_threads
+from posttrain.core.runtime.environment import differences, environment, with_plugins
+from posttrain.core.runtime.heap import keep_freed_memory
+from posttrain.core.runtime.report import Reporter
+from posttrain.core.tracking.sink import NotTracked
+from posttrain.core.training.retention import KEPT
+from posttrain.core.training.step_record import StepSink
+from posttrain.pipelines.analysis.past_run import PastRun
+from posttrain.pipelines.analysis.replay_comparison import (
+    ComparedStep,
+    Comparison,
+    Difference,
+    Reached,
+    StepSource,
+    find_steps,
+)
+from posttrain.pipelines.engines import EnginePool
+from posttrain.pipelines.quiet import quiet_libraries
+from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stages.own_answers import KEPT as OWN_ANSWERS
+from posttrain.pipelines.stages.preference import run_preference
+from posttrain.pipelines.stages.reward_model import run_reward_model
+from posttrain.pipelines.stages.rl import opened_loop
+from posttrain.pipelines.stages.sft import run_sft
+
+_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
+    "sft": run_sft,
+    "reward_model": run_reward_model,
+    "preference": run_preference,
+}
+
+
+@dataclass
+class ReplayResult:
+    """How a replay ended; `from_step` is the step after which it began, 0 the stage's input."""
+
+    run_id: str
+    stage: str
+    step: int
+    from_step: int
+    notes: list[str] = field(default_factory=list)
+    steps: list[ComparedStep] = field(default_factory=list)
+
+    @property
+    def first_difference(self) -> Difference | None:
+        """The first thing that differs, in the order of computing."""
+        return next((d for step in self.steps for d in step.differences), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was compared is what it was."""
+        return self.first_difference is None
+
+    def values(self) -> dict[str, object]:
+        """The JSON."""
+        first = self.first_difference
+        return {
+            "run_id": self.run_id,
+            "stage": self.stage,
+            "step": self.step,
+            "from_step": self.from_step,
+            "equal": self.equal,
+            "first_difference": None if first is None else asdict(first),
+            "notes": self.notes,
+            "steps": [asdict(compared) for compared in self.steps],
+        }
+
+
+class ReplayContext(StageContext):
+    """A stage's context that reports to nobody: listeners and MLflow know these steps already."""
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, no more."""
+        self.reporter.step_done(self.name, step, metrics)
+
+
+@dataclass
+class Replay:
+    """A replay of one step of a run; `notes` are what a reader of the result must know first."""
+
+    run: PastRun
+    reporter: Reporter
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Say it now, and with the result."""
+        self.notes.append(text)
+        self.reporter.warn(text)
+
+    def step(self, step: int, stage: str | None = None) -> ReplayResult:
+        """Compute `step` again and compare it with its record, as all recorded on the way to it.
+
+        Raises `ConfigError` for a stage or step that the run does not have, `ResourceError` when
+        what is needed was not kept. Writes into a temporary folder only.
+        """
+        config, name = self.run.resolved.config, self.run.training_stage(stage)
+        source = find_steps(self.run, name)
+        source.check_step(step, config.keep.records)
+        set_threads(config.limits.num_threads)
+        keep_freed_memory()
+        quiet_libraries()
+        engines = EnginePool(config, self.run.manager, ModelRuntime.from_config(config.model))
+        self._note_changes(source, step, engines)
+        inputs = self.run.inputs(name)
+        for role in source.changed_inputs(inputs):
+            self.note(f"input {role} is not the one that the run read: its digest differs")
+        begun, start = next(self.run.checkpoints(name, step, self.note), (0, None))
+        result = ReplayResult(self.run.record.run_id, name, step, begun, self.notes)
+        self.reporter.say(_beginning(result, start))
+        comparison = Comparison(
+            source.folder, source.recorded, step, source.weights_after, self._tell, result.steps
+        )
+        try:
+            with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
+                _bring_answers(source, Path(folder))
+                made = self._context(name, inputs, Path(folder), start, comparison, engines)
+                with suppress(Reached):
+                    _compute(made, step)
+        finally:
+            engines.close()
+        if not result.steps or result.steps[-1].step != step:
+            raise RunError(f"the stage ended before step {step}: its data or its config differ")
+        return result
+
+    def _tell(self, compared: ComparedStep) -> None:
+        self.reporter.say(step_line(compared))
+
+    def _note_changes(self, source: StepSource, step: int, engines: EnginePool) -> None:
+        """What else than the step itself could make a difference."""
+        runtime, engine = engines.runtime, engines.name
+        found = environment(runtime.device, runtime.dtype, engine)
+        here = with_plugins(found, self.run.resolved.plugins[source.stage])
+        changed = differences(source.recorded[step].environment, here)
+        if changed:
+            self.note("not as it was when the step was taken: " + "; ".join(changed))
+        if not source.is_unchanged():
+            self.note(f"the record {source.folder} was changed after the run")
+        if engine != "transformers":
+            self.note(f"the engine '{engine}' does not promise the same samples a second time")
+
+    def _context(
+        self,
+        name: str,
+        inputs: Mapping[str, Artifact],
+        folder: Path,
+        start: Path | None,
+        steps: StepSink,
+        engines: EnginePool,
+    ) -> ReplayContext:
+        there = self.run.stage_inputs(name, self.run.resolved, inputs)
+        return ReplayContext(
+            run=there.run.model_copy(update={"keep": KeepSection()}),
+            name=name,
+            stage=there.stage.model_copy(update={"checkpoint_every": 0}),
+            inputs=inputs,
+            manager=there.manager,
+            task=there.task,
+            runtime=engines.runtime,
+            check=there.check,
+            out=folder / "out",
+            checkpoints=folder,
+            resume_from=start,
+            steps=steps,
+            engines=engines,
+            tracker=NotTracked(),
+            mlflow_uri="",
+            reporter=self.reporter,
+            warn=self.note,
+        )
+
+
+def step_line(compared: ComparedStep) -> str:
+    """How a step compares, in a line."""
+    much = f"{compared.tensors} tensors and {compared.metrics} metrics"
+    if not compared.differences:
+        return f"step {compared.step}: {much} are equal"
+    first, more = compared.differences[0], len(compared.differences) - 1
+    return f"differs, {first}" + (f"; {more} more of {much} differ" if more else "")
+
+
+def _beginning(result: ReplayResult, start: Path | None) -> str:
+    place = f"run {result.run_id[:12]}, stage {result.stage}, step {result.step}"
+    if start is not None:
+        return f"{place}: starts from the checkpoint after step {result.from_step} ({start})"
+    hint = " (with keep.every a later run keeps nearer ones)" if result.step > 1 else ""
+    return f"{place}: starts from what the stage read{hint}"
+
+
+def _bring_answers(source: StepSource, folder: Path) -> None:
+    """The run's own sampled answers, if they were kept: sampling them again gives the same."""
+    for place in (source.checkpoints, source.checkpoints / KEPT):
+        if (place / OWN_ANSWERS).is_file():
+            shutil.copy(place / OWN_ANSWERS, folder / OWN_ANSWERS)
+
+
+def _compute(context: ReplayContext, until: int) -> None:
+    """The stage's steps up to `until`, which its sink ends."""
+    kind = stage_kind(context.stage)
+    if kind in _RUNNERS:
+        _RUNNERS[kind](context)
+        return
+    with opened_loop(context) as loop:
+        context.started(until)
+        record = loop.recorder
+        for step in range(loop.first_step, until + 1):
+            record.begin_step(step)
+            for due in loop.rollouts_due(step):
+                loop.rollouts.sample(due)
+            rollout = loop.rollouts.sample(step)  # which may have waited since an earlier step
+            if record.run(loop.take, rollout):
+                scored = record.run(loop.score_rewards, rollout)
+                ready = record.run(loop.compute_advantages, scored)
+                record.updated(record.run(loop.update_policy, ready))
+            record.run(loop.sync_weights, step)
+            record.run(loop.check_sync, f"the sync of step {step}")
+            record.end_step(step)

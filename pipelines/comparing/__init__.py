@@ -1,1 +1,0 @@
-"""Looking back at finished runs: algorithms on one step, runs beside runs, rewards scored again."""

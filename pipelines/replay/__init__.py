@@ -1,1 +1,0 @@
-"""A past optimizer step, computed again and compared with its record."""

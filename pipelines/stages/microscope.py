@@ -1,0 +1,96 @@
+"""The token microscope over a step of an RL stage, and the pages that the stage logs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.core.analysis.evidence import StepEvidence, read_step, steps_in
+from posttrain.core.analysis.microscope import LARGE, OWN_NAME, Microscope, Variant, look
+from posttrain.core.analysis.what_if import WhatIf, objective_under, usual
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.training.objective import Objective
+from posttrain.pipelines.rl.build import build_objective, update_settings
+from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stages.inputs import StageInputs
+
+FOLDER = "microscope"
+"""Of the pages among the files of a stage's MLflow run."""
+MAX_PAGE_MB = 16.0
+"""Size from which a page is not logged."""
+
+
+def microscope_of(
+    there: StageInputs,
+    evidence: StepEvidence,
+    title: str,
+    asked: Sequence[WhatIf] = (),
+    *,
+    with_usual: bool = True,
+) -> Microscope:
+    """A step under its stage's own loss, under `asked` and the usual ones.
+
+    Raises `ConfigError` for what is asked and cannot be built, `RunError` for what cannot be
+    computed from the evidence.
+    """
+    stage = there.stage
+    assert isinstance(stage, RlStage), "only rl stages have evidence"
+    own = build_objective(there, stage)
+    if not own.terms:
+        raise ConfigError(
+            f"stage '{there.name}' has no loss on its rollout, so its tokens have no weights"
+        )
+    chosen = [_variant(there, stage, what, own) for what in asked]
+    names = [OWN_NAME, *(variant.name for variant in chosen)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"what-if '{twice}' is on the page already; name each once")
+    fits, refused = [], []
+    for what in usual(own, there.manager) if with_usual else ():
+        try:
+            fits.append(_variant(there, stage, what, own))
+        except ConfigError as error:
+            refused.append(f"{what.text} is left out: {error}")
+    settings = update_settings(there, stage)
+    return look(evidence, own, settings, chosen, fits, title=title, notes=refused)
+
+
+def _variant(there: StageInputs, stage: RlStage, what: WhatIf, own: Objective) -> Variant:
+    longest = stage.generation.max_response_length
+    return Variant(what.text, objective_under(what, own, there.manager, longest))
+
+
+def log_pages(context: StageContext) -> None:
+    """Log the pages of the stage's first and last kept step, if any is kept.
+
+    A page that cannot be made, or is too large, is a warning: the stage is done without it.
+    """
+    keeper = context.evidence
+    if keeper is None:
+        return
+    keeper.flush()
+    kept = steps_in(keeper.folder)
+    for step in sorted({kept[0], kept[-1]}) if kept else []:
+        try:
+            _log_page(context, read_step(keeper.folder, step))
+        except (PosttrainError, OSError, RuntimeError, ValueError) as error:
+            context.warn(f"{context.name}: no microscope page of step {step}: {error}")
+
+
+def _log_page(context: StageContext, evidence: StepEvidence) -> None:
+    large = int(evidence.batch.response_mask.sum()) >= LARGE
+    title = f"{context.run.name} · stage {context.name} · step {evidence.step}"
+    text = microscope_of(context, evidence, title, with_usual=not large).page()
+    size = len(text.encode()) / 1e6
+    if size > MAX_PAGE_MB:
+        context.warn(
+            f"{context.name}: the microscope page of step {evidence.step} is not logged: it "
+            f"has {size:.0f} MB, more than {MAX_PAGE_MB:.0f}; `posttrain inspect` makes it"
+        )
+        return
+    with tempfile.TemporaryDirectory(prefix="posttrain-microscope-") as folder:
+        path = Path(folder) / f"step-{evidence.step:06d}.html"
+        path.write_text(text, encoding="utf-8")
+        context.tracker.log_file(path, FOLDER)
