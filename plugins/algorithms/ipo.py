@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Ipo(Algorithm[NoConfig]):
@@ -23,9 +22,3 @@ class Ipo(Algorithm[NoConfig]):
             "preference_loss": {"name": "ipo", "tau": 0.1, "norm": "mean"},
             "f_divergence": "reverse_kl",
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Ipo]]:
-    """Offer this plugin."""
-    return [Ipo]

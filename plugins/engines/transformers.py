@@ -21,9 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.models.sampled_products import ProductKeeper, SampledProducts
@@ -347,9 +346,3 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         if self._weights is None:
             raise RunError(NOT_RUNNING)
         return self._weights
-
-
-@hookimpl
-def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
-    """Offer the engine."""
-    return [TransformersEngine]

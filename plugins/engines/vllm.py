@@ -18,9 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.models.adapters import check_adapter
 from posttrain.core.rollout_sampling import (
     ENTROPY_TOKENS,
@@ -274,9 +273,3 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         if self._setup is None:
             raise RunError("the vllm engine is not running: call start() before using it")
         return self._setup
-
-
-@hookimpl
-def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
-    """Offer the engine."""
-    return [VllmEngine]

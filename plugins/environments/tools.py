@@ -20,7 +20,6 @@ from posttrain.core.contracts import (
     ToolResult,
     Turn,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Problem
 
 
@@ -152,9 +151,3 @@ class ToolsEnvironment(Environment[ToolsConfig]):
 
     def _written(self, template: str, tag: str) -> str:
         return template.replace("{tag}", tag)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ToolsEnvironment]]:
-    """Offer this plugin."""
-    return [ToolsEnvironment]

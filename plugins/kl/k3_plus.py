@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 from posttrain.core.math.straight_through import straight_through
 from posttrain.plugins.kl.k3 import K3Config
@@ -27,9 +26,3 @@ class K3Plus(KlEstimator[K3Config]):
         gap = logprobs - ref_logprobs
         value = kl.k3(gap.detach(), self.config.input_clamp, self.config.output_clamp)
         return straight_through(value, kl.k2(gap))
-
-
-@hookimpl
-def posttrain_register() -> list[type[K3Plus]]:
-    """Offer this plugin."""
-    return [K3Plus]

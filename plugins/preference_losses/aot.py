@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import matched_by_rank, smoothed_logistic
 
 
@@ -45,9 +44,3 @@ class AotLoss(BetaPairLoss[AotConfig]):
         chosen, rejected = pairs.logps()
         logits = self.config.beta * (chosen - rejected - ref_gap)
         return smoothed_logistic(logits, self.config.label_smoothing)
-
-
-@hookimpl
-def posttrain_register() -> list[type[AotLoss]]:
-    """Offer this plugin."""
-    return [AotLoss]

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import PairLoss, PairScores, PluginConfig, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class IpoConfig(PluginConfig):
@@ -44,9 +43,3 @@ class IpoLoss(PairLoss[IpoConfig]):
         if self.config.norm == "mean":
             chosen, rejected = pairs.per_token(chosen, rejected)
         return (chosen - rejected - 1 / (2 * self.config.tau)).square()
-
-
-@hookimpl
-def posttrain_register() -> list[type[IpoLoss]]:
-    """Offer this plugin."""
-    return [IpoLoss]

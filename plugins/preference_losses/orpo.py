@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import log_odds_ratio
 
 
@@ -48,9 +47,3 @@ class OrpoLoss(BetaPairLoss[OrpoConfig]):
 
     def _log_odds(self, pairs: PairScores) -> Tensor:
         return log_odds_ratio(*pairs.per_token(*pairs.logps()))
-
-
-@hookimpl
-def posttrain_register() -> list[type[OrpoLoss]]:
-    """Offer this plugin."""
-    return [OrpoLoss]

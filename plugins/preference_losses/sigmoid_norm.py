@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class SigmoidNormLoss(BetaPairLoss[BetaConfig]):
@@ -24,9 +23,3 @@ class SigmoidNormLoss(BetaPairLoss[BetaConfig]):
         """Loss [B] of each pair."""
         chosen, rejected = pairs.per_token(pairs.chosen, pairs.rejected)
         return -logsigmoid(self.config.beta * (chosen - rejected))
-
-
-@hookimpl
-def posttrain_register() -> list[type[SigmoidNormLoss]]:
-    """Offer this plugin."""
-    return [SigmoidNormLoss]

@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -80,9 +79,3 @@ class ExactMatchReward(Reward[ExactMatchConfig]):
             return folded
         joint = {"strip": None, "collapse": " ", "remove": ""}[self.config.white_space]
         return folded.strip() if joint is None else joint.join(folded.split())
-
-
-@hookimpl
-def posttrain_register() -> list[type[ExactMatchReward]]:
-    """Offer this plugin."""
-    return [ExactMatchReward]

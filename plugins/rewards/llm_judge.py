@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.hooks import hookimpl
 from posttrain.core.judging.cache import ReplyCache, key_of
 from posttrain.core.judging.client import ChatClient, Endpoint, Message, Reply, api_key
 from posttrain.core.judging.limits import Budget, Pace
@@ -232,9 +231,3 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
             bounds = f"[{self.config.low:g}, {self.config.high:g}]"
             return Reply(None, "error", f"the judge's score {score:g} is outside {bounds}")
         return score
-
-
-@hookimpl
-def posttrain_register() -> list[type[LlmJudgeReward]]:
-    """Offer this plugin."""
-    return [LlmJudgeReward]

@@ -14,7 +14,6 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.hooks import hookimpl
 from posttrain.core.step_scores import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
@@ -137,9 +136,3 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
         }
         parts = {"min": found["min"], "mean": found["mean"], "steps": float(len(values))}
         return Score(found[self.config.aggregate], steps=steps, components=parts)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ProcessRewardReward]]:
-    """Offer this plugin."""
-    return [ProcessRewardReward]

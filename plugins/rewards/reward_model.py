@@ -10,7 +10,6 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
 from posttrain.core.data.packing import response_batch
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 if TYPE_CHECKING:
@@ -69,9 +68,3 @@ class RewardModelReward(Reward[RewardModelConfig]):
             shaped = logits.sigmoid() if self.config.transform == "sigmoid" else logits
             values += shaped.tolist()
         return [Score(value) for value in values]
-
-
-@hookimpl
-def posttrain_register() -> list[type[RewardModelReward]]:
-    """Offer this plugin."""
-    return [RewardModelReward]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import CorrectionConfig, GeneralCorrection
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import off_policy_rows
 from posttrain.core.math.mismatch import known_tokens, log_ratio
 
@@ -45,9 +44,3 @@ class Opsm(GeneralCorrection[OpsmConfig]):
         moved = off_policy_rows(-log_ratio(logprobs, anchor, micro.mask), known, self.config.delta)
         kept = (micro.column("advantages") >= 0) | ~moved
         return (micro.mask.bool() & kept).to(micro.mask.dtype)
-
-
-@hookimpl
-def posttrain_register() -> list[type[Opsm]]:
-    """Offer this plugin."""
-    return [Opsm]

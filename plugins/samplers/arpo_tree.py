@@ -21,7 +21,6 @@ from posttrain.core.contracts import (
     Sampler,
 )
 from posttrain.core.errors import ConfigError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.rollout.episodes import Episode, completion_of
 from posttrain.core.runtime.seeding import derive_seed
 
@@ -181,9 +180,3 @@ def _metrics(trees: Sequence[_Tree], groups: Sequence[SampledGroup]) -> dict[str
         "tree/topped_up": sum(tree.topped_up for tree in trees) / len(trees),
         "tree/shared_tokens_frac": 1.0 - distinct / max(1, total),
     }
-
-
-@hookimpl
-def posttrain_register() -> list[type[ArpoTreeSampler]]:
-    """Offer this plugin."""
-    return [ArpoTreeSampler]

@@ -10,7 +10,6 @@ from pydantic import Field
 from posttrain.core.data.json_lines import JsonRow, stream_json_lines
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.errors import DataError
-from posttrain.core.hooks import hookimpl
 
 
 class JsonlConfig(RowConfig):
@@ -62,9 +61,3 @@ def files_at(path: Path, setting: str) -> list[Path]:
     if not found:
         raise DataError(f"the folder {path} has no *.jsonl file: correct {setting}, or add one")
     return found
-
-
-@hookimpl
-def posttrain_register() -> list[type[JsonlTask]]:
-    """Offer this plugin."""
-    return [JsonlTask]

@@ -16,7 +16,6 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answer_forms import is_arithmetic, is_data, is_polynomial
 from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.antiderivative import is_antiderivative
@@ -251,9 +250,3 @@ def _problem(key: str, name: str, seed: int, index: int, item: dict[str, Any]) -
     worked = f"{expression} = {answer}" if told else answer
     place = {"dataset": name, "seed": str(seed), "index": str(index)}
     return Problem(key, question, answer, worked, place)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReasoningGymTask]]:
-    """Offer this plugin."""
-    return [ReasoningGymTask]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Tool, ToolResult
-from posttrain.core.hooks import hookimpl
 
 Number = int | float
 OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
@@ -122,9 +121,3 @@ class CalculatorTool(Tool[CalculatorConfig]):
         if isinstance(value, float) and math.isfinite(value):
             return value
         raise Refused("the result is too large, or no real number")
-
-
-@hookimpl
-def posttrain_register() -> list[type[CalculatorTool]]:
-    """Offer this plugin."""
-    return [CalculatorTool]

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Tool, ToolResult
 from posttrain.core.errors import DataError
-from posttrain.core.hooks import hookimpl
 
 K1, B = 1.2, 0.75
 MAX_QUERY_CHARS = 1000
@@ -96,9 +95,3 @@ def _read(config: SearchConfig) -> list[str]:
             "or *.md files: correct `path`"
         )
     return passages
-
-
-@hookimpl
-def posttrain_register() -> list[type[SearchTool]]:
-    """Offer this plugin."""
-    return [SearchTool]
