@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    print_json,
-    stdout_to_stderr,
-    text_console,
-)
-
-if TYPE_CHECKING:
-    from posttrain.pipelines.blame import Blame, Blamed
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 EPILOG = (
     "Examples:\n\n"
     "  posttrain blame quickstart@candidate\n\n"
     "  posttrain blame quickstart/3 --json\n\n"
     "  posttrain blame .posttrain/artifacts/rl-2f6c11d0a4b39e58/model\n\n"
-    "Settings are told as DEFAULT -> VALUE: all that differ from those of the algorithm's preset, "
-    "and no others.\n\n" + EPILOG_CODES
+    "Settings that differ from the algorithm's preset are shown as DEFAULT -> VALUE.\n\n" + EPILOG_CODES
 )
 
 
+@command(store=True)
 def blame(
+    context: CommandContext,
     model: Annotated[
         str,
         typer.Argument(
@@ -44,29 +29,16 @@ def blame(
             show_default=False,
         ),
     ],
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Walk back from a model to its data, settings, plugins and base model."""
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            past, walked = _blame(model, home, shared)
-        from posttrain.pipelines.blame_text import lines, to_json
-
-        console = text_console(as_json)
-        for line in lines(past):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        for note in walked.notes:
-            console.print(f"note: {note}", markup=False, soft_wrap=True)
-        if as_json:
-            print_json(to_json(model, past, walked.notes))
-
-
-def _blame(model: str, home: Path, store: Path) -> tuple[list[Blamed], Blame]:
     from posttrain.pipelines.blame import Blame
+    from posttrain.pipelines.blame_text import lines, to_json
 
-    walked = Blame(home, store)
-    return walked.of(model), walked
+    walked = Blame(context.home, context.store)
+    past = walked.of(model)
+    console = context.console()
+    for line in lines(past):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for note in walked.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    return Result(to_json(model, past, walked.notes))

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    stdout_to_stderr,
-)
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
 
 if TYPE_CHECKING:
@@ -36,7 +25,9 @@ EPILOG = (
 )
 
 
+@command(store=True)
 def compare(
+    context: CommandContext,
     runs: Annotated[
         list[str],
         typer.Argument(metavar="RUN...", help="Ids that `posttrain run` printed, or their starts."),
@@ -72,37 +63,29 @@ def compare(
         typer.Option("--model", help="Gradients of the model's parameters too; takes a model."),
     ] = False,
     stage: StageOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
     out: OutOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Compare algorithms on the frozen rollouts of one step, or whole runs with one another.
 
     Nothing is sampled or trained, and nothing of the runs is changed. A page with the same tables
     and their pictures goes to HOME/reports.
     """
-    # Over 60 lines: half of them are the command's options.
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            from posttrain.core.config.spec import parse_spec
-            from posttrain.pipelines.comparing.specs import parse_clip
-            from posttrain.pipelines.comparing.variants import Wanted
+    from posttrain.core.config.spec import parse_spec
+    from posttrain.pipelines.comparing.specs import parse_clip
+    from posttrain.pipelines.comparing.variants import Wanted
 
-            wanted = Wanted(
-                [parse_spec("--algorithm", text) for text in algorithm or ()],
-                [parse_spec("--loss", text) for text in loss or ()],
-                [parse_spec("--aggregation", text) for text in aggregation or ()],
-                [parse_clip(text) for text in clip or ()],
-                without_kl=no_kl,
-            )
-            if step is None:
-                report, values = _runs(runs, stage, wanted, model, home, shared)
-            else:
-                report, values = _step(runs, step, stage, wanted, model, home, shared)
-        give(report, values, "compare", home, out, as_json)
+    wanted = Wanted(
+        [parse_spec("--algorithm", text) for text in algorithm or ()],
+        [parse_spec("--loss", text) for text in loss or ()],
+        [parse_spec("--aggregation", text) for text in aggregation or ()],
+        [parse_clip(text) for text in clip or ()],
+        without_kl=no_kl,
+    )
+    if step is None:
+        report, values = _runs(runs, stage, wanted, model, context)
+    else:
+        report, values = _step(runs, step, stage, wanted, model, context)
+    return give(context, report, values, "compare", out)
 
 
 def _step(
@@ -111,8 +94,7 @@ def _step(
     stage: str | None,
     wanted: Wanted,
     model: bool,
-    home: Path,
-    store: Path,
+    context: CommandContext,
 ) -> tuple[Report, dict[str, object]]:
     from posttrain.core.errors import ConfigError
 
@@ -121,7 +103,7 @@ def _step(
             f"--step compares algorithms on the rollouts of one run, and {len(runs)} were given; "
             "give one, or leave --step out to compare the runs"
         )
-    run = open_run(runs[0], home, store)
+    run = open_run(runs[0], context)
     from posttrain.pipelines.comparing import algorithm_report
     from posttrain.pipelines.comparing.algorithms import compare_algorithms
     from posttrain.pipelines.quiet import quiet_libraries
@@ -132,7 +114,7 @@ def _step(
 
 
 def _runs(
-    runs: list[str], stage: str | None, wanted: Wanted, model: bool, home: Path, store: Path
+    runs: list[str], stage: str | None, wanted: Wanted, model: bool, context: CommandContext
 ) -> tuple[Report, dict[str, object]]:
     from posttrain.core.errors import ConfigError
 
@@ -150,5 +132,5 @@ def _runs(
     from posttrain.pipelines.comparing import run_report
     from posttrain.pipelines.comparing.runs import compare_runs
 
-    made = compare_runs([open_run(run, home, store) for run in runs], stage)
+    made = compare_runs([open_run(run, context) for run in runs], stage)
     return run_report.report_of(made), run_report.to_json(made)

@@ -11,17 +11,11 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    print_json,
-    stdout_to_stderr,
-    text_console,
+    CommandContext,
+    Result,
+    RunArgument,
+    command,
 )
 from posttrain.pipelines.cli.reports import open_run
 
@@ -49,10 +43,10 @@ HIDDEN = {"reward_status", "reward_detail", "policy_version"}
 """Of a sample's row: on the page and in the JSON, not in the table."""
 
 
+@command(store=True)
 def inspect(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
-    ],
+    context: CommandContext,
+    run: RunArgument,
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Step to look at; without it, a list.")
     ] = None,
@@ -68,40 +62,33 @@ def inspect(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The page.  [default: HOME/reports/...]", show_default=False),
+        typer.Option("--out", help="The page.  \\[default: HOME/reports/...]", show_default=False),
     ] = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Show what each token of a past RL step got from its loss, and would get from another.
 
     Writes one HTML page, prints the step's samples and its tokens of largest weight.
     """
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        from posttrain.core.microscope.what_if import parse
+    from posttrain.core.microscope.what_if import parse
 
-        if step is None and (what_if or out is not None):
-            raise ConfigError("--what-if and --out are about one step: name it with --step")
-        asked = [parse(text) for text in what_if or ()]
-        console = text_console(as_json)
-        with stdout_to_stderr(as_json):
-            from posttrain.pipelines.microscope import PastStage
+    if step is None and (what_if or out is not None):
+        raise ConfigError("--what-if and --out are about one step: name it with --step")
+    asked = [parse(text) for text in what_if or ()]
+    console = context.console()
+    from posttrain.pipelines.microscope import PastStage
 
-            opened = open_run(run, home, shared)
-            found = opened.evidence(stage)
-            past = PastStage(opened.resolved.config, found.stage, opened.manager)
-            run_id = opened.record.run_id
-            if step is None:
-                told = _list_steps(found, console)
-            else:
-                place = out or home / "reports" / f"{run_id[:8]}-{found.stage}-step-{step:06d}.html"
-                title = f"run {run_id[:8]} · stage {found.stage} · step {step}"
-                told = _one_step(past, found, step, asked, title, place, console)
-        if as_json:
-            print_json({"run_id": run_id, "stage": found.stage, **told})
+    opened = open_run(run, context)
+    found = opened.evidence(stage)
+    past = PastStage(opened.resolved.config, found.stage, opened.manager)
+    run_id = opened.record.run_id
+    if step is None:
+        told = _list_steps(found, console)
+    else:
+        name = f"{run_id[:8]}-{found.stage}-step-{step:06d}.html"
+        title = f"run {run_id[:8]} · stage {found.stage} · step {step}"
+        place = out or context.home / "reports" / name
+        told = _one_step(past, found, step, asked, title, place, console)
+    return Result({"run_id": run_id, "stage": found.stage, **told})
 
 
 def _list_steps(found: EvidenceFolder, console: Console) -> dict[str, object]:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import print_json, text_console
+from posttrain.pipelines.cli.common import CommandContext, Result
+from posttrain.pipelines.inputs import resolve_configs
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from posttrain.core.reports.report import Report
     from posttrain.pipelines.comparing.past_run import PastRun
 
@@ -19,7 +22,7 @@ OutOption = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="File for the HTML page.  [default: a new one in HOME/reports]",
+        help="File for the HTML page.  \\[default: a new one in HOME/reports]",
         show_default=False,
     ),
 ]
@@ -29,37 +32,34 @@ StageOption = Annotated[
 ]
 
 
-def open_run(run: str, home: Path, store: Path) -> PastRun:
+def open_run(run: str, context: CommandContext) -> PastRun:
     """The run whose id begins with `run`, its config resolved."""
     from posttrain.core.run_record import find_run
-    from posttrain.pipelines.cli.common import resolve_configs
 
-    found = find_run(home, run)
+    found = find_run(context.home, run)
     resolved, manager = resolve_configs([found.config], None)
     from posttrain.core.artifacts import ArtifactStore
     from posttrain.pipelines.comparing.past_run import PastRun
 
-    return PastRun(found, resolved, manager, home, ArtifactStore(store))
+    return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
 
 
 def give(
+    context: CommandContext,
     report: Report,
     values: dict[str, object],
     what: str,
-    home: Path,
     out: Path | None,
-    as_json: bool,
-) -> None:
-    """Write the page, then show the tables and, last, the JSON object with the page's path."""
+) -> Result:
+    """Write the page and show its tables; the result is `values` with the page's path."""
     from posttrain.core.reports.page import write_page
     from posttrain.core.reports.report import plain
 
-    page = write_page(report_path(home, what, out), report)
-    console = text_console(as_json)
-    show(report, as_json)
+    page = write_page(report_path(context.home, what, out), report)
+    console = context.console()
+    show(report, console)
     console.print(f"page: {page}", markup=False)
-    if as_json:
-        print_json(plain({**values, "page": str(page)}))
+    return Result({name: plain(value) for name, value in values.items()} | {"page": str(page)})
 
 
 def report_path(home: Path, what: str, out: Path | None) -> Path:
@@ -71,7 +71,7 @@ def report_path(home: Path, what: str, out: Path | None) -> Path:
     return next(p for p in (home / "reports" / name for name in names) if not p.exists())
 
 
-def show(report: Report, as_json: bool) -> None:
+def show(report: Report, console: Console) -> None:
     """Title, notes and tables where people read."""
     from rich import box
     from rich.table import Table as RichTable
@@ -79,7 +79,6 @@ def show(report: Report, as_json: bool) -> None:
 
     from posttrain.core.reports.report import shortened, shown
 
-    console = text_console(as_json)
     console.print(Text(shown(report.title), style="bold"))
     for note in report.notes:
         console.print(Text(f"note: {shown(note)}"))

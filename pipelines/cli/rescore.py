@@ -7,15 +7,11 @@ from typing import Annotated
 import typer
 
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    stdout_to_stderr,
+    CommandContext,
+    Result,
+    RunArgument,
+    command,
 )
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
 
@@ -29,10 +25,10 @@ EPILOG = (
 )
 
 
+@command(store=True)
 def rescore(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
-    ],
+    context: CommandContext,
+    run: RunArgument,
     reward: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,32 +39,25 @@ def rescore(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="One step, from 1.  [default: all steps kept]"),
+        typer.Option("--step", min=1, help="One step, from 1.  \\[default: all steps kept]"),
     ] = None,
     stage: StageOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
     out: OutOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Score the responses that a run kept under other rewards, and say what would change.
 
-    Tells the distribution of each reward before and after, and within groups which pairs change
-    their order, which advantages their sign, which groups stop or begin to teach. Writes nothing
-    into the run.
+    Reports the distribution of each reward before and after, and within groups which pairs change
+    their order, which advantages change their sign, and which groups gain or lose their gradient.
+    Writes nothing into the run.
     """
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            from posttrain.pipelines.comparing.specs import parse_reward
+    from posttrain.pipelines.comparing.specs import parse_reward
 
-            rewards = [parse_reward(text) for text in reward or ()]
-            past = open_run(run, home, shared)
-            from posttrain.pipelines.comparing import rescoring, rescoring_report
-            from posttrain.pipelines.quiet import quiet_libraries
+    rewards = [parse_reward(text) for text in reward or ()]
+    past = open_run(run, context)
+    from posttrain.pipelines.comparing import rescoring, rescoring_report
+    from posttrain.pipelines.quiet import quiet_libraries
 
-            quiet_libraries()
-            made = rescoring.rescore(past, stage, step, rewards)
-        values = rescoring_report.to_json(made)
-        give(rescoring_report.report_of(made), values, "rescore", home, out, as_json)
+    quiet_libraries()
+    made = rescoring.rescore(past, stage, step, rewards)
+    values = rescoring_report.to_json(made)
+    return give(context, rescoring_report.report_of(made), values, "rescore", out)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,16 +16,8 @@ from typing import Annotated
 import typer
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EXIT_INTERRUPTED,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    print_json,
-)
-from posttrain.pipelines.cli.servers import HOST, Server, ServerSpec, check_port, stop_all
+from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
+from posttrain.pipelines.services.layout import HOST, answers, check_port
 
 EPILOG = (
     "Examples:\n\n"
@@ -30,53 +25,48 @@ EPILOG = (
     "  posttrain ui --home /data/runs --mlflow-port 5001 --no-prefect\n\n"
     "Ctrl-C stops both servers."
 )
-START_SECONDS = 180.0
+START_SECONDS, STOP_SECONDS = 180.0, 5.0
 
 
+@command()
 def ui(
-    home: HomeOption = DEFAULT_HOME,
+    context: CommandContext,
     mlflow_port: Annotated[int, typer.Option("--mlflow-port", min=1, max=65535)] = 5000,
     prefect_port: Annotated[int, typer.Option("--prefect-port", min=1, max=65535)] = 4200,
     no_prefect: Annotated[bool, typer.Option("--no-prefect", help="MLflow only.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Start, see that both answer, stop, exit 0.")
+        bool, typer.Option("--check", help="Check that both answer, then stop and exit 0.")
     ] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Serve the MLflow and Prefect pages of a home on 127.0.0.1 until Ctrl-C."""
-    home = home.expanduser().resolve()
-    text = sys.stderr if as_json else sys.stdout
-    with Boundary(as_json=as_json, debug=debug):
-        specs = [mlflow_spec(home, mlflow_port)]
-        if not no_prefect:
-            specs.append(prefect_spec(home, prefect_port))
-        for spec in specs:
-            check_port(spec.port, spec.option, spec.name)
-        if len({spec.port for spec in specs}) < len(specs):
-            raise ResourceError(
-                f"port {mlflow_port} cannot serve both MLflow and Prefect; give them two ports"
-            )
-        prepare_home(home)
-        signal.signal(signal.SIGTERM, _interrupt)
-        servers: list[Server] = []
-        try:
-            servers += [Server(spec) for spec in specs]
-            for server in servers:
-                server.wait_until_ready(START_SECONDS)
-                url = f"http://{HOST}:{server.spec.port}"
-                print(f"{server.spec.name:<8} {url}", file=text, flush=True)
-            if as_json:
-                urls = {spec.name.lower(): f"http://{HOST}:{spec.port}" for spec in specs}
-                print_json({"status": "ok", **urls})
-            if not check:
-                print("Ctrl-C stops both", file=text, flush=True)
-                _watch(servers)
-        except KeyboardInterrupt:
-            print("stopping", file=text, flush=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        finally:
-            stop_all(servers)
+    specs = [mlflow_spec(context.home, mlflow_port)]
+    if not no_prefect:
+        specs.append(prefect_spec(context.home, prefect_port))
+    for spec in specs:
+        check_port(spec.port, spec.option, spec.name)
+    if len({spec.port for spec in specs}) < len(specs):
+        raise ResourceError(
+            f"port {mlflow_port} cannot serve both MLflow and Prefect; give them two ports"
+        )
+    prepare_home(context.home)
+    signal.signal(signal.SIGTERM, _interrupt)
+    servers: list[Server] = []
+    try:
+        servers += [Server(spec) for spec in specs]
+        urls = {spec.name: f"http://{HOST}:{spec.port}" for spec in specs}
+        for server in servers:
+            server.wait_until_ready(START_SECONDS)
+            print(f"{server.spec.name:<8} {urls[server.spec.name]}", flush=True)
+        # Not a `Result`: who starts the servers needs their addresses while they run.
+        context.print_json({"status": "ok"} | {name.lower(): url for name, url in urls.items()})
+        if not check:
+            print("Ctrl-C stops both", flush=True)
+            _watch(servers)
+    except KeyboardInterrupt:
+        print("stopping", flush=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        stop_all(servers)
 
 
 def _watch(servers: list[Server]) -> None:
@@ -138,3 +128,87 @@ def prefect_spec(home: Path, port: int) -> ServerSpec:
     log = home / "logs" / "ui-prefect.log"
     health = (f"{base}/api/health", f"{base}/")
     return ServerSpec("Prefect", command, environment, port, "--prefect-port", health, log)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """How a server is started and how its readiness is seen; `environment` is all it gets."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+    option: str
+    health: Sequence[str]
+    log: Path
+
+
+class Server:
+    """A running server in a process group of its own."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("w") as log:
+            self._process = subprocess.Popen(
+                spec.command,
+                env=dict(spec.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own session: Ctrl-C reaches only us, and we stop its whole group.
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return once every health URL answers 200; `ResourceError` with the log's end if not."""
+        deadline = time.monotonic() + seconds
+        waiting = list(self.spec.health)
+        while waiting:
+            if not self.is_running():
+                self._fail(f"stopped with exit code {self._process.returncode}")
+            if answers(waiting[0]):
+                waiting.pop(0)
+            elif time.monotonic() > deadline:
+                self._fail(f"did not answer at {waiting[0]} within {seconds:.0f} s")
+            else:
+                time.sleep(0.2)
+
+    def _fail(self, what: str) -> None:
+        lines = self.spec.log.read_text(errors="replace").strip().splitlines()
+        last = lines[-1].strip() if lines else "nothing"
+        raise ResourceError(
+            f"the {self.spec.name} server {what}; its log {self.spec.log} ends with: {last}"
+        )
+
+    def is_running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process.poll() is None
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the whole group."""
+        self._signal(signal.SIGTERM)
+
+    def finish(self, deadline: float) -> None:
+        """Wait until `deadline` (monotonic seconds), then kill what is left of the group."""
+        try:
+            self._process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass  # all of it has ended
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """Stop all servers at once; returns within `STOP_SECONDS` and a moment."""
+    deadline = time.monotonic() + STOP_SECONDS
+    for server in servers:
+        server.ask_to_stop()
+    for server in servers:
+        server.finish(deadline)

@@ -1,9 +1,12 @@
-"""Where the services of a home keep their state, and on which ports they listen."""
+"""Where the services of a home keep their state, where they listen, and whether they answer."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,8 +14,10 @@ from pathlib import Path
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.locks import locked
-from posttrain.pipelines.cli.servers import HOST
 
+HOST = "127.0.0.1"
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine, which the environment's proxies must not see."""
 POOL = "posttrain"
 """The work pool of the worker."""
 
@@ -103,3 +108,26 @@ def plain_environment() -> Mapping[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "MLFLOW_", "PG")) or name.startswith("PREFECT_WORKER_")
     }
+
+
+def check_port(port: int, option: str, name: str) -> None:
+    """Raise `ResourceError` naming the port and the option when something listens on it."""
+    with socket.socket() as probe:
+        # As servers do: a port that only waits for its last connection to time out is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ResourceError(
+                f"port {port} for {name} cannot be used on {HOST} ({error.strerror}): stop what "
+                f"listens there, or choose another port with {option}"
+            ) from error
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` ends in status 200."""
+    try:
+        with OPENER.open(url, timeout=5) as response:
+            return int(response.status) == 200
+    except (urllib.error.URLError, OSError):
+        return False

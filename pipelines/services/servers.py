@@ -17,14 +17,20 @@ from http import HTTPStatus
 from typing import Any
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.servers import HOST, answers
-from posttrain.pipelines.services.layout import POOL, Layout, Ports, exports, plain_environment
+from posttrain.pipelines.services.layout import (
+    HOST,
+    OPENER,
+    POOL,
+    Layout,
+    Ports,
+    answers,
+    exports,
+    plain_environment,
+)
 from posttrain.pipelines.services.postgres import ROLE
 from posttrain.pipelines.services.processes import Launch, find
 
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-# Proxies of the environment must not see requests to this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ def make_pool(ports: Ports) -> None:
     url = f"{exports(ports)['PREFECT_API_URL']}/work_pools/"
     content = {"Content-Type": "application/json"}
     try:
-        _OPENER.open(urllib.request.Request(url, json.dumps(made).encode(), content), timeout=30)
+        OPENER.open(urllib.request.Request(url, json.dumps(made).encode(), content), timeout=30)
     except urllib.error.HTTPError as error:
         if error.code != HTTPStatus.CONFLICT:
             raise ResourceError(
@@ -145,7 +151,7 @@ def _ask(ports: Ports, path: str, body: object) -> list[Any]:
     content = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), content)
     try:
-        with _OPENER.open(request, timeout=5) as response:
+        with OPENER.open(request, timeout=5) as response:
             return list(json.load(response))
     except (urllib.error.URLError, OSError, ValueError):
         return []
