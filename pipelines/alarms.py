@@ -1,4 +1,4 @@
-"""Alarms of a stage: judged at every step, told to people once."""
+"""Alarms of a stage: judged at every step, reported once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def step_alarms(
 ) -> dict[str, float]:
     """`alarm/NAME` 1 of each alarm that goes off.
 
-    Silent alarms have no metric: a dozen zeros would take the place of others. The first step of
-    the stage at which an alarm goes off, also before an interruption, is told.
+    Silent alarms have no metric: a dozen zeros would take the place of others. An alarm is reported
+    at the first step of the stage at which it goes off, also if that was before an interruption.
     """
     target = controller.target()
     seen = Seen(
@@ -45,7 +45,7 @@ def step_alarms(
 
 
 def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
-    """Tell of an alarm that goes off for the first time.
+    """Report an alarm that goes off for the first time.
 
     A warning now and in the run's summary, a tag on the stage's MLflow run, an event in Prefect.
     """

@@ -13,7 +13,8 @@ EPILOG = (
     "  posttrain blame quickstart@candidate\n\n"
     "  posttrain blame quickstart/3 --json\n\n"
     "  posttrain blame .posttrain/artifacts/rl-2f6c11d0a4b39e58/model\n\n"
-    "Settings that differ from the algorithm's preset are shown as DEFAULT -> VALUE.\n\n" + EPILOG_CODES
+    "Settings that differ from the algorithm's preset are shown as DEFAULT -> VALUE.\n\n"
+    + EPILOG_CODES
 )
 
 

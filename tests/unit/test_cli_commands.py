@@ -40,8 +40,8 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_every_command_explains_itself_with_an_example() -> None:
-    for command in ("run", "validate", "plan", "ui", "doctor"):
-        assert f"posttrain {command}" in invoke(command, "--help")[0]
+    for name in ("run", "validate", "plan", "ui", "doctor"):
+        assert f"posttrain {name}" in invoke(name, "--help")[0]
 
 
 def test_validate_shows_a_problem_of_each_split_and_writes_nothing(tmp_path: Path) -> None:
