@@ -1,9 +1,9 @@
 """Rollouts with plain transformers: the engine that is always there, and the reference for others.
 
-Over 120 lines because the decode loop is our own instead of `generate`: a prompt's keys and values
-are computed once for its whole group, what all prompts begin with (a system prompt) once for all of
-them, finished rows leave the batch, log-probs come with the draw, and every response has its own
-random numbers, so neither batching nor order changes a result.
+The decode loop is our own instead of `generate`: a prompt's keys and values are computed once for
+its whole group, a prefix that all prompts share (a system prompt) once for all of them, finished
+rows leave the batch, log-probs come with the draw, and every response has its own random numbers,
+so neither batching nor order changes a result.
 Axes: N sequences (prompts x generations), T response tokens, L keys, S queries, H heads,
 K key heads, D head size, V vocabulary.
 """

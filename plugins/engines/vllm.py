@@ -1,8 +1,8 @@
 """Rollouts with vLLM inside this process; the only module that imports vllm, when it is started.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, and the vLLM project. Over 120 lines as vLLM changes
-its host process (thread settings, random generators, environment, process group) and this module
-puts each of them back. While it runs, vLLM owns torch.distributed's default process group.
+Source: Kwon et al. 2023, arXiv:2309.06180, and the vLLM project. vLLM changes its host process
+(thread settings, random generators, environment, process group), and this module restores each of
+them. While it runs, vLLM owns torch.distributed's default process group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rollouts with vLLM servers over HTTP: replicas started here, or given by URL.
 
-Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). Over 120 lines as it has the settings
-of servers, requests and weight sync; what it does with them is in `posttrain.core.serving`.
+Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). This module holds the
+settings of servers, requests and weight sync; `posttrain.core.serving` does the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tool use: the policy calls tools between tags and reads their results in its own response.
-
-Over 120 lines because the syntax of calls, results and instructions is all config.
-"""
+"""Tool use: the policy calls tools between tags and reads their results in its own response."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A language model's grade of a response, from any OpenAI-compatible endpoint.
-
-Longer than other plugins because of its settings: an endpoint, a rubric, a scale, and limits.
-"""
+"""A language model's grade of a response, from any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Scores of a response's steps from a process reward model (arXiv:2305.20050, arXiv:2312.08935).
-
-Over 120 lines because it maps steps to tokens before it asks the model, and scores to steps after.
-"""
+"""Scores of a response's steps from a process reward model (arXiv:2305.20050, arXiv:2312.08935)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""ARPO's tree: responses branch after tool results that leave the policy uncertain.
-
-Over 120 lines because a tree is grown round by round for all prompts at once, with its bookkeeping.
-"""
+"""ARPO's tree: responses branch after tool results that leave the policy uncertain."""
 
 from __future__ import annotations
 

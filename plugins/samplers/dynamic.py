@@ -1,7 +1,4 @@
-"""Dynamic sampling: prompts that teach nothing are replaced by others (DAPO, arXiv:2503.14476).
-
-Over 120 lines because what is kept, dropped and carried over is counted, and survives a restart.
-"""
+"""Dynamic sampling: prompts that teach nothing are replaced by others (DAPO, arXiv:2503.14476)."""
 
 from __future__ import annotations
 

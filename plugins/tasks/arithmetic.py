@@ -1,7 +1,4 @@
-"""Two-operand arithmetic, as a plain question or as a one-sentence story.
-
-Longer than other plugins because it holds the generator, the story texts and the verifier.
-"""
+"""Two-operand arithmetic, as a plain question or as a one-sentence story."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""GSM8K: grade-school problems with worked solutions that end in `#### <number>`.
-
-Over 120 lines because it reads the data from three kinds of places, brings the marked solutions as
-preferences, and says of each line what is wrong with it.
-"""
+"""GSM8K: grade-school problems with worked solutions that end in `#### <number>`."""
 
 from __future__ import annotations
 

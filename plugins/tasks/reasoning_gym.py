@@ -1,7 +1,4 @@
-"""Problems that the package reasoning-gym generates, judged by its own scorers.
-
-Longer than other plugins because it checks the settings of a hundred foreign generators by name.
-"""
+"""Problems that the package reasoning-gym generates, judged by its own scorers."""
 
 from __future__ import annotations
 

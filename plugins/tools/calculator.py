@@ -1,7 +1,4 @@
-"""A calculator for Python arithmetic: it reads the expression itself, and runs no code.
-
-Over 120 lines because every operator and function that it allows is listed.
-"""
+"""A calculator for Python arithmetic: it reads the expression itself, and runs no code."""
 
 from __future__ import annotations
 
