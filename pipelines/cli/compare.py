@@ -19,7 +19,7 @@ EPILOG = (
     "  posttrain compare 3f2a9c --step 12 --clip 0.1:0.1 --clip 0.2:0.28 --model\n\n"
     "  posttrain compare 3f2a9c --step 1 --loss cispo --aggregation token-mean --out step.html\n\n"
     "  posttrain compare 3f2a9c 77b0e1 9ad204 --json\n\n"
-    "With --step, each variant is computed on what that step sampled, beside the run's own loss; "
+    "With --step, each variant is computed on what that step sampled, next to the run's own loss; "
     "without it, runs are laid side by side and those that differ only in the seed are one group. "
     "docs/comparing.md says what each number is.\n\n" + EPILOG_CODES
 )

@@ -112,7 +112,7 @@ def mlflow_spec(home: Path, port: int) -> ServerSpec:
 
 
 def prefect_spec(home: Path, port: int) -> ServerSpec:
-    """Prefect over the home's database, without the services that write to it beside a run."""
+    """Prefect over the home's database, without the services that write to it."""
     base = f"http://{HOST}:{port}"
     environment = os.environ | {
         "PREFECT_HOME": str(home / "prefect"),

@@ -8,7 +8,7 @@ from posttrain.core.contracts import Algorithm, NoConfig
 class Ipo(Algorithm[NoConfig]):
     """L = mean of (u / n_c - v / n_j - 1 / (2 tau))^2, tau = 0.1, n the numbers of tokens.
 
-    The gap has a target, so pairs that are already told apart stop pulling.
+    The gap has a target, so pairs that are already separated stop pulling.
     Source: arXiv:2310.12036, eq. 17.
     """
 

@@ -140,7 +140,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     @contextmanager
     def keeping_products(self) -> Iterator[SampledProducts | None]:
-        """As in the contract; an adapter's layers are not told from those that it is around."""
+        """As in the contract; an adapter's layers count as the layers that they wrap."""
         # A GPU's memory is scarce, and there another engine samples.
         if self._started().device.type != "cpu" or self._held().has_adapter:
             yield None
@@ -302,9 +302,9 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for index, ids in enumerate(sequences):
             by_length.setdefault(len(ids), []).append(index)
         values: list[list[float]] = [[] for _ in sequences]
-        for alike in by_length.values():
-            for start in range(0, len(alike), SCORED_TOGETHER):
-                some = alike[start : start + SCORED_TOGETHER]
+        for rows in by_length.values():
+            for start in range(0, len(rows), SCORED_TOGETHER):
+                some = rows[start : start + SCORED_TOGETHER]
                 rows = torch.tensor([list(sequences[i]) for i in some], device=setup.device)
                 logits = self._model(input_ids=rows, use_cache=False).logits[:, :-1]
                 logprobs = logits.float().log_softmax(dim=-1)

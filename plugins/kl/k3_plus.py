@@ -15,7 +15,7 @@ class K3Plus(KlEstimator[K3Config]):
 
     Unbiased both as a value and, on on-policy samples, as a gradient of KL(policy || reference).
     The clamps bound the value alone: the gradient is that of the unclamped d.
-    Formula: sg(k3) + k2 - sg(k2), `+` as in verl 0.9.1; the bias it mends: arXiv:2506.09477.
+    Formula: sg(k3) + k2 - sg(k2), `+` as in verl 0.9.1; the bias it removes: arXiv:2506.09477.
     """
 
     name = "k3+"

@@ -22,7 +22,7 @@ class AotLoss(BetaPairLoss[AotConfig]):
 
     F = logsigmoid; ranks are taken over the whole mini-batch. A pair's gap is compared with the
     reference's gap of the same *rank*, which makes the policy's distribution of gaps dominate the
-    reference's. With one pair, and whenever both sort alike, it is DPO; ln 2 at the reference.
+    reference's. With one pair, and when both have the same order, it is DPO; ln 2 at the reference.
     Source: arXiv:2406.05882 (paired).
     """
 

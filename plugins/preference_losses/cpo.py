@@ -1,4 +1,4 @@
-"""CPO: DPO without a reference, beside supervised learning (arXiv:2401.08417)."""
+"""CPO: DPO without a reference, plus supervised learning (arXiv:2401.08417)."""
 
 from __future__ import annotations
 

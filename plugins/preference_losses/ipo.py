@@ -27,7 +27,7 @@ class IpoLoss(PairLoss[IpoConfig]):
 
     At the reference h = 0, so the first loss is 1 / (4 tau^2): 25 for tau 0.1. The gradient in h is
     2 (h - 1 / (2 tau)): it turns round once the gap is 1 / (2 tau), where DPO's never ends.
-    Source: arXiv:2310.12036 eq. 17; the mean per token is what its authors told TRL they use.
+    Source: arXiv:2310.12036 eq. 17; the mean per token is what its authors reported to TRL.
     """
 
     name = "ipo"

@@ -24,7 +24,7 @@ class OrpoLoss(BetaPairLoss[OrpoConfig]):
     """l = sft_coef * NLL(chosen) - beta logsigmoid(log odds ratio) [B].
 
     odds = p / (1 - p) of p = exp(S(y) / |y|), the geometric mean of an answer's token
-    probabilities. No reference model is loaded. Equal mean log-probs cost beta ln 2 beside the NLL.
+    probabilities. No reference model is loaded. Equal mean log-probs cost beta ln 2 plus the NLL.
     Source: arXiv:2403.07691, eq. 6 and 7.
     """
 

@@ -1,4 +1,4 @@
-"""Negative log-likelihood of the chosen answers, as a term beside a preference loss."""
+"""Negative log-likelihood of the chosen answers, as a term added to a preference loss."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class SigmoidNormLoss(BetaPairLoss[BetaConfig]):
     """l = -logsigmoid(beta (u / n_c - v / n_j)) [B], n the answers' numbers of tokens.
 
     ln 2 at the reference. Repeating an answer's every token with the same log-ratio changes
-    nothing, so length alone is no reward. beta is per token: usual values are larger than DPO's.
+    nothing, so length alone is not rewarded. beta is per token: usual values are larger than DPO's.
     Source: arXiv:2411.15124, section 5 (there with beta 5).
     """
 

@@ -19,7 +19,7 @@ _PYTHON = ("python", "python3", "py")
 
 
 STARTING_S = 10.0
-"""What the sandbox itself may take beside, on a busy machine."""
+"""Seconds that the sandbox itself may take on a busy machine."""
 
 
 class CodeTestsConfig(PluginConfig):

@@ -94,7 +94,7 @@ class LlmJudgeConfig(PluginConfig):
         try:
             groups = re.compile(self.score_pattern).groups
         except re.error as error:
-            raise ValueError(f"score_pattern is no regular expression: {error}") from error
+            raise ValueError(f"score_pattern is not a regular expression: {error}") from error
         if groups < 1:
             raise ValueError("score_pattern has no group: put the score into (...)")
         return self
@@ -108,12 +108,12 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
     failure: `timeout`, or `error` for a refusal, garbage, or a budget that is spent; never a zero.
     The cache is keyed by rubric, model, prompt, response, temperature, length and number of the
     vote, not by the endpoint; only replies with a score are kept. Budgets count from the stage's
-    start, so a resumed stage starts anew; what the cache knows is free.
+    start, so a resumed stage starts again at 0; cached replies cost nothing.
 
-    The response stands between marks that it cannot know, and the judge is told not to obey it.
-    That makes injection harder, not impossible: a policy trained long enough on a judge finds what
-    the judge likes. Look at the best-scored samples, and keep a reward beside it that can be
-    checked. At temperature 0 votes of one model mostly agree; raise it to make them differ.
+    The response stands between random marks, and the judge is instructed not to obey it. That makes
+    injection harder, not impossible: a policy trained long enough on a judge finds what the judge
+    likes. Look at the best-scored samples, and add a reward that can be checked. At temperature 0
+    votes of one model mostly agree; raise it to make them differ.
     Source: LLM as a judge, arXiv:2306.05685; median of votes as in G-Eval, arXiv:2303.16634.
     """
 

@@ -30,7 +30,7 @@ class ProcessRewardConfig(PluginConfig):
     tokens: Literal["policy", "own"] = Field(
         default="policy",
         description="policy: the tokens as sampled, for a model with the policy's vocabulary; own: "
-        "the texts, tokenised anew for this model (the policy's tokens stay as they are)",
+        "the texts, tokenised again for this model (the policy's tokens stay as they are)",
     )
 
 

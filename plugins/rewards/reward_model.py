@@ -20,7 +20,7 @@ class RewardModelConfig(PluginConfig):
     """Settings of `reward_model`."""
 
     transform: Literal["sigmoid", "none"] = Field(
-        default="sigmoid", description="sigmoid: into (0, 1), beside a 0/1 reward; none: raw logit"
+        default="sigmoid", description="sigmoid: into (0, 1), next to a 0/1 reward; none: raw logit"
     )
 
 

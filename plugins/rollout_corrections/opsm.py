@@ -29,7 +29,7 @@ class Opsm(GeneralCorrection[OpsmConfig]):
     """Keep token t of response i iff A_it >= 0 or mean_s(anchor_is - sg(logprobs_is)) <= delta.
 
     The mean is over the response's tokens whose anchor is known, under the *current* log-probs, so
-    it is taken in every micro-batch. Good responses are never dropped. There is no weight.
+    it is taken in every micro-batch. Good responses are never dropped. Tokens have no weight.
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
 

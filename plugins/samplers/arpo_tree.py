@@ -72,7 +72,7 @@ class ArpoTreeSampler(Sampler[ArpoTreeConfig]):
     H is the mean entropy of a turn's first k tokens over ln V: exact where the engine knows the
     whole distribution, else over its 20 likeliest tokens, renormalised. H_init is that of the
     response's first turn, for a branch its root's. N responses begin; a branch goes on from just
-    after the tool result, beside the response whose k tokens were read, and may itself branch
+    after the tool result, next to the response whose k tokens were read, and may itself branch
     after its next result. No prompt gets more than M leaves; when all are done, fresh responses
     to the prompt fill what is left. M = N is plain sampling. All chance comes from the seed.
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts that teach nothing are replaced by others (DAPO, arXiv:2503.14476)."""
+"""Dynamic sampling: prompts without a gradient are replaced by others (DAPO, arXiv:2503.14476)."""
 
 from __future__ import annotations
 

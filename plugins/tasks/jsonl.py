@@ -27,7 +27,7 @@ class JsonlTask(RowTask[JsonlConfig]):
     """Problems of a file or folder. Formula: key = the prompt without extra white space.
 
     Held out are the problems of `held_out_path`, or without one those with sha256(key) mod 1000 <
-    held_out_permille. The file is read a line at a time, and a wrong line is told by its number.
+    held_out_permille. The file is read a line at a time, and an error names the line by its number.
     Source: own; the format is that of https://jsonlines.org.
     """
 

@@ -125,7 +125,7 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
 
     Formula: key = the question without extra white space; held out if and only if
     sha256(key) mod 1000 < held_out_permille (the generators' seeds play no part: equal items come
-    from different seeds). The worked answer is "expression = answer" where the generator tells its
+    from different seeds). The worked answer is "expression = answer" where the generator gives its
     expression, else the answer; it is empty where a problem has many answers and the generator
     names none, which supervised stages refuse. Of datasets whose scorer evaluates answers as code,
     some get only answers of a harmless form (arithmetic, polynomials, literals; all others are
@@ -185,7 +185,7 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         return found
 
     def _item(self, name: str, block_seed: int, index: int) -> dict[str, Any]:
-        """Item `index` of the block with this seed, made anew each time it is asked for."""
+        """Item `index` of the block with this seed, made again each time it is asked for."""
         if (name, block_seed) not in self._blocks:
             settings = self.config.datasets[name].config
             self._blocks[(name, block_seed)] = create(name, settings, block_seed)

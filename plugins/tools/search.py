@@ -53,7 +53,7 @@ class SearchTool(Tool[SearchConfig]):
         self._mean = sum(self._lengths) / len(self._lengths) or 1.0
 
     def call(self, arguments: str) -> ToolResult:
-        """The best passages, one after another; nothing found is no failure, an empty query is."""
+        """The best passages, one after another; an empty query is a failure, no match is not."""
         words = set(_words(arguments[:MAX_QUERY_CHARS]))
         if not words:
             return ToolResult("error: the query has no word", failed=True)
