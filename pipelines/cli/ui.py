@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Annotated
 import typer
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.serving.process import ServerProcess
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
 from posttrain.pipelines.services.layout import HOST, answers, check_port
 
@@ -25,7 +25,7 @@ EPILOG = (
     "  posttrain ui --home /data/runs --mlflow-port 5001 --no-prefect\n\n"
     "Ctrl-C stops both servers."
 )
-START_SECONDS, STOP_SECONDS = 180.0, 5.0
+START_SECONDS = 180.0
 
 
 @command()
@@ -73,7 +73,7 @@ def _watch(servers: list[Server]) -> None:
     """Sleep until interrupted; `ResourceError` when a server ends by itself."""
     while True:
         for server in servers:
-            if not server.is_running():
+            if server.exit_code is not None:
                 server.wait_until_ready(0)
         time.sleep(0.5)
 
@@ -143,30 +143,21 @@ class ServerSpec:
     log: Path
 
 
-class Server:
-    """A running server in a process group of its own."""
+class Server(ServerProcess):
+    """A running server, stopped with all its children, also when this process is killed."""
 
     def __init__(self, spec: ServerSpec) -> None:
-        self.spec = spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("w") as log:
-            self._process = subprocess.Popen(
-                spec.command,
-                env=dict(spec.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Its own session: Ctrl-C reaches only us, and we stop its whole group.
-                start_new_session=True,
-            )
+        super().__init__(spec.command, spec.environment, spec.log)
+        self.spec = spec
 
     def wait_until_ready(self, seconds: float) -> None:
         """Return once every health URL answers 200; `ResourceError` with the log's end if not."""
         deadline = time.monotonic() + seconds
         waiting = list(self.spec.health)
         while waiting:
-            if not self.is_running():
-                self._fail(f"stopped with exit code {self._process.returncode}")
+            if self.exit_code is not None:
+                self._fail(f"stopped with exit code {self.exit_code}")
             if answers(waiting[0]):
                 waiting.pop(0)
             elif time.monotonic() > deadline:
@@ -175,40 +166,15 @@ class Server:
                 time.sleep(0.2)
 
     def _fail(self, what: str) -> None:
-        lines = self.spec.log.read_text(errors="replace").strip().splitlines()
-        last = lines[-1].strip() if lines else "nothing"
+        last = self.log_tail(1).strip() or "nothing"
         raise ResourceError(
-            f"the {self.spec.name} server {what}; its log {self.spec.log} ends with: {last}"
+            f"the {self.spec.name} server {what}; its log {self.log} ends with: {last}"
         )
-
-    def is_running(self) -> bool:
-        """Whether the process is alive."""
-        return self._process.poll() is None
-
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM to the whole group."""
-        self._signal(signal.SIGTERM)
-
-    def finish(self, deadline: float) -> None:
-        """Wait until `deadline` (monotonic seconds), then kill what is left of the group."""
-        try:
-            self._process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # all of it has ended
 
 
 def stop_all(servers: Sequence[Server]) -> None:
-    """Stop all servers at once; returns within `STOP_SECONDS` and a moment."""
-    deadline = time.monotonic() + STOP_SECONDS
+    """Stop all servers at once."""
     for server in servers:
-        server.ask_to_stop()
+        server.begin_stop()
     for server in servers:
-        server.finish(deadline)
+        server.stop()

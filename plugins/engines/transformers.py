@@ -302,9 +302,9 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for index, ids in enumerate(sequences):
             by_length.setdefault(len(ids), []).append(index)
         values: list[list[float]] = [[] for _ in sequences]
-        for rows in by_length.values():
-            for start in range(0, len(rows), SCORED_TOGETHER):
-                some = rows[start : start + SCORED_TOGETHER]
+        for same in by_length.values():
+            for start in range(0, len(same), SCORED_TOGETHER):
+                some = same[start : start + SCORED_TOGETHER]
                 rows = torch.tensor([list(sequences[i]) for i in some], device=setup.device)
                 logits = self._model(input_ids=rows, use_cache=False).logits[:, :-1]
                 logprobs = logits.float().log_softmax(dim=-1)

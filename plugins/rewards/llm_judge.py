@@ -110,10 +110,10 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
     vote, not by the endpoint; only replies with a score are kept. Budgets count from the stage's
     start, so a resumed stage starts again at 0; cached replies cost nothing.
 
-    The response stands between random marks, and the judge is instructed not to obey it. That makes
-    injection harder, not impossible: a policy trained long enough on a judge finds what the judge
-    likes. Look at the best-scored samples, and add a reward that can be checked. At temperature 0
-    votes of one model mostly agree; raise it to make them differ.
+    The response stands between marks made of its own hash, and the judge is instructed not to obey
+    it. That makes injection harder, not impossible: a policy trained long enough on a judge finds
+    what the judge likes. Look at the best-scored samples, and add a reward that can be checked. At
+    temperature 0 votes of one model mostly agree; raise it to make them differ.
     Source: LLM as a judge, arXiv:2306.05685; median of votes as in G-Eval, arXiv:2303.16634.
     """
 
