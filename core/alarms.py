@@ -1,8 +1,7 @@
-"""Alarms of an RL step: what was measured, against what is known to go wrong, and what to do.
+"""Alarms of an RL step: a table of what is known to go wrong, how it shows, and what to try.
 
-Each rule is a function of the steps so far. It answers None where it has nothing to go by (its
-metric was not measured, or there are too few steps), an empty text where all is well, and else what
-is wrong and what to do about it.
+`RULES` is the table and `judge` the one loop over it. A rule's name is also that of its threshold
+in the section `alarms` of the config.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.core.config.alarm_section import AlarmsSection
 
 Row = Mapping[str, float]
 WINDOW = 3
-"""Steps that groups must be equal in, one after another."""
+"""Consecutive steps for which `equal_groups` must hold."""
 MEDIAN_STEPS, LEAST_STEPS = 20, 5
 
 
@@ -33,204 +33,200 @@ class Seen:
     kl_target: tuple[str, float] | None = None
     mismatch_limit: float = 0.02
 
-    def first(self, name: str) -> float | None:
-        """The metric at the first step that has it; None before this step."""
-        return next((row[name] for row in self.before if name in row), None)
+
+Values = dict[str, Any]  # numbers and texts that the sentences of a rule format
+Read = Callable[[Seen], Values | None]
 
 
-Rule = Callable[[Seen, AlarmsSection], str | None]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One alarm.
+
+    `read` takes its values from the steps; None means that there is nothing to judge yet. `fine` is
+    the condition under which it is silent, of the values and the threshold. `what` and `advice`
+    are format strings of the values and `limit`.
+    """
+
+    read: Read
+    fine: Callable[[Values, float], bool]
+    what: str
+    advice: str
 
 
-def _entropy_collapse(seen: Seen, limits: AlarmsSection) -> str | None:
-    first, now = seen.first("entropy/mean"), seen.now.get("entropy/mean")
-    if limits.entropy_collapse is None or first is None or now is None:
-        return None
-    if now >= limits.entropy_collapse * first:
-        return ""
-    return (
-        f"entropy/mean is {now:.3g} nats and was {first:.3g} at the first step: the policy has "
-        "stopped exploring, and equal responses teach nothing; raise entropy_coef, clip higher "
-        "(policy_loss.clip_high 0.28, as DAPO), lower optimizer.learning_rate, or add a KL term"
-    )
+def _metric(name: str) -> Read:
+    """`now`: the metric at this step."""
+    return lambda seen: {"now": seen.now[name]} if name in seen.now else None
 
 
-def _truncated(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("resp_len/truncated_frac")
-    if limits.truncated is None or now is None:
-        return None
-    if now <= limits.truncated:
-        return ""
-    return (
-        f"{now:.0%} of responses were cut at the length limit: their rewards are of unfinished "
-        "answers; raise generation.max_response_length, leave them out (overlong_filter: mask), or "
-        "punish length softly (the reward soft_overlong)"
-    )
+def _since_first(name: str) -> Read:
+    """`now` and `first`: the metric at this step, and at the first step that had it."""
+
+    def read(seen: Seen) -> Values | None:
+        first = next((row[name] for row in seen.before if name in row), None)
+        if first is None or name not in seen.now:
+            return None
+        return {"now": seen.now[name], "first": first}
+
+    return read
 
 
-def _length_explosion(seen: Seen, limits: AlarmsSection) -> str | None:
-    first, now = seen.first("resp_len/mean"), seen.now.get("resp_len/mean")
-    if limits.length_explosion is None or not first or now is None:
-        return None
-    if now <= limits.length_explosion * first:
-        return ""
-    return (
-        f"resp_len/mean is {now:.0f} tokens and was {first:.0f} at the first step: look whether "
-        "reward or aggregation pays for length (posttrain forensics); token-mean and dr_grpo do "
-        "not favour long wrong answers as seq-mean-token-mean does, soft_overlong punishes length"
-    )
-
-
-def _overoptimised(seen: Seen, limits: AlarmsSection) -> str | None:
+def _accuracy_and_reward(seen: Seen) -> Values | None:
+    """Held-out accuracy now and at its best, and the mean reward at both times."""
     key = "eval/greedy_accuracy"
     rows = [row for row in seen.evaluations if key in row]
-    if not limits.overoptimised or len(rows) < 2 or rows[-1]["step"] != seen.now.get("step"):
+    if len(rows) < 2 or rows[-1]["step"] != seen.now.get("step"):
         return None
     best, now = max(rows[:-1], key=lambda row: row[key]), rows[-1]
     then = next((r for r in seen.before if r["step"] >= best["step"] and "reward/mean" in r), None)
     if then is None or "reward/mean" not in seen.now:
         return None
-    fallen = now.get("eval/greedy_high", now[key]) < best.get("eval/greedy_low", best[key])
-    if not fallen or seen.now["reward/mean"] <= then["reward/mean"]:
-        return ""
-    return (
-        f"reward/mean rose from {then['reward/mean']:.3g} to {seen.now['reward/mean']:.3g} while "
-        f"held-out accuracy fell from {best[key]:.1%} (step {best['step']:.0f}) to {now[key]:.1%}: "
-        "the policy has found what the reward pays for instead of what is asked; read samples "
-        "(posttrain inspect, posttrain forensics), add a KL term, or weigh accuracy more"
-    )
+    return {
+        "fell": now.get("eval/greedy_high", now[key]) < best.get("eval/greedy_low", best[key]),
+        "accuracy": now[key],
+        "best": best[key],
+        "best_step": best["step"],
+        "reward": seen.now["reward/mean"],
+        "reward_then": then["reward/mean"],
+    }
 
 
-def _equal_groups(seen: Seen, limits: AlarmsSection) -> str | None:
+def _equal_shares(seen: Seen) -> Values | None:
+    """The least share of equal groups in the last steps, and what to try against its cause."""
     rows = [*seen.before, seen.now]
     shares = [r["group/zero_adv_frac"] for r in rows if "group/zero_adv_frac" in r][-WINDOW:]
-    if limits.equal_groups is None or len(shares) < WINDOW:
+    if len(shares) < WINDOW:
         return None
-    if min(shares) < limits.equal_groups:
-        return ""
     solved = seen.now.get("group/all_correct_frac", 0.0) > 0.5
-    mend = (
+    advice = (
         "the problems are solved: choose harder ones, or stop"
         if solved
         else "choose easier problems, more responses (num_generations), a higher "
-        "generation.temperature, or start from a model that is right now and then (a stage sft)"
+        "generation.temperature, or start from a model that is sometimes right (a stage sft)"
     )
-    return (
-        f"in each of the last {WINDOW} steps at least {min(shares):.0%} of groups had equal "
-        f"rewards and taught nothing: {mend}; the sampler 'dynamic' draws until groups differ"
-    )
+    return {"share": min(shares), "advice": advice}
 
 
-def _clip_high(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("clip/high_frac")
-    if limits.clip_high is None or now is None:
-        return None
-    if now <= limits.clip_high:
-        return ""
-    return (
-        f"{now:.0%} of tokens are cut at the upper clip bound and teach nothing: lower "
-        "optimizer.learning_rate, take fewer updates of a batch (epochs, num_mini_batches), or "
-        "raise policy_loss.clip_high"
-    )
-
-
-def _policy_kl(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("kl/old_k3")
-    if limits.policy_kl is None or now is None:
-        return None
-    if now <= limits.policy_kl:
-        return ""
-    return (
-        f"one batch moved the policy by kl/old_k3 {now:.3g} nats per token: lower "
-        "optimizer.learning_rate, take fewer updates of a batch, or set kl_guard"
-    )
-
-
-def _kl_target(seen: Seen, limits: AlarmsSection) -> str | None:
-    if limits.kl_target is None or seen.kl_target is None:
+def _kl_and_target(seen: Seen) -> Values | None:
+    if seen.kl_target is None or seen.kl_target[0] not in seen.now:
         return None
     name, target = seen.kl_target
-    now = seen.now.get(name)
-    if now is None:
-        return None
-    if now <= limits.kl_target * target:
-        return ""
-    return (
-        f"{name} is {now:.3g} nats, {now / target:.1f} times the controller's target {target:g}: "
-        "raise its first coefficient, let it follow faster, or lower optimizer.learning_rate"
-    )
+    now = seen.now[name]
+    return {"name": name, "now": now, "target": target, "times": now / target}
 
 
-def _grad_spike(seen: Seen, limits: AlarmsSection) -> str | None:
+def _norm_and_median(seen: Seen) -> Values | None:
     norms = [row["grad/norm"] for row in seen.before if "grad/norm" in row][-MEDIAN_STEPS:]
-    now = seen.now.get("grad/norm")
-    if limits.grad_spike is None or now is None or len(norms) < LEAST_STEPS:
+    if "grad/norm" not in seen.now or len(norms) < LEAST_STEPS:
         return None
-    median = statistics.median(norms)
-    if now <= limits.grad_spike * median or median == 0:
-        return ""
-    return (
-        f"grad/norm is {now:.3g}, {now / median:.0f} times the median {median:.3g} of the last "
-        f"{len(norms)} steps: look at the step's samples and largest weights (posttrain inspect "
-        "--step); max_grad_norm bounds what one batch can do, rollout_correction what a wrong "
-        "log-prob can"
-    )
+    now, median = seen.now["grad/norm"], statistics.median(norms)
+    return {"now": now, "median": median, "steps": len(norms), "times": now / (median or 1.0)}
 
 
-def _duplicates(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("sampling/duplicate_frac")
-    if limits.duplicates is None or now is None:
-        return None
-    if now <= limits.duplicates or seen.now.get("group/all_correct_frac", 0.0) > 0.5:
-        return ""
-    return (
-        f"{now:.0%} of responses repeat another one of their group: raise generation.temperature, "
-        "check top_p and top_k, or add entropy (entropy_coef)"
-    )
-
-
-def _ess_seq(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("ess/seq")
-    if limits.ess_seq is None or now is None:
-        return None
-    if now >= limits.ess_seq:
-        return ""
-    return (
-        f"ess/seq is {now:.2f}: a few responses carry most importance weight; lower max_staleness, "
-        "or bound weights with rollout_correction"
-    )
-
-
-def _mismatch(seen: Seen, limits: AlarmsSection) -> str | None:
-    now = seen.now.get("mismatch/k3")
-    if now is None:
-        return None
-    if now <= seen.mismatch_limit:
-        return ""
-    return (
-        f"engine and trainer disagree on the sampled tokens, mismatch/k3 {now:.4f} > "
-        f"mismatch_alarm {seen.mismatch_limit} nats: see whether sync/probe_abs_mean is small (if "
-        "not, it is the weights or the precision), staleness/max is 0, and the engine samples as "
-        "`generation` says; set rollout_correction.plugin to bound its effect"
-    )
+def _duplicates(seen: Seen) -> Values | None:
+    values = _metric("sampling/duplicate_frac")(seen)
+    return values and values | {"solved": seen.now.get("group/all_correct_frac", 0.0) > 0.5}
 
 
 RULES: Mapping[str, Rule] = {
-    "mismatch": _mismatch,
-    "entropy_collapse": _entropy_collapse,
-    "truncated": _truncated,
-    "length_explosion": _length_explosion,
-    "overoptimised": _overoptimised,
-    "equal_groups": _equal_groups,
-    "clip_high": _clip_high,
-    "policy_kl": _policy_kl,
-    "kl_target": _kl_target,
-    "grad_spike": _grad_spike,
-    "duplicates": _duplicates,
-    "ess_seq": _ess_seq,
+    "mismatch": Rule(
+        _metric("mismatch/k3"),
+        lambda v, limit: v["now"] <= limit,
+        "engine and trainer disagree on the sampled tokens, mismatch/k3 {now:.4f} > "
+        "mismatch_alarm {limit} nats",
+        "check that sync/probe_abs_mean is small (if not, the cause is the weights or the "
+        "precision), that staleness/max is 0, and that the engine samples as `generation` says; "
+        "set rollout_correction.plugin to bound the effect",
+    ),
+    "entropy_collapse": Rule(
+        _since_first("entropy/mean"),
+        lambda v, limit: v["now"] >= limit * v["first"],
+        "entropy/mean is {now:.3g} nats and was {first:.3g} at the first step: the policy has "
+        "stopped exploring, and equal responses give no gradient",
+        "raise entropy_coef, clip higher (policy_loss.clip_high 0.28, as DAPO), lower "
+        "optimizer.learning_rate, or add a KL term",
+    ),
+    "truncated": Rule(
+        _metric("resp_len/truncated_frac"),
+        lambda v, limit: v["now"] <= limit,
+        "{now:.0%} of responses were cut at the length limit, so their rewards are those of "
+        "unfinished answers",
+        "raise generation.max_response_length, leave them out (overlong_filter: mask), or punish "
+        "length softly (the reward soft_overlong)",
+    ),
+    "length_explosion": Rule(
+        _since_first("resp_len/mean"),
+        lambda v, limit: v["now"] <= limit * v["first"] or v["first"] == 0,
+        "resp_len/mean is {now:.0f} tokens and was {first:.0f} at the first step",
+        "check whether the reward or the aggregator pays for length (posttrain forensics); "
+        "token-mean and dr_grpo do not favour long wrong answers as seq-mean-token-mean does, and "
+        "the reward soft_overlong punishes length",
+    ),
+    "overoptimised": Rule(
+        _accuracy_and_reward,
+        lambda v, _: not v["fell"] or v["reward"] <= v["reward_then"],
+        "reward/mean rose from {reward_then:.3g} to {reward:.3g} while held-out accuracy fell from "
+        "{best:.1%} (step {best_step:.0f}) to {accuracy:.1%}: the policy has found what the reward "
+        "pays for instead of what is asked",
+        "read samples (posttrain inspect, posttrain forensics), add a KL term, or give accuracy "
+        "more weight",
+    ),
+    "equal_groups": Rule(
+        _equal_shares,
+        lambda v, limit: v["share"] < limit,
+        f"in each of the last {WINDOW} steps at least {{share:.0%}} of groups had equal rewards "
+        "and gave no gradient",
+        "{advice}; the sampler 'dynamic' draws until groups differ",
+    ),
+    "clip_high": Rule(
+        _metric("clip/high_frac"),
+        lambda v, limit: v["now"] <= limit,
+        "{now:.0%} of tokens are cut at the upper clip bound and give no gradient",
+        "lower optimizer.learning_rate, take fewer updates of a batch (epochs, num_mini_batches), "
+        "or raise policy_loss.clip_high",
+    ),
+    "policy_kl": Rule(
+        _metric("kl/old_k3"),
+        lambda v, limit: v["now"] <= limit,
+        "one batch moved the policy by kl/old_k3 {now:.3g} nats per token",
+        "lower optimizer.learning_rate, take fewer updates of a batch, or set kl_guard",
+    ),
+    "kl_target": Rule(
+        _kl_and_target,
+        lambda v, limit: v["now"] <= limit * v["target"],
+        "{name} is {now:.3g} nats, {times:.1f} times the controller's target {target:g}",
+        "raise its first coefficient, let it follow faster, or lower optimizer.learning_rate",
+    ),
+    "grad_spike": Rule(
+        _norm_and_median,
+        lambda v, limit: v["now"] <= limit * v["median"] or v["median"] == 0,
+        "grad/norm is {now:.3g}, {times:.0f} times the median {median:.3g} of the last {steps} "
+        "steps",
+        "look at the step's samples and largest weights (posttrain inspect --step); max_grad_norm "
+        "bounds what one batch can do, rollout_correction what a wrong log-prob can",
+    ),
+    "duplicates": Rule(
+        _duplicates,
+        lambda v, limit: v["now"] <= limit or v["solved"],
+        "{now:.0%} of responses repeat another one of their group",
+        "raise generation.temperature, check top_p and top_k, or add entropy (entropy_coef)",
+    ),
+    "ess_seq": Rule(
+        _metric("ess/seq"),
+        lambda v, limit: v["now"] >= limit,
+        "ess/seq is {now:.2f}: a few responses carry most of the importance weight",
+        "lower max_staleness, or bound weights with rollout_correction",
+    ),
 }
 
 
 def judge(seen: Seen, limits: AlarmsSection) -> dict[str, str]:
-    """Of each alarm that could be judged its text, empty where all is well."""
-    found = {name: rule(seen, limits) for name, rule in RULES.items()}
-    return {name: text for name, text in found.items() if text is not None}
+    """The text of each alarm that could be judged, empty where all is well."""
+    found = {}
+    for name, rule in RULES.items():
+        # The threshold of `mismatch` is the stage's own; None and False turn an alarm off.
+        limit = seen.mismatch_limit if name == "mismatch" else getattr(limits, name)
+        values = None if limit is None or limit is False else rule.read(seen)
+        if values is not None:
+            text = f"{rule.what}: {rule.advice}".format(limit=limit, **values)
+            found[name] = "" if rule.fine(values, limit) else text
+    return found

@@ -18,9 +18,8 @@ from posttrain.core.artifacts import RunResult
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.cli.checks import check_inputs
-from posttrain.pipelines.cli.common import folders, resolve_configs, shared_store
 from posttrain.pipelines.flow_records import leave_results
+from posttrain.pipelines.inputs import check_inputs, folders, resolve_configs, shared_store
 from posttrain.pipelines.logged import LogReporter
 from posttrain.pipelines.no_answer import cancelled_before
 from posttrain.pipelines.run import RunOptions, execute

@@ -1,4 +1,4 @@
-"""The section `alarms` of a run: from which values on people are told that a step looks wrong."""
+"""The section `alarms` of a run: the thresholds of the rules in `core/alarms.py`."""
 
 from __future__ import annotations
 

@@ -7,31 +7,21 @@ from typing import Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    print_json,
-    stdout_to_stderr,
-    text_console,
-)
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 EPILOG = (
     "Examples:\n\n"
     "  posttrain blame quickstart@candidate\n\n"
     "  posttrain blame quickstart/3 --json\n\n"
     "  posttrain blame .posttrain/artifacts/rl-2f6c11d0a4b39e58/model\n\n"
-    "Settings are shown as DEFAULT -> VALUE: those that differ from the algorithm's preset.\n\n"
+    "Settings that differ from the algorithm's preset are shown as DEFAULT -> VALUE.\n\n"
     + EPILOG_CODES
 )
 
 
+@command(store=True)
 def blame(
+    context: CommandContext,
     model: Annotated[
         str,
         typer.Argument(
@@ -41,22 +31,14 @@ def blame(
             show_default=False,
         ),
     ],
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Walk back from a model to its data, settings, plugins and base model."""
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            from posttrain.pipelines.analysis.blame import Blame, lines
+    from posttrain.pipelines.analysis.blame import Blame, lines
 
-            walked = Blame(home, shared)
-            past = walked.of(model)
-        console = text_console(as_json)
-        for line in [*lines(past), *(f"note: {note}" for note in walked.notes)]:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if as_json:
-            found = [asdict(item) for item in past]
-            print_json({"model": model, "notes": walked.notes, "past": found})
+    walked = Blame(context.home, context.store)
+    past = walked.of(model)
+    console = context.console()
+    for line in [*lines(past), *(f"note: {note}" for note in walked.notes)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    found = [asdict(item) for item in past]
+    return Result({"model": model, "notes": walked.notes, "past": found})

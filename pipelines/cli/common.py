@@ -1,28 +1,35 @@
-"""What every command shares: its common options, and errors as one sentence and an exit code."""
+"""What every command shares: the common options, one context, and errors as one sentence.
+
+`@command` declares `--home`, `--store`, `--json` and `--debug` once. A command is a function of a
+`CommandContext` and its own options that returns its `Result`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import inspect
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.pipelines.inputs import STORE_VARIABLE
+from posttrain.pipelines.inputs import folders as folders
+from posttrain.pipelines.inputs import resolve_configs as resolve_configs
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from posttrain.core.config.resolve import ResolvedRun
-    from posttrain.core.plugin_manager import PluginManager
 
 EXIT_INTERRUPTED = 130
 EPILOG_CODES = (
@@ -36,19 +43,22 @@ HomeOption = Annotated[
         "--home", envvar="POSTTRAIN_HOME", help="Folder for artifacts, metrics and the databases."
     ),
 ]
-STORE_VARIABLE = "POSTTRAIN_STORE"
 StoreOption = Annotated[
     Path | None,
     typer.Option(
         "--store",
         envvar=STORE_VARIABLE,
-        help="Folder of finished stages, which several homes may share.  [default: HOME/artifacts]",
+        help="Folder of finished stages, which several homes may share.  "
+        "\\[default: HOME/artifacts]",
         show_default=False,
     ),
 ]
 JsonOption = Annotated[
     bool,
-    typer.Option("--json", help="Last line of standard output: one JSON object. Text: stderr."),
+    typer.Option(
+        "--json",
+        help="Print the result as one JSON object on stdout; all other output goes to stderr.",
+    ),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 ConfigsArgument = Annotated[
@@ -66,28 +76,115 @@ SetOption = Annotated[
         "--set", metavar="A.B=C", help="Override one value, for instance stages.rl.steps=3."
     ),
 ]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
+]
 LOG_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
 DEFAULT_HOME = Path(".posttrain")
 
 
-def shared_store() -> Path | None:
-    """What the environment names, for runs that no command line starts."""
-    named = os.environ.get(STORE_VARIABLE)
-    return Path(named) if named else None
+@dataclass(frozen=True, slots=True)
+class CommandContext:
+    """What the common options say; `home` and `store` are absolute paths."""
+
+    home: Path
+    store: Path
+    as_json: bool = False
+    debug: bool = False
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+    """The command's own standard output: inside a command with `--json`, print goes to stderr."""
+
+    def console(self) -> Console:
+        """Where people read: standard output, or stderr when that one belongs to JSON."""
+        return text_console(self.as_json)
+
+    def print_json(self, values: object) -> None:
+        """With `--json`, one line of JSON on standard output; else nothing."""
+        if self.as_json:
+            print(json.dumps(values, default=str), file=self.stdout, flush=True)
 
 
-def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
-    """Home and store as absolute paths; the store is the home's own unless another is named."""
-    home = home.expanduser().resolve()
-    return home, (home / "artifacts" if store is None else store.expanduser().resolve())
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What `--json` prints when a command has ended, and the command's exit code."""
+
+    values: Mapping[str, object]
+    exit_code: int = 0
+
+
+Command = Callable[..., Result | None]  # of a CommandContext and the command's own options
+
+
+def command(
+    *,
+    home: bool = True,
+    store: bool = False,
+    as_json: bool = True,
+    interrupted: str = "interrupted",
+) -> Callable[[Command], Callable[..., None]]:
+    """Give a command the common options, and run it inside a `Boundary`.
+
+    Typer reads the signature that is made here: the command's own options, then the common ones.
+    `home=False` is for a command with a `--home` of its own.
+    """
+    shared = [
+        _option("home", HomeOption, DEFAULT_HOME) if home else None,
+        _option("store", StoreOption, None) if store else None,
+        _option("as_json", JsonOption, False) if as_json else None,
+        _option("debug", DebugOption, False),
+    ]
+    options = [option for option in shared if option is not None]
+
+    def decorate(function: Command) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:  # Any: options of any type
+            common = {option.name: given.pop(option.name) for option in options}
+            context = _context(**common)
+            with Boundary(
+                as_json=context.as_json,
+                debug=context.debug,
+                log_home=context.home,
+                interrupted=interrupted,
+            ):
+                with stdout_to_stderr(context.as_json):
+                    result = function(context, **given)
+                if result is not None:
+                    context.print_json(result.values)
+                    if result.exit_code:
+                        raise typer.Exit(result.exit_code)
+
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [*(option.replace(kind=option.KEYWORD_ONLY) for option in own), *options]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in parameters}
+        return run
+
+    return decorate
+
+
+def _option(name: str, annotation: object, default: object) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _context(
+    *,
+    home: Path | None = None,
+    store: Path | None = None,
+    as_json: bool = False,
+    debug: bool = False,
+) -> CommandContext:
+    if home is None:
+        home = Path(os.environ.get("POSTTRAIN_HOME") or DEFAULT_HOME)
+    return CommandContext(*folders(home, store), as_json, debug)
 
 
 class Boundary(contextlib.AbstractContextManager[None]):
     """Turns what goes wrong in a command into one sentence on stderr and an exit code.
 
     A user's mistake never shows a traceback unless `debug`. For any other exception the traceback
-    goes to a file under `log_home`, or to stderr where there is none.
+    goes to a file under `log_home` if that folder exists; else the message names `--debug`.
     """
 
     def __init__(
@@ -125,7 +222,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
     def _bug(self, error: Exception) -> str:
         first = (str(error).splitlines() or ["no message"])[0]
         sentence = f"unexpected {type(error).__name__}: {first}"
-        if self.log_home is None:
+        if self.log_home is None or not self.log_home.is_dir():
             return f"{sentence}; run again with --debug for the traceback"
         log = self.log_home / "logs" / f"error-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
         try:
@@ -155,20 +252,6 @@ def text_console(as_json: bool) -> Console:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
-
-
-def resolve_configs(
-    configs: Sequence[Path], overrides: Sequence[str] | None
-) -> tuple[ResolvedRun, PluginManager]:
-    """Load and resolve; YAML mistakes show before the slow import of the plugins."""
-    from posttrain.core.config.loading import load_config
-    from posttrain.core.config.resolve import resolve
-
-    loaded = load_config(configs, overrides or [])
-    from posttrain.core.plugin_manager import PluginManager
-
-    manager = PluginManager()
-    return resolve(loaded, manager), manager
 
 
 @contextlib.contextmanager

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.core.errors import ConfigError
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    stdout_to_stderr,
-)
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
 
 if TYPE_CHECKING:
@@ -29,13 +19,15 @@ EPILOG = (
     "  posttrain compare 3f2a9c --step 12 --clip 0.1:0.1 --clip 0.2:0.28 --model\n\n"
     "  posttrain compare 3f2a9c --step 1 --loss cispo --aggregation token-mean --out step.html\n\n"
     "  posttrain compare 3f2a9c 77b0e1 9ad204 --json\n\n"
-    "With --step, each variant is computed on what that step sampled, next to the run's own loss. "
-    "Without it, runs are compared side by side, and those that differ only in the seed are one "
-    "group. docs/comparing.md explains each number.\n\n" + EPILOG_CODES
+    "With --step, each variant is computed on what that step sampled, next to the run's own loss; "
+    "without it, runs are laid side by side and those that differ only in the seed are one group. "
+    "docs/comparing.md says what each number is.\n\n" + EPILOG_CODES
 )
 
 
+@command(store=True)
 def compare(
+    context: CommandContext,
     runs: Annotated[
         list[str],
         typer.Argument(metavar="RUN...", help="Ids that `posttrain run` printed, or their starts."),
@@ -71,43 +63,36 @@ def compare(
         typer.Option("--model", help="Gradients of the model's parameters too; takes a model."),
     ] = False,
     stage: StageOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
     out: OutOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Compare algorithms on the frozen rollouts of one step, or whole runs with one another.
 
     Nothing is sampled or trained, and nothing of the runs is changed. A page with the same tables
     and their pictures goes to HOME/reports.
     """
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            from posttrain.core.config.spec import parse_spec
-            from posttrain.pipelines.analysis.variants import Wanted, parse_clip
+    from posttrain.core.config.spec import parse_spec
+    from posttrain.pipelines.analysis.variants import Wanted, parse_clip
 
-            wanted = Wanted(
-                [parse_spec("--algorithm", text) for text in algorithm or ()],
-                [parse_spec("--loss", text) for text in loss or ()],
-                [parse_spec("--aggregation", text) for text in aggregation or ()],
-                [parse_clip(text) for text in clip or ()],
-                without_kl=no_kl,
-            )
-            _check(runs, step, wanted, model)
-            opened = [open_run(run, home, shared) for run in runs]
-            if step is None:
-                from posttrain.pipelines.analysis.runs import compare_runs
+    wanted = Wanted(
+        [parse_spec("--algorithm", text) for text in algorithm or ()],
+        [parse_spec("--loss", text) for text in loss or ()],
+        [parse_spec("--aggregation", text) for text in aggregation or ()],
+        [parse_clip(text) for text in clip or ()],
+        without_kl=no_kl,
+    )
+    _check(runs, step, wanted, model)
+    opened = [open_run(run, context) for run in runs]
+    if step is None:
+        from posttrain.pipelines.analysis.runs import compare_runs
 
-                report = compare_runs(opened, stage)
-            else:
-                from posttrain.pipelines.analysis.algorithms import compare_algorithms
-                from posttrain.pipelines.quiet import quiet_libraries
+        report = compare_runs(opened, stage)
+    else:
+        from posttrain.pipelines.analysis.algorithms import compare_algorithms
+        from posttrain.pipelines.quiet import quiet_libraries
 
-                quiet_libraries()
-                report = compare_algorithms(opened[0], stage, step, wanted, with_model=model)
-        give(report, "compare", home, out, as_json)
+        quiet_libraries()
+        report = compare_algorithms(opened[0], stage, step, wanted, with_model=model)
+    return give(context, report, "compare", out)
 
 
 def _check(runs: list[str], step: int | None, wanted: Wanted, model: bool) -> None:

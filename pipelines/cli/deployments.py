@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,18 +10,14 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
+    CommandContext,
     ConfigsArgument,
-    DebugOption,
-    HomeOption,
-    JsonOption,
+    Result,
     SetOption,
-    print_json,
-    resolve_configs,
-    text_console,
+    command,
 )
+from posttrain.pipelines.inputs import resolve_configs
 
 if TYPE_CHECKING:
     from posttrain.pipelines.run_requests import RunRequest
@@ -41,55 +36,66 @@ DEPLOY_EPILOG = (
 )
 CronOption = Annotated[
     str | None,
-    typer.Option("--cron", help="When it runs, in five fields. Without: when asked to."),
+    typer.Option("--cron", help="Five-field cron schedule; omit it to run on demand only."),
 ]
 TimezoneOption = Annotated[
-    str | None, typer.Option("--timezone", help="Of the schedule, such as Europe/Berlin. [UTC]")
+    str | None,
+    typer.Option(
+        "--timezone",
+        help="Time zone of the schedule, such as Europe/Berlin.  \\[default: UTC]",
+        show_default=False,
+    ),
 ]
-FlowOption = Annotated[str, typer.Option("--flow", help="train, evaluate or continual.")]
+FlowOption = Annotated[
+    str, typer.Option("--flow", help="Flow to deploy: train, evaluate or continual.")
+]
 NameOption = Annotated[
-    str | None, typer.Option("--name", help="Of the deployment. [the config's name]")
+    str | None,
+    typer.Option(
+        "--name",
+        help="Name of the deployment.  \\[default: the config's name]",
+        show_default=False,
+    ),
 ]
 
 
+@command(as_json=False, interrupted="no longer served")
 def serve(
+    context: CommandContext,
     configs: ConfigsArgument,
     overrides: SetOption = None,
     cron: CronOption = None,
     timezone: TimezoneOption = None,
     flow: FlowOption = "train",
     name: NameOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    debug: DebugOption = False,
 ) -> None:
-    """Serve a config from this process until Ctrl-C: its schedule, and runs asked for in Prefect.
+    """Serve a config from this process until Ctrl-C: scheduled runs, and runs started in Prefect.
 
     PREFECT_API_URL and MLFLOW_TRACKING_URI name the servers.
     """
-    home = home.expanduser().resolve()
-    with Boundary(debug=debug):
-        request, default_name = _request(configs, overrides, home)
-        from posttrain.pipelines.shared_servers import require_shared_mlflow, require_shared_prefect
+    request, default_name = _request(configs, overrides, context.home)
+    from posttrain.pipelines.shared_servers import require_shared_mlflow, require_shared_prefect
 
-        require_shared_prefect()
-        require_shared_mlflow()
-    with Boundary(debug=debug, log_home=home, interrupted="no longer served"):
-        from posttrain.pipelines.prefect_env import configure_client
+    require_shared_prefect()
+    require_shared_mlflow()
+    from posttrain.pipelines.prefect_env import configure_client
 
-        configure_client(home)
-        from posttrain.pipelines import deployments
+    configure_client(context.home)
+    from posttrain.pipelines import deployments
 
-        wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone)
-        deployments.check(wanted)
-        when = f"on '{cron}' ({timezone or 'UTC'})" if cron else "when asked to"
-        print(f"serving {flow}/{wanted.name}, {when}; Ctrl-C ends it", flush=True)
-        deployments.serve(wanted)
+    wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone)
+    deployments.check(wanted)
+    when = f"on '{cron}' ({timezone or 'UTC'})" if cron else "on demand"
+    print(f"serving {flow}/{wanted.name}, {when}; Ctrl-C ends it", flush=True)
+    deployments.serve(wanted)
 
 
+@command(home=False)
 def deploy(
+    context: CommandContext,
     configs: ConfigsArgument,
     overrides: SetOption = None,
-    pool: Annotated[str, typer.Option("--pool", help="The work pool.")] = "posttrain",
+    pool: Annotated[str, typer.Option("--pool", help="Work pool to deploy to.")] = "posttrain",
     cron: CronOption = None,
     timezone: TimezoneOption = None,
     flow: FlowOption = "train",
@@ -99,35 +105,34 @@ def deploy(
         typer.Option("--job-variable", metavar="A=B", help="A variable of the pool's jobs."),
     ] = None,
     home: Annotated[
-        Path | None, typer.Option("--home", help="Where runs keep their state. [the worker's home]")
+        Path | None,
+        typer.Option(
+            "--home",
+            help="Home of the runs on the worker.  \\[default: the worker's home]",
+            show_default=False,
+        ),
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Deploy a config to a work pool: its workers run it on schedule, or when asked to.
+) -> Result:
+    """Deploy a config to a work pool: its workers run it on schedule or on demand.
 
     PREFECT_API_URL names the server. The same command again changes the deployment.
     """
-    with Boundary(as_json=as_json, debug=debug):
-        request, default_name = _request(configs, overrides, home)
-        variables = _variables(job_variables or [])
-        from posttrain.pipelines.shared_servers import require_shared_prefect
+    request, default_name = _request(configs, overrides, home)
+    variables = _variables(job_variables or [])
+    from posttrain.pipelines.shared_servers import require_shared_prefect
 
-        require_shared_prefect()
-    state = Path(os.environ.get("POSTTRAIN_HOME") or DEFAULT_HOME).expanduser().resolve()
-    with Boundary(as_json=as_json, debug=debug, log_home=state):
-        from posttrain.pipelines.prefect_env import configure_client
+    require_shared_prefect()
+    from posttrain.pipelines.prefect_env import configure_client
 
-        configure_client(state)
-        from posttrain.pipelines import deployments
+    configure_client(context.home)
+    from posttrain.pipelines import deployments
 
-        wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone, variables)
-        deployments.check(wanted)
-        page = deployments.deploy(wanted, pool)
-        full_name = f"{flow}/{wanted.name}"
-        text_console(as_json).print(f"deployed {full_name} to pool '{pool}': {page}", markup=False)
-        if as_json:
-            print_json({"status": "ok", "deployment": full_name, "pool": pool, "page": page})
+    wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone, variables)
+    deployments.check(wanted)
+    page = deployments.deploy(wanted, pool)
+    full_name = f"{flow}/{wanted.name}"
+    context.console().print(f"deployed {full_name} to pool '{pool}': {page}", markup=False)
+    return Result({"status": "ok", "deployment": full_name, "pool": pool, "page": page})
 
 
 def _request(
@@ -161,5 +166,7 @@ def _variables(given: Sequence[str]) -> dict[str, Any]:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             problem = " ".join(str(error).split())
-            raise ConfigError(f"--job-variable {name}: '{value}' is no YAML ({problem})") from error
+            raise ConfigError(
+                f"--job-variable {name}: '{value}' is not YAML ({problem})"
+            ) from error
     return found

@@ -9,18 +9,13 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    stdout_to_stderr,
-    text_console,
+    CommandContext,
+    Result,
+    RunArgument,
+    command,
 )
-from posttrain.pipelines.cli.reports import give, give_json, open_run
+from posttrain.pipelines.cli.reports import give, open_run, result_of
 
 EPILOG = (
     "Examples:\n\n"
@@ -36,10 +31,10 @@ EPILOG = (
 )
 
 
+@command(store=True)
 def inspect(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
-    ],
+    context: CommandContext,
+    run: RunArgument,
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Step to look at; without it, a list.")
     ] = None,
@@ -55,35 +50,24 @@ def inspect(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The page.  [default: HOME/reports/...]", show_default=False),
+        typer.Option("--out", help="The page.  \\[default: HOME/reports/...]", show_default=False),
     ] = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Show what each token of a past RL step got from its loss, and would get from another.
 
     Writes one HTML page, prints the step's samples and its tokens of largest weight.
     """
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        from posttrain.core.analysis.what_if import parse
+    from posttrain.core.analysis.what_if import parse
 
-        if step is None and (what_if or out is not None):
-            raise ConfigError("--what-if and --out are about one step: name it with --step")
-        asked = [parse(text) for text in what_if or ()]
-        with stdout_to_stderr(as_json):
-            past = open_run(run, home, shared)
-            from posttrain.pipelines.analysis.inspection import inspect_step, list_steps
+    if step is None and (what_if or out is not None):
+        raise ConfigError("--what-if and --out are about one step: name it with --step")
+    asked = [parse(text) for text in what_if or ()]
+    past = open_run(run, context)
+    from posttrain.pipelines.analysis.inspection import inspect_step, list_steps
 
-            if step is not None:
-                report = inspect_step(past, stage, step, asked)
-            else:
-                report = list_steps(past, stage)
-        if step is not None:
-            give(report, f"inspect-step-{step}", home, out, as_json)
-            return
-        report.show(text_console(as_json))
-        if as_json:
-            give_json(report)
+    if step is not None:
+        report = inspect_step(past, stage, step, asked)
+        return give(context, report, f"inspect-step-{step}", out)
+    report = list_steps(past, stage)
+    report.show(context.console())
+    return result_of(report)

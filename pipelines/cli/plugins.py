@@ -1,4 +1,4 @@
-"""`posttrain plugins list|show`: what is installed, and what each plugin can be told."""
+"""`posttrain plugins list|show`: what is installed, and the fields of each plugin."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from pydantic_core import PydanticUndefined
 
 from posttrain.core.config.presets import axes_of
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    print_json,
-    stdout_to_stderr,
-    text_console,
-)
+from posttrain.pipelines.cli.common import CommandContext, Result, command
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginEntry, PluginManager
@@ -51,87 +43,73 @@ def _first_line(entry: PluginEntry) -> str:
 
 
 @app.command("list", epilog="Example:  posttrain plugins list --kind policy_loss")
-def list_plugins(
-    kind: KindOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+@command()
+def list_plugins(context: CommandContext, kind: KindOption = None) -> Result:
     """List every installed plugin with the package it comes from."""
     from rich.markup import escape
     from rich.table import Table
 
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            _, entries = _entries(kind)
-        table = Table()
-        for heading in ("kind", "name", "package", "what it is"):
-            table.add_column(heading, overflow="fold")
-        for entry in entries:
-            package = f"{entry.package} {entry.version}"
-            table.add_row(*map(escape, (entry.kind, entry.name, package, _first_line(entry))))
-        console = text_console(as_json)
-        console.print(table, soft_wrap=False)
-        if as_json:
-            rows = [
-                {
-                    "kind": entry.kind,
-                    "name": entry.name,
-                    "package": entry.package,
-                    "version": entry.version,
-                    "summary": _first_line(entry),
-                }
-                for entry in entries
-            ]
-            print_json({"plugins": rows})
+    _, entries = _entries(kind)
+    table = Table()
+    for heading in ("kind", "name", "package", "what it is"):
+        table.add_column(heading, overflow="fold")
+    for entry in entries:
+        package = f"{entry.package} {entry.version}"
+        table.add_row(*map(escape, (entry.kind, entry.name, package, _first_line(entry))))
+    context.console().print(table, soft_wrap=False)
+    return Result(
+        {"plugins": [_origin(entry) | {"summary": _first_line(entry)} for entry in entries]}
+    )
+
+
+def _origin(entry: PluginEntry) -> dict[str, Any]:
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "package": entry.package,
+        "version": entry.version,
+    }
 
 
 @app.command("show", epilog="Examples:  posttrain plugins show grpo · posttrain plugins show jsonl")
+@command()
 def show(
+    context: CommandContext,
     name: Annotated[str, typer.Argument(help="Name of the plugin; all kinds of that name show.")],
     kind: KindOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Show a plugin's documentation, source file, fields and, for an algorithm, what it sets."""
-    import yaml
-
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            manager, known = _entries(kind)
-            found = [entry for entry in known if entry.name == name]
-            if not found:
-                names = sorted({entry.name for entry in known})
-                what = kind or "plugin"
-                raise ConfigError(
-                    f"no {what} named '{name}'{nearest(name, names)} (installed: {names})"
-                )
-            details = [describe(entry, manager) for entry in found]
-        console = text_console(as_json)
-        for entry, detail in zip(found, details, strict=True):
-            console.print(f"{entry.kind} '{entry.name}'", style="bold", markup=False)
-            source = f"{detail['source']} (package {entry.package} {entry.version})"
-            console.print(source, style="dim", markup=False)
-            console.print(f"\n{detail['doc']}\n", markup=False)
-            for field in detail["fields"]:
-                console.print(_field_line(field), markup=False)
-            if not detail["fields"]:
-                console.print("  it has no fields", markup=False)
-            if detail["expands_to"] is not None:
-                text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
-                kind_of_stage = entry.cls.stage  # type: ignore[attr-defined]
-                console.print(
-                    f"\nsets, as YAML of a stage of kind '{kind_of_stage}':\n\n{text}", markup=False
-                )
-                for axis in detail["axes"]:
-                    console.print(_axis_text(axis), markup=False)
-        if as_json:
-            print_json({"plugins": details})
+    manager, known = _entries(kind)
+    found = [entry for entry in known if entry.name == name]
+    if not found:
+        names = sorted({entry.name for entry in known})
+        raise ConfigError(
+            f"no {kind or 'plugin'} named '{name}'{nearest(name, names)} (installed: {names})"
+        )
+    details = [describe(entry, manager) for entry in found]
+    console = context.console()
+    for entry, detail in zip(found, details, strict=True):
+        console.print(f"{entry.kind} '{entry.name}'", style="bold", markup=False)
+        source = f"{detail['source']} (package {entry.package} {entry.version})"
+        console.print(source, style="dim", markup=False)
+        console.print(f"\n{detail['doc']}\n", markup=False)
+        for field in detail["fields"]:
+            console.print(_field_line(field), markup=False)
+        if not detail["fields"]:
+            console.print("  it has no fields", markup=False)
+        if detail["expands_to"] is not None:
+            kind_of_stage = entry.cls.stage  # type: ignore[attr-defined]
+            text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
+            console.print(
+                f"\nsets, as YAML of a stage of kind '{kind_of_stage}':\n\n{text}", markup=False
+            )
+            for axis in detail["axes"]:
+                console.print(_axis_text(axis), markup=False)
+    return Result({"plugins": details})
 
 
 def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
-    """All that `show` tells of one plugin. Any: it goes to JSON as it is."""
+    """All that `show` prints of one plugin. Any: it goes to JSON as it is."""
     fields = []
     for name, info in entry.cls.Config.model_fields.items():
         required = info.is_required()
@@ -152,11 +130,7 @@ def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
         preset: Any = entry.cls(entry.cls.Config())  # Any: `expand` is of its own contract
         expands = preset.expand()
         axes = [asdict(axis) for axis in axes_of(preset, manager)]
-    return {
-        "kind": entry.kind,
-        "name": entry.name,
-        "package": entry.package,
-        "version": entry.version,
+    return _origin(entry) | {
         "doc": inspect.getdoc(entry.cls) or "",
         "source": inspect.getsourcefile(entry.cls) or "unknown",
         "fields": fields,

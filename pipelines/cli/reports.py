@@ -1,4 +1,4 @@
-"""Shared by the commands that report: opening a run, where the page goes, tables at a terminal."""
+"""What the commands that report share: where the page goes, and tables at a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import print_json, text_console
+from posttrain.pipelines.cli.common import CommandContext, Result
+from posttrain.pipelines.inputs import resolve_configs
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -18,7 +19,7 @@ OutOption = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="File for the HTML page.  [default: a new one in HOME/reports]",
+        help="File for the HTML page.  \\[default: a new one in HOME/reports]",
         show_default=False,
     ),
 ]
@@ -28,36 +29,34 @@ StageOption = Annotated[
 ]
 
 
-def open_run(run: str, home: Path, store: Path) -> PastRun:
+def open_run(run: str, context: CommandContext) -> PastRun:
     """The run whose id begins with `run`, its config resolved."""
     from posttrain.core.run_record import find_run
-    from posttrain.pipelines.cli.common import resolve_configs
 
-    found = find_run(home, run)
+    found = find_run(context.home, run)
     resolved, manager = resolve_configs([found.config], None)
     from posttrain.core.artifacts import ArtifactStore
     from posttrain.pipelines.analysis.past_run import PastRun
 
-    return PastRun(found, resolved, manager, home, ArtifactStore(store))
+    return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
 
 
-def give(report: Report, what: str, home: Path, out: Path | None, as_json: bool) -> None:
-    """Write the page, then show the tables and, last, the JSON object with the page's path."""
+def give(context: CommandContext, report: Report, what: str, out: Path | None) -> Result:
+    """Write the page and show its tables; the result is the report with the page's path."""
     from posttrain.core.analysis.report import write_page
 
-    page = write_page(report_path(home, what, out), report.html())
-    console = text_console(as_json)
+    page = write_page(report_path(context.home, what, out), report.html())
+    console = context.console()
     report.show(console)
     console.print(f"page: {page}", markup=False)
-    if as_json:
-        give_json(report, page=str(page))
+    return result_of(report, page=str(page))
 
 
-def give_json(report: Report, **more: object) -> None:
-    """The report's JSON object as the last line of standard output."""
+def result_of(report: Report, **more: object) -> Result:
+    """The report's JSON object."""
     from posttrain.core.analysis.report import plain
 
-    print_json(plain({**report.values, **more}))
+    return Result({name: plain(value) for name, value in (report.values | more).items()})
 
 
 def report_path(home: Path, what: str, out: Path | None) -> Path:

@@ -7,15 +7,11 @@ from typing import Annotated
 import typer
 
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    StoreOption,
-    folders,
-    stdout_to_stderr,
+    CommandContext,
+    Result,
+    RunArgument,
+    command,
 )
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
 
@@ -29,10 +25,10 @@ EPILOG = (
 )
 
 
+@command(store=True)
 def rescore(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
-    ],
+    context: CommandContext,
+    run: RunArgument,
     reward: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,29 +39,22 @@ def rescore(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="One step, from 1.  [default: all steps kept]"),
+        typer.Option("--step", min=1, help="One step, from 1.  \\[default: all steps kept]"),
     ] = None,
     stage: StageOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
     out: OutOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Score the responses that a run kept under other rewards, and say what would change.
 
     Reports the distribution of each reward before and after, and within groups which pairs change
-    their order, which advantages change sign, and which groups become or stop being all-equal.
+    their order, which advantages change their sign, and which groups gain or lose their gradient.
     Writes nothing into the run.
     """
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            from posttrain.pipelines.analysis.rescoring import parse_reward
-            from posttrain.pipelines.analysis.rescoring import rescore as rescored
-            from posttrain.pipelines.quiet import quiet_libraries
+    from posttrain.pipelines.analysis.rescoring import parse_reward
+    from posttrain.pipelines.analysis.rescoring import rescore as rescored
+    from posttrain.pipelines.quiet import quiet_libraries
 
-            rewards = [parse_reward(text) for text in reward or ()]
-            quiet_libraries()
-            report = rescored(open_run(run, home, shared), stage, step, rewards)
-        give(report, "rescore", home, out, as_json)
+    rewards = [parse_reward(text) for text in reward or ()]
+    quiet_libraries()
+    report = rescored(open_run(run, context), stage, step, rewards)
+    return give(context, report, "rescore", out)

@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EPILOG_CODES,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    print_json,
-    stdout_to_stderr,
-    text_console,
-)
+from posttrain.core.errors import ResourceError
+from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 if TYPE_CHECKING:
     from posttrain.pipelines.rollback import RolledBack
@@ -26,12 +17,14 @@ EPILOG = (
     "Examples:\n\n"
     "  posttrain rollback quickstart --reason 'fails on long sums'\n\n"
     "  posttrain rollback quickstart --to 3\n\n"
-    "The version that is left is marked as taken back: no promotion brings it back, only "
+    "The version that loses the alias is marked as taken back: no promotion brings it back, only "
     "--to does. Everything is in the tags of both versions in MLflow.\n\n" + EPILOG_CODES
 )
 
 
+@command()
 def rollback(
+    context: CommandContext,
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The registered model.", show_default=False)
     ],
@@ -43,22 +36,14 @@ def rollback(
     reason: Annotated[
         str, typer.Option("--reason", help="Why, kept with the version.", show_default=False)
     ] = "",
-    home: HomeOption = DEFAULT_HOME,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Make the previous champion the champion again."""
-    home = home.expanduser().resolve()
-    with Boundary(as_json=as_json, debug=debug, log_home=home if home.is_dir() else None):
-        with stdout_to_stderr(as_json):
-            done = _roll_back(home, name, alias, to, reason)
-        text_console(as_json).print(done.told(), markup=False)
-        if as_json:
-            print_json({"status": "ok", **done.row()})
+    done = _roll_back(context.home, name, alias, to, reason)
+    context.console().print(done.told(), markup=False)
+    return Result({"status": "ok", **done.row()})
 
 
 def _roll_back(home: Path, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
-    from posttrain.core.errors import ResourceError
     from posttrain.pipelines.base_model import tracking_uri
 
     uri = tracking_uri(home)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posttrain.core.approval import ApprovalNeeded
-from posttrain.pipelines.cli.answers import answering_command, given_answers, terminal_ask
+from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
+    CommandContext,
     ConfigsArgument,
-    DebugOption,
-    HomeOption,
-    JsonOption,
+    Result,
     SetOption,
-    StoreOption,
-    folders,
-    print_json,
-    resolve_configs,
-    stdout_to_stderr,
-    text_console,
+    command,
 )
+from posttrain.pipelines.inputs import check_inputs, resolve_configs
+
+if TYPE_CHECKING:
+    from posttrain.core.approval import Answer, ApprovalRequest
+    from posttrain.pipelines.gates import Ask
+    from posttrain.pipelines.progress import PlainReporter, RichReporter
 
 EPILOG = (
     "Examples:\n\n"
@@ -43,14 +44,14 @@ EPILOG = (
 )
 
 
+@command(store=True, interrupted="interrupted; the same command continues the run")
 def run(
+    context: CommandContext,
     configs: ConfigsArgument,
     overrides: SetOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew instead of continuing an interrupted run.")
+        bool,
+        typer.Option("--fresh", help="Start again instead of continuing an interrupted run."),
     ] = False,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every stage, also those already computed.")
@@ -71,64 +72,123 @@ def run(
     reason: Annotated[
         str, typer.Option("--reason", help="Why, kept with the answer.", show_default=False)
     ] = "",
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Run the pipeline of a config. Stages that were computed before are reused."""
-    # Over 60 lines: half of them are the command's options.
-    home, shared = folders(home, store)
-    with Boundary(as_json=as_json, debug=debug):
-        resolved, manager = resolve_configs(configs, overrides)
-        from posttrain.pipelines.cli.checks import check_inputs
+    resolved, manager = resolve_configs(configs, overrides)
+    answers = given_answers(approve, reject, reason)
+    check_inputs(resolved, manager)
+    from posttrain.pipelines.progress import make_reporter
+    from posttrain.pipelines.run import RunOptions, execute
+    from posttrain.pipelines.summary import print_summary, to_json
 
-        answers = given_answers(approve, reject, reason)
-        check_inputs(resolved, manager)
-    interrupted = "interrupted; the same command continues the run"
-    waiting: ApprovalNeeded | None = None
-    with Boundary(as_json=as_json, debug=debug, log_home=home, interrupted=interrupted):
-        with stdout_to_stderr(as_json):
-            from posttrain.pipelines.progress import make_reporter
-            from posttrain.pipelines.run import RunOptions, execute
-
-            with make_reporter(json=as_json, plain=plain) as reporter:
-                options = RunOptions(
-                    home=home,
-                    store=shared,
-                    fresh=fresh,
-                    no_cache=no_cache,
-                    answers=answers,
-                    ask=terminal_ask(reporter, as_json=as_json),
-                )
-                try:
-                    result = execute(resolved, manager, options, reporter)
-                except ApprovalNeeded as needed:
-                    waiting = needed
-        if waiting is not None:
-            _tell_waiting(
-                waiting,
-                answering_command(configs, overrides, home, store and shared, _stage(waiting)),
-                as_json,
-            )
-            raise typer.Exit(waiting.exit_code)
-        from posttrain.pipelines.summary import print_summary, to_json
-
-        print_summary(result, text_console(as_json))
-        if as_json:
-            print_json(to_json(result))
-        if result.status not in ("completed", "no_new_data"):
-            raise typer.Exit(1)
+    with make_reporter(json=context.as_json, plain=plain) as reporter:
+        options = RunOptions(
+            home=context.home,
+            store=context.store,
+            fresh=fresh,
+            no_cache=no_cache,
+            answers=answers,
+            ask=terminal_ask(reporter, as_json=context.as_json),
+        )
+        waiting: ApprovalNeeded | None = None
+        try:
+            result = execute(resolved, manager, options, reporter)
+        except ApprovalNeeded as needed:
+            waiting = needed
+    if waiting is not None:
+        return _waiting(waiting, context, configs, overrides)
+    print_summary(result, context.console())
+    done = result.status in ("completed", "no_new_data")
+    return Result(to_json(result), exit_code=0 if done else 1)
 
 
-def _stage(needed: ApprovalNeeded) -> str:
+def _waiting(
+    needed: ApprovalNeeded,
+    context: CommandContext,
+    configs: Sequence[Path],
+    overrides: Sequence[str] | None,
+) -> Result:
+    """What the run waits for, and the commands that answer."""
     assert needed.request is not None, "gates raise it with their request"
-    return needed.request.stage
-
-
-def _tell_waiting(needed: ApprovalNeeded, commands: dict[str, str], as_json: bool) -> None:
-    """What is waited for, and the commands that answer."""
+    store = None if context.store == context.home / "artifacts" else context.store
+    stage = needed.request.stage
+    commands = answering_command(configs, overrides, context.home, store, stage)
     print(f"waiting: {needed}", file=sys.stderr)
-    for decision, command in commands.items():
-        print(f"  to {decision}: {command}", file=sys.stderr)
-    if as_json:
-        told = {"status": "waiting", "exit_code": needed.exit_code, "stage": _stage(needed)}
-        evidence = "" if needed.request is None else needed.request.markdown
-        print_json(told | {"message": str(needed), "commands": commands, "evidence": evidence})
+    for decision, words in commands.items():
+        print(f"  to {decision}: {words}", file=sys.stderr)
+    return Result(
+        {
+            "status": "waiting",
+            "exit_code": needed.exit_code,
+            "stage": stage,
+            "message": str(needed),
+            "commands": commands,
+            "evidence": needed.request.markdown,
+        },
+        exit_code=needed.exit_code,
+    )
+
+
+def given_answers(
+    approve: Sequence[str] | None, reject: Sequence[str] | None, reason: str
+) -> dict[str, Answer]:
+    """Answers of `--approve` and `--reject`, by stage; raises `ConfigError` for both at once."""
+    from posttrain.core.approval import Answer, this_person
+
+    both = set(approve or ()) & set(reject or ())
+    if both:
+        raise ConfigError(f"--approve and --reject both name '{sorted(both)[0]}'; give one of them")
+    if reason and not approve and not reject:
+        raise ConfigError("--reason is the reason of an answer: add --approve STAGE")
+    who = this_person()
+    named = [(stage, True) for stage in approve or ()]
+    named += [(stage, False) for stage in reject or ()]
+    return {stage: Answer.now(approved, who, reason, "command line") for stage, approved in named}
+
+
+def terminal_ask(reporter: PlainReporter | RichReporter, *, as_json: bool) -> Ask | None:
+    """What asks the person at the terminal; None where nobody is."""
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+
+    def ask(request: ApprovalRequest) -> Answer | None:
+        with reporter.paused():
+            return _prompt(request)
+
+    return ask
+
+
+def _prompt(request: ApprovalRequest) -> Answer | None:
+    """Show the evidence, read the decision and its reason; None at the end of the input."""
+    from posttrain.core.approval import Answer, this_person
+
+    print(f"\n=== stage '{request.stage}' asks for approval ===\n\n{request.markdown}")
+    try:
+        word = ""
+        while word not in ("approve", "reject"):
+            word = input("approve or reject? ").strip().lower()
+        reason = input("why? ")
+    except EOFError:
+        print()
+        return None
+    return Answer.now(word == "approve", this_person(), reason, "terminal")
+
+
+def answering_command(
+    configs: Sequence[Path],
+    overrides: Sequence[str] | None,
+    home: Path,
+    store: Path | None,
+    stage: str,
+) -> dict[str, str]:
+    """The commands that continue this run with an answer, by decision."""
+    words = ["posttrain", "run", *map(str, configs)]
+    for override in overrides or ():
+        words += ["--set", override]
+    words += ["--home", str(home)]
+    if store is not None:
+        words += ["--store", str(store)]
+    return {
+        decision: shlex.join([*words, f"--{decision}", stage, "--reason", "..."])
+        for decision in ("approve", "reject")
+    }

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,16 +15,9 @@ from typing import Annotated
 import typer
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
-    EXIT_INTERRUPTED,
-    Boundary,
-    DebugOption,
-    HomeOption,
-    JsonOption,
-    print_json,
-)
-from posttrain.pipelines.cli.servers import HOST, Server, ServerSpec, check_port, stop_all
+from posttrain.core.serving.process import ServerProcess
+from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
+from posttrain.pipelines.services.layout import HOST, answers, check_port
 
 EPILOG = (
     "Examples:\n\n"
@@ -33,57 +28,52 @@ EPILOG = (
 START_SECONDS = 180.0
 
 
+@command()
 def ui(
-    home: HomeOption = DEFAULT_HOME,
+    context: CommandContext,
     mlflow_port: Annotated[int, typer.Option("--mlflow-port", min=1, max=65535)] = 5000,
     prefect_port: Annotated[int, typer.Option("--prefect-port", min=1, max=65535)] = 4200,
     no_prefect: Annotated[bool, typer.Option("--no-prefect", help="MLflow only.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Start, see that both answer, stop, exit 0.")
+        bool, typer.Option("--check", help="Check that both answer, then stop and exit 0.")
     ] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Serve the MLflow and Prefect pages of a home on 127.0.0.1 until Ctrl-C."""
-    home = home.expanduser().resolve()
-    text = sys.stderr if as_json else sys.stdout
-    with Boundary(as_json=as_json, debug=debug):
-        specs = [mlflow_spec(home, mlflow_port)]
-        if not no_prefect:
-            specs.append(prefect_spec(home, prefect_port))
-        for spec in specs:
-            check_port(spec.port, spec.option, spec.name)
-        if len({spec.port for spec in specs}) < len(specs):
-            raise ResourceError(
-                f"port {mlflow_port} cannot serve both MLflow and Prefect; give them two ports"
-            )
-        prepare_home(home)
-        signal.signal(signal.SIGTERM, _interrupt)
-        servers: list[Server] = []
-        try:
-            servers += [Server(spec) for spec in specs]
-            for server in servers:
-                server.wait_until_ready(START_SECONDS)
-                url = f"http://{HOST}:{server.spec.port}"
-                print(f"{server.spec.name:<8} {url}", file=text, flush=True)
-            if as_json:
-                urls = {spec.name.lower(): f"http://{HOST}:{spec.port}" for spec in specs}
-                print_json({"status": "ok", **urls})
-            if not check:
-                print("Ctrl-C stops both", file=text, flush=True)
-                _watch(servers)
-        except KeyboardInterrupt:
-            print("stopping", file=text, flush=True)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        finally:
-            stop_all(servers)
+    specs = [mlflow_spec(context.home, mlflow_port)]
+    if not no_prefect:
+        specs.append(prefect_spec(context.home, prefect_port))
+    for spec in specs:
+        check_port(spec.port, spec.option, spec.name)
+    if len({spec.port for spec in specs}) < len(specs):
+        raise ResourceError(
+            f"port {mlflow_port} cannot serve both MLflow and Prefect; give them two ports"
+        )
+    prepare_home(context.home)
+    signal.signal(signal.SIGTERM, _interrupt)
+    servers: list[Server] = []
+    try:
+        servers += [Server(spec) for spec in specs]
+        urls = {spec.name: f"http://{HOST}:{spec.port}" for spec in specs}
+        for server in servers:
+            server.wait_until_ready(START_SECONDS)
+            print(f"{server.spec.name:<8} {urls[server.spec.name]}", flush=True)
+        # Not a `Result`: who starts the servers needs their addresses while they run.
+        context.print_json({"status": "ok"} | {name.lower(): url for name, url in urls.items()})
+        if not check:
+            print("Ctrl-C stops both", flush=True)
+            _watch(servers)
+    except KeyboardInterrupt:
+        print("stopping", flush=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        stop_all(servers)
 
 
 def _watch(servers: list[Server]) -> None:
     """Sleep until interrupted; `ResourceError` when a server ends by itself."""
     while True:
         for server in servers:
-            if not server.is_running():
+            if server.exit_code is not None:
                 server.wait_until_ready(0)
         time.sleep(0.5)
 
@@ -122,7 +112,7 @@ def mlflow_spec(home: Path, port: int) -> ServerSpec:
 
 
 def prefect_spec(home: Path, port: int) -> ServerSpec:
-    """Prefect over the home's database, without the services that write to it beside a run."""
+    """Prefect over the home's database, without the services that write to it."""
     base = f"http://{HOST}:{port}"
     environment = os.environ | {
         "PREFECT_HOME": str(home / "prefect"),
@@ -138,3 +128,53 @@ def prefect_spec(home: Path, port: int) -> ServerSpec:
     log = home / "logs" / "ui-prefect.log"
     health = (f"{base}/api/health", f"{base}/")
     return ServerSpec("Prefect", command, environment, port, "--prefect-port", health, log)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """How a server is started and how its readiness is seen; `environment` is all it gets."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+    option: str
+    health: Sequence[str]
+    log: Path
+
+
+class Server(ServerProcess):
+    """A running server, stopped with all its children, also when this process is killed."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(spec.command, spec.environment, spec.log)
+        self.spec = spec
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return once every health URL answers 200; `ResourceError` with the log's end if not."""
+        deadline = time.monotonic() + seconds
+        waiting = list(self.spec.health)
+        while waiting:
+            if self.exit_code is not None:
+                self._fail(f"stopped with exit code {self.exit_code}")
+            if answers(waiting[0]):
+                waiting.pop(0)
+            elif time.monotonic() > deadline:
+                self._fail(f"did not answer at {waiting[0]} within {seconds:.0f} s")
+            else:
+                time.sleep(0.2)
+
+    def _fail(self, what: str) -> None:
+        last = self.log_tail(1).strip() or "nothing"
+        raise ResourceError(
+            f"the {self.spec.name} server {what}; its log {self.log} ends with: {last}"
+        )
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """Stop all servers at once."""
+    for server in servers:
+        server.begin_stop()
+    for server in servers:
+        server.stop()

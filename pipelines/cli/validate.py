@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from posttrain.pipelines.cli.common import (
-    DEFAULT_HOME,
     EPILOG_CODES,
-    Boundary,
+    CommandContext,
     ConfigsArgument,
-    DebugOption,
-    HomeOption,
-    JsonOption,
+    Result,
     SetOption,
-    print_json,
-    resolve_configs,
-    stdout_to_stderr,
-    text_console,
+    command,
 )
+from posttrain.pipelines.inputs import check_inputs, resolve_configs
 
 EPILOG = (
     "Examples:\n\n"
@@ -24,32 +19,24 @@ EPILOG = (
 )
 
 
+@command()
 def validate(
-    configs: ConfigsArgument,
-    overrides: SetOption = None,
-    home: HomeOption = DEFAULT_HOME,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+    context: CommandContext, configs: ConfigsArgument, overrides: SetOption = None
+) -> Result:
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
-    with Boundary(as_json=as_json, debug=debug):
-        with stdout_to_stderr(as_json):
-            resolved, manager = resolve_configs(configs, overrides)
-            from posttrain.pipelines.base_model import find_base, with_model
-            from posttrain.pipelines.cli.checks import check_inputs
+    resolved, manager = resolve_configs(configs, overrides)
+    from posttrain.pipelines.base_model import find_base, with_model
 
-            found = find_base(resolved.config.model, home.expanduser())
-            inputs = check_inputs(with_model(resolved, found.section), manager)
-        config = resolved.config
-        console = text_console(as_json)
-        for split, problem in inputs.problems.items():
-            text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
-            console.print(text, markup=False)
-        console.print(
-            f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
-            f"task '{config.task.name}', model {config.model.source}",
-            markup=False,
-        )
-        if as_json:
-            plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-            print_json({"status": "ok", "order": list(resolved.order), "plugins": plugins})
+    found = find_base(resolved.config.model, context.home)
+    inputs = check_inputs(with_model(resolved, found.section), manager)
+    config, console = resolved.config, context.console()
+    for split, problem in inputs.problems.items():
+        text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
+        console.print(text, markup=False)
+    console.print(
+        f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
+        f"task '{config.task.name}', model {config.model.source}",
+        markup=False,
+    )
+    plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
+    return Result({"status": "ok", "order": list(resolved.order), "plugins": plugins})

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.servers import HOST, check_port
-from posttrain.pipelines.services.layout import Layout, Ports
+from posttrain.pipelines.services.layout import HOST, Layout, Ports, check_port
 from posttrain.pipelines.services.postgres import Cluster
 from posttrain.pipelines.services.processes import (
     find,

@@ -13,8 +13,7 @@ import subprocess
 from pathlib import Path
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.servers import HOST
-from posttrain.pipelines.services.layout import Layout, plain_environment
+from posttrain.pipelines.services.layout import HOST, Layout, plain_environment
 from posttrain.pipelines.services.processes import Launch, as_user, last_line
 
 ROLE = "posttrain"

@@ -16,8 +16,15 @@ from typing import Any
 import httpx
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.servers import HOST, answers
-from posttrain.pipelines.services.layout import POOL, Layout, Ports, exports, plain_environment
+from posttrain.pipelines.services.layout import (
+    HOST,
+    POOL,
+    Layout,
+    Ports,
+    answers,
+    exports,
+    plain_environment,
+)
 from posttrain.pipelines.services.postgres import ROLE
 from posttrain.pipelines.services.processes import Launch, find
 

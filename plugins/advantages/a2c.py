@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import ValueAdvantage, ValueConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
@@ -27,9 +26,3 @@ class A2cAdvantage(ValueAdvantage[A2cConfig]):
         """The temporal difference, and the same + V."""
         advantages = gae(steps, self.config.gamma, 0.0)
         return advantages, advantages + steps.values.double()
-
-
-@hookimpl
-def posttrain_register() -> list[type[A2cAdvantage]]:
-    """Offer this plugin."""
-    return [A2cAdvantage]

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import ValueAdvantage, ValueConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
@@ -53,9 +52,3 @@ class DecoupledGaeAdvantage(ValueAdvantage[DecoupledGaeConfig]):
         config = self.config
         advantages = gae(steps, config.gamma, self.lambdas(steps.lengths))
         return advantages, gae(steps, config.gamma, config.lam_critic) + steps.values.double()
-
-
-@hookimpl
-def posttrain_register() -> list[type[DecoupledGaeAdvantage]]:
-    """Offer this plugin."""
-    return [DecoupledGaeAdvantage]

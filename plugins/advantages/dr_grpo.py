@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 
 
 class DrGrpoConfig(GroupConfig):
@@ -27,9 +26,3 @@ class DrGrpoAdvantage(GroupAdvantage[DrGrpoConfig]):
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the group's mean."""
         return rewards - rewards.mean()
-
-
-@hookimpl
-def posttrain_register() -> list[type[DrGrpoAdvantage]]:
-    """Offer this plugin."""
-    return [DrGrpoAdvantage]

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import ValueAdvantage, ValueConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
@@ -41,9 +40,3 @@ class GaeAdvantage(ValueAdvantage[GaeConfig]):
         """GAE, and GAE + V."""
         advantages = gae(steps, self.config.gamma, self.config.lam)
         return advantages, advantages + steps.values.double()
-
-
-@hookimpl
-def posttrain_register() -> list[type[GaeAdvantage]]:
-    """Offer this plugin."""
-    return [GaeAdvantage]

@@ -11,7 +11,6 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 
 
@@ -80,9 +79,3 @@ class GdpoAdvantage(GroupAdvantage[GdpoConfig]):
         return (
             rewards if self.config.component_norm == "centre" else rewards / (1 + self.config.eps)
         )
-
-
-@hookimpl
-def posttrain_register() -> list[type[GdpoAdvantage]]:
-    """Offer this plugin."""
-    return [GdpoAdvantage]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 
 
@@ -69,9 +68,3 @@ class GpgAdvantage(GroupAdvantage[GpgConfig]):
         if num_informative == 0:
             return torch.zeros_like(result)
         return result * (num_rows / num_informative)
-
-
-@hookimpl
-def posttrain_register() -> list[type[GpgAdvantage]]:
-    """Offer this plugin."""
-    return [GpgAdvantage]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 
 
@@ -68,9 +67,3 @@ class GrpoAdvantage(GroupAdvantage[GrpoConfig]):
             std = groups.sample_std(others, config.ddof) + config.eps if usable else 1.0
             scores.append((value - others.mean()) / std)
         return torch.stack(scores)
-
-
-@hookimpl
-def posttrain_register() -> list[type[GrpoAdvantage]]:
-    """Offer this plugin."""
-    return [GrpoAdvantage]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Advantages, ComparisonConfig, TokenAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 from posttrain.core.math.steps import scored_steps, sums_of_later_steps
 
@@ -82,9 +81,3 @@ class GrpoProcessAdvantage(TokenAdvantage[GrpoProcessConfig]):
         if scores.numel() < 2 or groups.all_equal(scores, self.config.zero_tol):
             return torch.zeros_like(scores)
         return groups.z_scores(scores, self.config.ddof, self.config.eps)
-
-
-@hookimpl
-def posttrain_register() -> list[type[GrpoProcessAdvantage]]:
-    """Offer this plugin."""
-    return [GrpoProcessAdvantage]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 
 
 class MaxRlConfig(GroupConfig):
@@ -36,9 +35,3 @@ class MaxRlAdvantage(GroupAdvantage[MaxRlConfig]):
         if mean <= self.config.min_mean:
             return torch.zeros_like(rewards)
         return (rewards - mean) / mean
-
-
-@hookimpl
-def posttrain_register() -> list[type[MaxRlAdvantage]]:
-    """Offer this plugin."""
-    return [MaxRlAdvantage]

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, Advantages, TokenAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import rewards_to_go
 
 
@@ -32,9 +31,3 @@ class McReturnAdvantage(TokenAdvantage[McReturnConfig]):
         rewards = batch.column("token_rewards")
         returns = rewards_to_go(rewards, batch.response_mask, self.config.gamma)
         return Advantages(returns, returns=returns)
-
-
-@hookimpl
-def posttrain_register() -> list[type[McReturnAdvantage]]:
-    """Offer this plugin."""
-    return [McReturnAdvantage]

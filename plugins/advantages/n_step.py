@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import ValueAdvantage, ValueConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import ValuedSteps, n_step
 
 
@@ -32,9 +31,3 @@ class NStepAdvantage(ValueAdvantage[NStepConfig]):
         """The n-step difference, and the same + V."""
         advantages = n_step(steps, self.config.gamma, self.config.n)
         return advantages, advantages + steps.values.double()
-
-
-@hookimpl
-def posttrain_register() -> list[type[NStepAdvantage]]:
-    """Offer this plugin."""
-    return [NStepAdvantage]

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 
 
 class OpoConfig(GroupConfig):
@@ -30,9 +29,3 @@ class OpoAdvantage(GroupAdvantage[OpoConfig]):
         lengths = batch.response_mask[rows].double().sum(dim=1)
         total = lengths.sum()
         return rewards - ((lengths * rewards).sum() / total if total > 0 else rewards.mean())
-
-
-@hookimpl
-def posttrain_register() -> list[type[OpoAdvantage]]:
-    """Offer this plugin."""
-    return [OpoAdvantage]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Advantages, ComparisonConfig, TokenAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 from posttrain.core.math.gaps import close_gaps, reopen_gaps
 from posttrain.core.math.masking import masked
@@ -105,9 +104,3 @@ class OptimalTokenBaselineAdvantage(TokenAdvantage[OptimalTokenBaselineConfig]):
             ends = masked(position.expand(present.shape), present).amax(dim=1)
             baseline = torch.where(position > ends.topk(2).values[1], 0.0, baseline)
         return masked(onwards - baseline, present)
-
-
-@hookimpl
-def posttrain_register() -> list[type[OptimalTokenBaselineAdvantage]]:
-    """Offer this plugin."""
-    return [OptimalTokenBaselineAdvantage]

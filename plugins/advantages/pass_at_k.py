@@ -11,7 +11,6 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups, subsets
 
 
@@ -99,9 +98,3 @@ class PassAtKAdvantage(GroupAdvantage[PassAtKConfig]):
         std = groups.sample_std(rewards, config.ddof) + config.eps if config.norm_by_std else 1.0
         result[best.indices[0]] = (best.values[0] - best.values[1]) / std
         return result
-
-
-@hookimpl
-def posttrain_register() -> list[type[PassAtKAdvantage]]:
-    """Offer this plugin."""
-    return [PassAtKAdvantage]

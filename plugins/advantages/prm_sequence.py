@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 from posttrain.core.math.steps import Aggregate, aggregate_steps, scored_steps
 
@@ -81,9 +80,3 @@ class PrmSequenceAdvantage(GroupAdvantage[PrmSequenceConfig]):
     def alone(self, rewards: Tensor) -> Tensor:
         """Mean 0 and deviation 1 stand for what a group of one does not have."""
         return rewards / (1 + self.config.eps) if self.config.baseline == "z-score" else rewards
-
-
-@hookimpl
-def posttrain_register() -> list[type[PrmSequenceAdvantage]]:
-    """Offer this plugin."""
-    return [PrmSequenceAdvantage]

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, RowAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
 
@@ -28,9 +27,3 @@ class RawAdvantage(RowAdvantage[RawConfig]):
     def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
         """Rewards [B] of the scored rows."""
         return masked(groups.outcome_rewards(batch), batch.column("scored")), {}
-
-
-@hookimpl
-def posttrain_register() -> list[type[RawAdvantage]]:
-    """Offer this plugin."""
-    return [RawAdvantage]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, RowAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 
 STATE_PREFIX = "ema/"
@@ -92,9 +91,3 @@ class ReinforceBaselineAdvantage(RowAdvantage[ReinforceBaselineConfig]):
     def load_state(self, state: Mapping[str, float]) -> None:
         """Continue with these moving averages."""
         self._averages = {int(k.removeprefix(STATE_PREFIX)): v for k, v in state.items()}
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReinforceBaselineAdvantage]]:
-    """Offer this plugin."""
-    return [ReinforceBaselineAdvantage]

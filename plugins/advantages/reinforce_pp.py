@@ -8,7 +8,6 @@ from pydantic import Field
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, Advantages, TokenAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import rewards_to_go
 
 
@@ -40,9 +39,3 @@ class ReinforcePpAdvantage(TokenAdvantage[ReinforcePpConfig]):
         rewards = batch.column("token_rewards")
         returns = rewards_to_go(rewards, batch.response_mask, self.config.gamma)
         return Advantages(returns, returns=returns)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReinforcePpAdvantage]]:
-    """Offer this plugin."""
-    return [ReinforcePpAdvantage]

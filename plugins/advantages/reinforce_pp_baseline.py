@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 
 
 class ReinforcePpBaselineConfig(GroupConfig):
@@ -36,9 +35,3 @@ class ReinforcePpBaselineAdvantage(GroupAdvantage[ReinforcePpBaselineConfig]):
     def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
         """Deviations [G] from the group's mean."""
         return rewards - rewards.mean()
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReinforcePpBaselineAdvantage]]:
-    """Offer this plugin."""
-    return [ReinforcePpBaselineAdvantage]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageConfig, Advantages, TokenAdvantage
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import groups
 from posttrain.core.math.returns import rewards_to_go
 
@@ -47,9 +46,3 @@ class RemaxAdvantage(TokenAdvantage[RemaxConfig]):
             num_unscored += int(missing.any())
             baseline[rows] = torch.where(missing, rewards[rows].mean(), baseline[rows])
         return baseline, num_unscored
-
-
-@hookimpl
-def posttrain_register() -> list[type[RemaxAdvantage]]:
-    """Offer this plugin."""
-    return [RemaxAdvantage]

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
-from posttrain.core.hooks import hookimpl
 
 
 class RlooConfig(GroupConfig):
@@ -29,9 +28,3 @@ class RlooAdvantage(GroupAdvantage[RlooConfig]):
         """Deviations [G] from the mean of the others."""
         size = rewards.numel()
         return (rewards - rewards.mean()) * (size / (size - 1))
-
-
-@hookimpl
-def posttrain_register() -> list[type[RlooAdvantage]]:
-    """Offer this plugin."""
-    return [RlooAdvantage]

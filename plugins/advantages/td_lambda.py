@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import ValueAdvantage, ValueConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.returns import ValuedSteps, gae
 
 
@@ -32,9 +31,3 @@ class TdLambdaAdvantage(ValueAdvantage[TdLambdaConfig]):
         """G - V, which is GAE, and G."""
         advantages = gae(steps, self.config.gamma, self.config.lam)
         return advantages, advantages + steps.values.double()
-
-
-@hookimpl
-def posttrain_register() -> list[type[TdLambdaAdvantage]]:
-    """Offer this plugin."""
-    return [TdLambdaAdvantage]

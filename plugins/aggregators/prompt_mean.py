@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -30,9 +29,3 @@ class PromptMean(Aggregator[AggregatorConfig]):
         # A group without a token has none to weigh; 1 only keeps 0 / 0 away.
         group_tokens = counts.group_tokens.clamp(min=1)[:, None].to(valid)
         return valid / group_tokens / counts.num_groups
-
-
-@hookimpl
-def posttrain_register() -> list[type[PromptMean]]:
-    """Offer this plugin."""
-    return [PromptMean]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -28,9 +27,3 @@ class SeqMeanTokenMean(Aggregator[AggregatorConfig]):
         # An empty row has no token to weigh; 1 only keeps 0 / 0 away.
         lengths = valid.sum(dim=1, keepdim=True).clamp(min=1)
         return valid / lengths / counts.num_seqs
-
-
-@hookimpl
-def posttrain_register() -> list[type[SeqMeanTokenMean]]:
-    """Offer this plugin."""
-    return [SeqMeanTokenMean]

@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -46,9 +45,3 @@ class SeqMeanTokenSumNorm(Aggregator[SeqMeanTokenSumNormConfig]):
             return torch.zeros_like(mask_weights(mask))
         rows = 1.0 if self.config.verl_compat else counts.num_seqs
         return mask_weights(mask) / (rows * length)
-
-
-@hookimpl
-def posttrain_register() -> list[type[SeqMeanTokenSumNorm]]:
-    """Offer this plugin."""
-    return [SeqMeanTokenSumNorm]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -24,9 +23,3 @@ class SeqSumTokenMean(Aggregator[AggregatorConfig]):
         valid = mask_weights(mask)
         # An empty row has no token to weigh; 1 only keeps 0 / 0 away.
         return valid / valid.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-@hookimpl
-def posttrain_register() -> list[type[SeqSumTokenMean]]:
-    """Offer this plugin."""
-    return [SeqSumTokenMean]

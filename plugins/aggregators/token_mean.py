@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -24,9 +23,3 @@ class TokenMean(Aggregator[AggregatorConfig]):
         if counts.num_tokens == 0:
             return torch.zeros_like(mask_weights(mask))
         return mask_weights(mask) / counts.num_tokens
-
-
-@hookimpl
-def posttrain_register() -> list[type[TokenMean]]:
-    """Offer this plugin."""
-    return [TokenMean]

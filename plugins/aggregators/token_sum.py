@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import Aggregator, AggregatorConfig, Counts
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import mask_weights
 
 
@@ -21,9 +20,3 @@ class TokenSum(Aggregator[AggregatorConfig]):
     def weights(self, mask: Tensor, counts: Counts) -> Tensor:
         """1 for each valid token."""
         return mask_weights(mask)
-
-
-@hookimpl
-def posttrain_register() -> list[type[TokenSum]]:
-    """Offer this plugin."""
-    return [TokenSum]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class A2c(Algorithm[NoConfig]):
@@ -26,9 +25,3 @@ class A2c(Algorithm[NoConfig]):
             "entropy_coef": 0.01,
             "critic": {"clip": None},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[A2c]]:
-    """Offer this plugin."""
-    return [A2c]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Arpo(Algorithm[NoConfig]):
@@ -28,9 +27,3 @@ class Arpo(Algorithm[NoConfig]):
             "aggregator": "token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Arpo]]:
-    """Offer this plugin."""
-    return [Arpo]

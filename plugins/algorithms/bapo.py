@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Bapo(Algorithm[NoConfig]):
@@ -24,9 +23,3 @@ class Bapo(Algorithm[NoConfig]):
             "aggregator": "token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Bapo]]:
-    """Offer this plugin."""
-    return [Bapo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Bnpo(Algorithm[NoConfig]):
@@ -26,9 +25,3 @@ class Bnpo(Algorithm[NoConfig]):
             "aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True},
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Bnpo]]:
-    """Offer this plugin."""
-    return [Bnpo]

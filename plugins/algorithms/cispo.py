@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Cispo(Algorithm[NoConfig]):
@@ -23,9 +22,3 @@ class Cispo(Algorithm[NoConfig]):
             "aggregator": "token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Cispo]]:
-    """Offer this plugin."""
-    return [Cispo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class ClipCov(Algorithm[NoConfig]):
@@ -23,9 +22,3 @@ class ClipCov(Algorithm[NoConfig]):
             "aggregator": "token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[ClipCov]]:
-    """Offer this plugin."""
-    return [ClipCov]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Dapo(Algorithm[NoConfig]):
@@ -28,9 +27,3 @@ class Dapo(Algorithm[NoConfig]):
             "sampler": "dynamic",
             "rewards": ["dapo_rule", "soft_overlong"],
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Dapo]]:
-    """Offer this plugin."""
-    return [Dapo]

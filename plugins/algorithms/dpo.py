@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Dpo(Algorithm[NoConfig]):
@@ -23,9 +22,3 @@ class Dpo(Algorithm[NoConfig]):
             "preference_loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0},
             "f_divergence": "reverse_kl",
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Dpo]]:
-    """Offer this plugin."""
-    return [Dpo]

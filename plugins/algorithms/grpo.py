@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Grpo(Algorithm[NoConfig]):
@@ -28,9 +27,3 @@ class Grpo(Algorithm[NoConfig]):
                 "place": "loss",
             },
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Grpo]]:
-    """Offer this plugin."""
-    return [Grpo]

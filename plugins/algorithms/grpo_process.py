@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.core.hooks import hookimpl
 from posttrain.plugins.algorithms.grpo import Grpo
 
 
@@ -18,9 +17,3 @@ class GrpoProcess(Grpo):
     def expand(self) -> dict[str, object]:
         """Fields of an `rl` stage."""
         return {**super().expand(), "advantage": "grpo_process"}
-
-
-@hookimpl
-def posttrain_register() -> list[type[GrpoProcess]]:
-    """Offer this plugin."""
-    return [GrpoProcess]

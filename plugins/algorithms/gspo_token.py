@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.core.hooks import hookimpl
 from posttrain.plugins.algorithms.gspo import Gspo
 
 
@@ -19,9 +18,3 @@ class GspoToken(Gspo):
         """Fields of an `rl` stage."""
         own = {"name": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4}
         return {**super().expand(), "policy_loss": own}
-
-
-@hookimpl
-def posttrain_register() -> list[type[GspoToken]]:
-    """Offer this plugin."""
-    return [GspoToken]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Ipo(Algorithm[NoConfig]):
     """L = mean of (u / n_c - v / n_j - 1 / (2 tau))^2, tau = 0.1, n the numbers of tokens.
 
-    The gap has a target, so pairs that are already told apart stop pulling.
+    The gap has a target, so pairs that are already separated stop pulling.
     Source: arXiv:2310.12036, eq. 17.
     """
 
@@ -23,9 +22,3 @@ class Ipo(Algorithm[NoConfig]):
             "preference_loss": {"name": "ipo", "tau": 0.1, "norm": "mean"},
             "f_divergence": "reverse_kl",
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Ipo]]:
-    """Offer this plugin."""
-    return [Ipo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Kto(Algorithm[NoConfig]):
@@ -28,9 +27,3 @@ class Kto(Algorithm[NoConfig]):
             },
             "batch_size": 32,
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Kto]]:
-    """Offer this plugin."""
-    return [Kto]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Luspo(Algorithm[NoConfig]):
@@ -32,9 +31,3 @@ class Luspo(Algorithm[NoConfig]):
             "aggregator": "seq-mean-token-sum",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Luspo]]:
-    """Offer this plugin."""
-    return [Luspo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Ppo(Algorithm[NoConfig]):
@@ -31,9 +30,3 @@ class Ppo(Algorithm[NoConfig]):
             "critic": {"clip": 0.2, "epochs": 4},
             "epochs": 4,
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Ppo]]:
-    """Offer this plugin."""
-    return [Ppo]

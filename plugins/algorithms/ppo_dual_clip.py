@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class PpoDualClip(Algorithm[NoConfig]):
@@ -35,9 +34,3 @@ class PpoDualClip(Algorithm[NoConfig]):
             "critic": {"clip": 0.2, "epochs": 4},
             "epochs": 4,
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoDualClip]]:
-    """Offer this plugin."""
-    return [PpoDualClip]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class PpoPenalty(Algorithm[NoConfig]):
@@ -27,9 +26,3 @@ class PpoPenalty(Algorithm[NoConfig]):
             "critic": {"epochs": 4},
             "epochs": 4,
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoPenalty]]:
-    """Offer this plugin."""
-    return [PpoPenalty]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class PpoPtx(Algorithm[NoConfig]):
@@ -34,9 +33,3 @@ class PpoPtx(Algorithm[NoConfig]):
             "critic": {"clip": 0.2, "epochs": 4},
             "epochs": 4,
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoPtx]]:
-    """Offer this plugin."""
-    return [PpoPtx]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class ReinforcePp(Algorithm[NoConfig]):
@@ -27,9 +26,3 @@ class ReinforcePp(Algorithm[NoConfig]):
                 "place": "reward",
             },
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReinforcePp]]:
-    """Offer this plugin."""
-    return [ReinforcePp]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Remax(Algorithm[NoConfig]):
@@ -24,9 +23,3 @@ class Remax(Algorithm[NoConfig]):
             "aggregator": "seq-mean-token-sum",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Remax]]:
-    """Offer this plugin."""
-    return [Remax]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Rloo(Algorithm[NoConfig]):
@@ -28,9 +27,3 @@ class Rloo(Algorithm[NoConfig]):
                 "place": "reward",
             },
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Rloo]]:
-    """Offer this plugin."""
-    return [Rloo]

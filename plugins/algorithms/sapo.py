@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Sapo(Algorithm[NoConfig]):
@@ -24,9 +23,3 @@ class Sapo(Algorithm[NoConfig]):
             "aggregator": "seq-mean-token-mean",
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Sapo]]:
-    """Offer this plugin."""
-    return [Sapo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Trpo(Algorithm[NoConfig]):
@@ -26,9 +25,3 @@ class Trpo(Algorithm[NoConfig]):
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
             "critic": {},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Trpo]]:
-    """Offer this plugin."""
-    return [Trpo]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import Algorithm, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class Vapo(Algorithm[NoConfig]):
@@ -29,9 +28,3 @@ class Vapo(Algorithm[NoConfig]):
             "kl": {"controller": {"name": "fixed", "coef": 0.0}},
             "critic": {"pretrain_steps": 50},
         }
-
-
-@hookimpl
-def posttrain_register() -> list[type[Vapo]]:
-    """Offer this plugin."""
-    return [Vapo]

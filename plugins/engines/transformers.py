@@ -1,9 +1,9 @@
 """Rollouts with plain transformers: the engine that is always there, and the reference for others.
 
-Over 120 lines because the decode loop is our own instead of `generate`: a prompt's keys and values
-are computed once for its whole group, what all prompts begin with (a system prompt) once for all of
-them, finished rows leave the batch, log-probs come with the draw, and every response has its own
-random numbers, so neither batching nor order changes a result.
+The decode loop is our own instead of `generate`: a prompt's keys and values are computed once for
+its whole group, a prefix that all prompts share (a system prompt) once for all of them, finished
+rows leave the batch, log-probs come with the draw, and every response has its own random numbers,
+so neither batching nor order changes a result.
 Axes: N sequences (prompts x generations), T response tokens, L keys, S queries, H heads,
 K key heads, D head size, V vocabulary.
 """
@@ -20,9 +20,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.models.decoding import DecodingMemory, can_share
 from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
 from posttrain.core.rollout.engine_weights import EngineWeights
@@ -292,9 +291,9 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for index, ids in enumerate(sequences):
             by_length.setdefault(len(ids), []).append(index)
         values: list[list[float]] = [[] for _ in sequences]
-        for alike in by_length.values():
-            for start in range(0, len(alike), SCORED_TOGETHER):
-                some = alike[start : start + SCORED_TOGETHER]
+        for same in by_length.values():
+            for start in range(0, len(same), SCORED_TOGETHER):
+                some = same[start : start + SCORED_TOGETHER]
                 rows = torch.tensor([list(sequences[i]) for i in some], device=setup.device)
                 logits = self._model(input_ids=rows, use_cache=False).logits[:, :-1]
                 logprobs = logits.float().log_softmax(dim=-1)
@@ -336,9 +335,3 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         if self._weights is None:
             raise RunError(NOT_RUNNING)
         return self._weights
-
-
-@hookimpl
-def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
-    """Offer the engine."""
-    return [TransformersEngine]

@@ -1,8 +1,8 @@
 """Rollouts with vLLM inside this process; the only module that imports vllm, when it is started.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, and the vLLM project. Over 120 lines as vLLM changes
-its host process (thread settings, random generators, environment, process group) and this module
-puts each of them back. While it runs, vLLM owns torch.distributed's default process group.
+Source: Kwon et al. 2023, arXiv:2309.06180, and the vLLM project. vLLM changes its host process
+(thread settings, random generators, environment, process group), and this module restores each of
+them. While it runs, vLLM owns torch.distributed's default process group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.models.adapters import check_adapter
 from posttrain.core.rollout_sampling import (
     ENTROPY_TOKENS,
@@ -274,9 +273,3 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
         if self._setup is None:
             raise RunError("the vllm engine is not running: call start() before using it")
         return self._setup
-
-
-@hookimpl
-def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
-    """Offer the engine."""
-    return [VllmEngine]

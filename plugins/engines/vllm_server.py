@@ -1,7 +1,7 @@
 """Rollouts with vLLM servers over HTTP: replicas started here, or given by URL.
 
-Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). Over 120 lines as it has the settings
-of servers, requests and weight sync; what it does with them is in `posttrain.core.serving`.
+Source: vLLM's OpenAI-compatible server (docs.vllm.ai, 0.32). This module holds the
+settings of servers, requests and weight sync; `posttrain.core.serving` does the work.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, Plugin, PluginConfig, RolloutEngine
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.models.adapters import check_adapter
 from posttrain.core.rollout_sampling import (
     check_request,
@@ -288,9 +286,3 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         if self._unknown_weights:
             raise RunError(f"the vLLM servers cannot be used: {self._unknown_weights}")
         return fleet, setup
-
-
-@hookimpl
-def posttrain_register() -> list[type[Plugin[Any]]]:  # Any: plugins of every config type
-    """Offer the engine."""
-    return [VllmServerEngine]

@@ -1,7 +1,4 @@
-"""Tool use: the policy calls tools between tags and reads their results in its own response.
-
-Over 120 lines because the syntax of calls, results and instructions is all config.
-"""
+"""Tool use: the policy calls tools between tags and reads their results in its own response."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from posttrain.core.contracts import (
     ToolResult,
     Turn,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Problem
 
 
@@ -30,7 +26,7 @@ class ToolsConfig(PluginConfig):
     tools: tuple[Component, ...] = Field(
         default=(Component(name="calculator"),),
         min_length=1,
-        description="tools by name, with their own fields beside it",
+        description="tools by name, each with its own fields",
     )
     tags: dict[str, str] = Field(
         default={}, description="tool -> its tag; those that are not named have their own name's"
@@ -43,12 +39,14 @@ class ToolsConfig(PluginConfig):
         default="<result>{result}</result>", description="how a result is shown to the model"
     )
     max_calls: int = Field(
-        default=3, ge=1, description="of an episode; further calls are told so, and counted failed"
+        default=3,
+        ge=1,
+        description="calls of an episode, at most; further calls get an error and count as failed",
     )
     max_result_chars: int = Field(default=2000, ge=1, description="characters of a result, at most")
     instructions: str | None = Field(
         default=None,
-        description="what the model is told; {calls} is the list of tools. null = a short text",
+        description="instructions to the model; {calls} is the list of tools. null = a short text",
     )
     place: Literal["prompt", "system"] = Field(
         default="prompt", description="instructions end the prompt, or are the system message"
@@ -143,7 +141,7 @@ class ToolsEnvironment(Environment[ToolsConfig]):
         start, tag = max(opened)
         try:
             return self._tools[tag].call(text[start:end] if self.config.call_open else text[:end])
-        except Exception as error:  # anybody's tool: its fault is counted, and told to the model
+        except Exception as error:  # a tool may raise anything; the model reads its error
             return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)
 
     def _call(self, tag: str) -> str:
@@ -152,9 +150,3 @@ class ToolsEnvironment(Environment[ToolsConfig]):
 
     def _written(self, template: str, tag: str) -> str:
         return template.replace("{tag}", tag)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ToolsEnvironment]]:
-    """Offer this plugin."""
-    return [ToolsEnvironment]

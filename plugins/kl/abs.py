@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class AbsoluteKl(KlEstimator[NoConfig]):
@@ -22,9 +21,3 @@ class AbsoluteKl(KlEstimator[NoConfig]):
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """|d| [B, T], nats."""
         return (logprobs - ref_logprobs).abs()
-
-
-@hookimpl
-def posttrain_register() -> list[type[AbsoluteKl]]:
-    """Offer this plugin."""
-    return [AbsoluteKl]

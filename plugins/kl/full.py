@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 
 
 class FullKl(KlEstimator[NoConfig]):
@@ -36,9 +35,3 @@ class FullKl(KlEstimator[NoConfig]):
         impossible = probabilities.detach() == 0
         gap = logprobs.masked_fill(impossible, 0.0) - ref_logprobs.masked_fill(impossible, 0.0)
         return (probabilities * gap).sum(-1)
-
-
-@hookimpl
-def posttrain_register() -> list[type[FullKl]]:
-    """Offer this plugin."""
-    return [FullKl]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
-from posttrain.core.hooks import hookimpl
 
 
 class K1(KlEstimator[NoConfig]):
@@ -22,9 +21,3 @@ class K1(KlEstimator[NoConfig]):
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
         return logprobs - ref_logprobs
-
-
-@hookimpl
-def posttrain_register() -> list[type[K1]]:
-    """Offer this plugin."""
-    return [K1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 from posttrain.core.math.straight_through import straight_through
 
@@ -24,9 +23,3 @@ class K1Plus(KlEstimator[NoConfig]):
         """KL [B, T], nats."""
         gap = logprobs - ref_logprobs
         return straight_through(gap, kl.k2(gap))
-
-
-@hookimpl
-def posttrain_register() -> list[type[K1Plus]]:
-    """Offer this plugin."""
-    return [K1Plus]

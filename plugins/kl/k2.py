@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 
 
@@ -23,9 +22,3 @@ class K2(KlEstimator[NoConfig]):
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
         return kl.k2(logprobs - ref_logprobs)
-
-
-@hookimpl
-def posttrain_register() -> list[type[K2]]:
-    """Offer this plugin."""
-    return [K2]

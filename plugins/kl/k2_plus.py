@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.core.hooks import hookimpl
 from posttrain.plugins.kl.k2 import K2
 
 
@@ -13,9 +12,3 @@ class K2Plus(K2):
     """
 
     name = "k2+"
-
-
-@hookimpl
-def posttrain_register() -> list[type[K2Plus]]:
-    """Offer this plugin."""
-    return [K2Plus]

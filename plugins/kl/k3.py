@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, PluginConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 
 
@@ -37,9 +36,3 @@ class K3(KlEstimator[K3Config]):
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""
         return kl.k3(logprobs - ref_logprobs, self.config.input_clamp, self.config.output_clamp)
-
-
-@hookimpl
-def posttrain_register() -> list[type[K3]]:
-    """Offer this plugin."""
-    return [K3]

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 from posttrain.plugins.kl.k3 import K3Config
 
@@ -45,9 +44,3 @@ class K3Is(KlEstimator[K3IsConfig]):
             ratio = (logprobs - logprobs.detach()).exp()
         gap = logprobs - ref_logprobs
         return ratio * kl.k3(gap, self.config.input_clamp, self.config.output_clamp)
-
-
-@hookimpl
-def posttrain_register() -> list[type[K3Is]]:
-    """Offer this plugin."""
-    return [K3Is]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import kl
 from posttrain.core.math.straight_through import straight_through
 from posttrain.plugins.kl.k3 import K3Config
@@ -16,7 +15,7 @@ class K3Plus(KlEstimator[K3Config]):
 
     Unbiased both as a value and, on on-policy samples, as a gradient of KL(policy || reference).
     The clamps bound the value alone: the gradient is that of the unclamped d.
-    Formula: sg(k3) + k2 - sg(k2), `+` as in verl 0.9.1; the bias it mends: arXiv:2506.09477.
+    Formula: sg(k3) + k2 - sg(k2), `+` as in verl 0.9.1; the bias it removes: arXiv:2506.09477.
     """
 
     name = "k3+"
@@ -27,9 +26,3 @@ class K3Plus(KlEstimator[K3Config]):
         gap = logprobs - ref_logprobs
         value = kl.k3(gap.detach(), self.config.input_clamp, self.config.output_clamp)
         return straight_through(value, kl.k2(gap))
-
-
-@hookimpl
-def posttrain_register() -> list[type[K3Plus]]:
-    """Offer this plugin."""
-    return [K3Plus]

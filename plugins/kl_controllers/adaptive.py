@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from posttrain.core.contracts import MovingController, StartConfig
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.kl_control import proportional_factor
 
 
@@ -72,9 +71,3 @@ class AdaptiveController(MovingController[AdaptiveConfig]):
             self.coef *= proportional_factor(
                 measured, config.target, num_rows, config.horizon, config.clip
             )
-
-
-@hookimpl
-def posttrain_register() -> list[type[AdaptiveController]]:
-    """Offer this plugin."""
-    return [AdaptiveController]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from posttrain.core.contracts import KlController, PluginConfig
-from posttrain.core.hooks import hookimpl
 
 
 class FixedConfig(PluginConfig):
@@ -26,9 +25,3 @@ class FixedController(KlController[FixedConfig]):
     def coefficient(self) -> float:
         """The configured coefficient."""
         return self.config.coef
-
-
-@hookimpl
-def posttrain_register() -> list[type[FixedController]]:
-    """Offer this plugin."""
-    return [FixedController]

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import MovingController, StartConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.kl_control import halving_factor
 
 
@@ -49,9 +48,3 @@ class PpoHalvingController(MovingController[PpoHalvingConfig]):
         moved = self.coef * halving_factor(kl_per_token, config.target, config.factor, config.band)
         ceiling = math.inf if config.max_coef is None else config.max_coef
         self.coef = min(max(moved, config.min_coef), ceiling)
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoHalvingController]]:
-    """Offer this plugin."""
-    return [PpoHalvingController]

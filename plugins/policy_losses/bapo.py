@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.bounds import BoundRange, candidates, search
 from posttrain.core.math.masking import masked
@@ -108,9 +107,3 @@ class BapoLoss(PolicyLoss[BapoConfig]):
         live = ratios.unclipped(ratio, flags)
         metrics = flags | ratios.ratio_metrics(ratio, log_ratio, live, advantages, mask)
         return TokenLoss(loss, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[BapoLoss]]:
-    """Offer this plugin."""
-    return [BapoLoss]

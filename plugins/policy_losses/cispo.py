@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -65,9 +64,3 @@ class CispoLoss(AnchoredLoss[CispoConfig]):
         log_ratio = ratios.clamped(by_token, config.ratio_clamp)
         metrics |= ratios.ratio_metrics(ratio, log_ratio, weight, advantages, mask)
         return TokenLoss(-advantages * weight * masked(logprobs, mask), mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[CispoLoss]]:
-    """Offer this plugin."""
-    return [CispoLoss]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import covariance, ratios
 from posttrain.core.math.masking import masked
 
@@ -91,9 +90,3 @@ class ClipCovLoss(PolicyLoss[ClipCovConfig]):
 
     def _bounds(self) -> tuple[float, float]:
         return 1 - self.config.clip_low, 1 + self.config.clip_high
-
-
-@hookimpl
-def posttrain_register() -> list[type[ClipCovLoss]]:
-    """Offer this plugin."""
-    return [ClipCovLoss]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -79,9 +78,3 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
             return (new - old).abs()
         rest = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
         return -old * log_ratio + (1 - old) * rest
-
-
-@hookimpl
-def posttrain_register() -> list[type[DppoLoss]]:
-    """Offer this plugin."""
-    return [DppoLoss]

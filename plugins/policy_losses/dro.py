@@ -7,7 +7,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PluginConfig, PolicyLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -40,9 +39,3 @@ class DroLoss(PolicyLoss[DroConfig]):
         pull = 0.5 * self.config.beta * log_ratio.square()
         loss = pull - advantages * masked(logprobs, mask)
         return TokenLoss(loss, mask, ratios.kl_metrics(log_ratio, mask))
-
-
-@hookimpl
-def posttrain_register() -> list[type[DroLoss]]:
-    """Offer this plugin."""
-    return [DroLoss]

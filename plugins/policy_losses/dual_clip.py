@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from posttrain.core.hooks import hookimpl
 from posttrain.plugins.policy_losses.ppo_clip import PpoClipConfig, PpoClipLoss
 
 
@@ -25,9 +24,3 @@ class DualClipLoss(PpoClipLoss):
 
     name = "dual_clip"
     Config = DualClipConfig
-
-
-@hookimpl
-def posttrain_register() -> list[type[DualClipLoss]]:
-    """Offer this plugin."""
-    return [DualClipLoss]

@@ -14,7 +14,6 @@ from posttrain.core.contracts import (
     SequenceRatioConfig,
     TokenLoss,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -81,9 +80,3 @@ class GmpoLoss(PolicyLoss[GmpoConfig]):
         for name, side in (("pos", signs > 0), ("neg", signs < 0)):
             metrics[f"clip/band_{name}_frac"] = masked((outside & side).to(ratio.dtype), mask)
         return TokenLoss(loss, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[GmpoLoss]]:
-    """Offer this plugin."""
-    return [GmpoLoss]

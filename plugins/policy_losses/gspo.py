@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.core.hooks import hookimpl
 from posttrain.plugins.policy_losses.ppo_clip import PpoClipConfig, PpoClipLoss
 
 
@@ -30,9 +29,3 @@ class GspoLoss(PpoClipLoss):
 
     name = "gspo"
     Config = GspoConfig
-
-
-@hookimpl
-def posttrain_register() -> list[type[GspoLoss]]:
-    """Offer this plugin."""
-    return [GspoLoss]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -56,9 +55,3 @@ class GspoTokenLoss(PolicyLoss[GspoTokenConfig]):
         metrics = flags | ratios.ratio_metrics(ratio, by_token, live, advantages, mask)
         metrics["clip/seq_frac"] = ratios.row_flags(flags["clip/frac"], mask)
         return TokenLoss(loss, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[GspoTokenLoss]]:
-    """Offer this plugin."""
-    return [GspoTokenLoss]

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import masked
 from posttrain.core.math.ratios import clamped, log_ratios, ratio_metrics
 
@@ -37,9 +36,3 @@ class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
         ratio = log_ratio.exp()
         metrics = ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ImportancePgLoss]]:
-    """Offer this plugin."""
-    return [ImportancePgLoss]

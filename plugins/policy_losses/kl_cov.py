@@ -8,7 +8,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import covariance, ratios
 from posttrain.core.math.masking import masked
 
@@ -69,9 +68,3 @@ class KlCovLoss(PolicyLoss[KlCovConfig]):
         metrics["kl/old_abs"] = masked(by_token.detach().abs(), mask)
         metrics["cov/picked_frac"] = masked(penalised.to(ratio.dtype), mask)
         return TokenLoss(penalty - advantages * ratio, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[KlCovLoss]]:
-    """Offer this plugin."""
-    return [KlCovLoss]

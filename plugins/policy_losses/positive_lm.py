@@ -6,7 +6,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import NoConfig, PolicyLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import masked
 
 
@@ -33,9 +32,3 @@ class PositiveLmLoss(PolicyLoss[NoConfig]):
         """Loss [B, T] in nats, and the mask of the correct responses' tokens."""
         mask = self.loss_mask(micro)
         return TokenLoss(-masked(logprobs, mask), mask)
-
-
-@hookimpl
-def posttrain_register() -> list[type[PositiveLmLoss]]:
-    """Offer this plugin."""
-    return [PositiveLmLoss]

@@ -15,7 +15,6 @@ from posttrain.core.contracts import (
     SequenceRatioConfig,
     TokenLoss,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -74,9 +73,3 @@ class PpoClipLoss(PolicyLoss[PpoClipConfig]):
         if config.ratio_level == "sequence":
             metrics["clip/seq_frac"] = ratios.row_flags(flags["clip/frac"], mask)
         return TokenLoss(loss, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoClipLoss]]:
-    """Offer this plugin."""
-    return [PpoClipLoss]

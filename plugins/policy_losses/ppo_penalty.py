@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.kl_control import halving_factor
 from posttrain.core.math.masking import masked
@@ -79,9 +78,3 @@ class PpoPenaltyLoss(PolicyLoss[PpoPenaltyConfig]):
     def load_state(self, state: Mapping[str, float]) -> None:
         """Continue with a checkpoint's beta."""
         self.beta = state["beta"]
-
-
-@hookimpl
-def posttrain_register() -> list[type[PpoPenaltyLoss]]:
-    """Offer this plugin."""
-    return [PpoPenaltyLoss]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import NoConfig, PolicyLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import masked
 
 
@@ -31,9 +30,3 @@ class PtxLoss(PolicyLoss[NoConfig]):
     ) -> TokenLoss:
         """Loss [B, T] of every token that the batch's mask keeps."""
         return TokenLoss(-masked(logprobs, micro.mask), micro.mask)
-
-
-@hookimpl
-def posttrain_register() -> list[type[PtxLoss]]:
-    """Offer this plugin."""
-    return [PtxLoss]

@@ -13,7 +13,6 @@ from posttrain.core.contracts import (
     SequenceRatioConfig,
     TokenLoss,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -58,9 +57,3 @@ class RlooSeqLoss(PolicyLoss[RlooSeqConfig]):
         metrics = flags | ratios.ratio_metrics(ratio, by_token, live, advantages, mask)
         metrics["clip/seq_frac"] = ratios.row_flags(flags["clip/frac"], mask)
         return TokenLoss(loss, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[RlooSeqLoss]]:
-    """Offer this plugin."""
-    return [RlooSeqLoss]

@@ -16,7 +16,6 @@ from posttrain.core.contracts import (
     SequenceRatioConfig,
     TokenLoss,
 )
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -69,9 +68,3 @@ class SapoLoss(PolicyLoss[SapoConfig]):
         log_ratio = ratios.clamped(by_token, config.ratio_clamp)
         metrics = ratios.ratio_metrics(ratio, log_ratio, weight, advantages, mask)
         return TokenLoss(-advantages * gate * 4 / tau, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[SapoLoss]]:
-    """Offer this plugin."""
-    return [SapoLoss]

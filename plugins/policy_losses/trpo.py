@@ -7,7 +7,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
 
@@ -63,9 +62,3 @@ class TrpoLoss(PolicyLoss[TrpoConfig]):
         ratio = log_ratio.exp()
         metrics = ratios.ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[TrpoLoss]]:
-    """Offer this plugin."""
-    return [TrpoLoss]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PluginConfig, PolicyLoss, Prepared, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.masking import masked
 from posttrain.core.math.ratios import kl_metrics, log_ratios
 
@@ -47,9 +46,3 @@ class VanillaPgLoss(PolicyLoss[VanillaPgConfig]):
             metrics = kl_metrics(log_ratios(logprobs, micro.old_logprobs, mask), mask)
         score = (new - new.detach()).exp() if self.config.ratio_form else new
         return TokenLoss(-advantages * score, mask, metrics)
-
-
-@hookimpl
-def posttrain_register() -> list[type[VanillaPgLoss]]:
-    """Offer this plugin."""
-    return [VanillaPgLoss]

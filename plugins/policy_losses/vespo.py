@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked, row_means, row_sums
 
@@ -71,9 +70,3 @@ class VespoLoss(PolicyLoss[VespoConfig]):
         of_rows = torch.where(mask.bool().any(dim=1), row_means(phi, mask), 1.0)
         metrics["vespo/phi"] = of_rows.to(phi.dtype)
         return TokenLoss(-advantages * phi * masked(logprobs, mask), mask, metrics, ratio)
-
-
-@hookimpl
-def posttrain_register() -> list[type[VespoLoss]]:
-    """Offer this plugin."""
-    return [VespoLoss]

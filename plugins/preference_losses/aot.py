@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import matched_by_rank, smoothed_logistic
 
 
@@ -23,7 +22,7 @@ class AotLoss(BetaPairLoss[AotConfig]):
 
     F = logsigmoid; ranks are taken over the whole mini-batch. A pair's gap is compared with the
     reference's gap of the same *rank*, which makes the policy's distribution of gaps dominate the
-    reference's. With one pair, and whenever both sort alike, it is DPO; ln 2 at the reference.
+    reference's. With one pair, and when both have the same order, it is DPO; ln 2 at the reference.
     Source: arXiv:2406.05882 (paired).
     """
 
@@ -45,9 +44,3 @@ class AotLoss(BetaPairLoss[AotConfig]):
         chosen, rejected = pairs.logps()
         logits = self.config.beta * (chosen - rejected - ref_gap)
         return smoothed_logistic(logits, self.config.label_smoothing)
-
-
-@hookimpl
-def posttrain_register() -> list[type[AotLoss]]:
-    """Offer this plugin."""
-    return [AotLoss]

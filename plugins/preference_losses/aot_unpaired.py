@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import matched_by_rank, smoothed_logistic
 from posttrain.plugins.preference_losses.aot import AotConfig
 
@@ -46,9 +45,3 @@ class AotUnpairedLoss(BetaPairLoss[AotConfig]):
 
     def _term(self, gap: Tensor) -> Tensor:
         return smoothed_logistic(self.config.beta * gap, self.config.label_smoothing)
-
-
-@hookimpl
-def posttrain_register() -> list[type[AotUnpairedLoss]]:
-    """Offer this plugin."""
-    return [AotUnpairedLoss]

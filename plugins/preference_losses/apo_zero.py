@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class ApoZeroLoss(BetaPairLoss[BetaConfig]):
@@ -24,9 +23,3 @@ class ApoZeroLoss(BetaPairLoss[BetaConfig]):
         """Loss [B] of each pair."""
         chosen, rejected = self.config.beta * pairs.chosen, self.config.beta * pairs.rejected
         return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ApoZeroLoss]]:
-    """Offer this plugin."""
-    return [ApoZeroLoss]

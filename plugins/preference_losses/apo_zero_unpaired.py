@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, LabelledScores, LabelLoss, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class ApoZeroUnpairedConfig(BetaConfig):
@@ -40,9 +39,3 @@ class ApoZeroUnpairedLoss(LabelLoss[ApoZeroUnpairedConfig]):
             config.desirable_weight * torch.sigmoid(-gain),
             config.undesirable_weight * torch.sigmoid(gain),
         )
-
-
-@hookimpl
-def posttrain_register() -> list[type[ApoZeroUnpairedLoss]]:
-    """Offer this plugin."""
-    return [ApoZeroUnpairedLoss]

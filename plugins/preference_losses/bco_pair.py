@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class BcoPairLoss(BetaPairLoss[BetaConfig]):
@@ -24,9 +23,3 @@ class BcoPairLoss(BetaPairLoss[BetaConfig]):
         """Loss [B] of each pair."""
         chosen, rejected = self.config.beta * pairs.chosen, self.config.beta * pairs.rejected
         return -logsigmoid(chosen) - logsigmoid(-rejected)
-
-
-@hookimpl
-def posttrain_register() -> list[type[BcoPairLoss]]:
-    """Offer this plugin."""
-    return [BcoPairLoss]

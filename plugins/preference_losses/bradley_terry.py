@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posttrain.core.contracts import PairLoss, PairScores, PluginConfig, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class BradleyTerryConfig(PluginConfig):
@@ -44,9 +43,3 @@ class BradleyTerryLoss(PairLoss[BradleyTerryConfig]):
         if self.config.centre_coef == 0:
             return loss
         return loss + self.config.centre_coef * (pairs.chosen + pairs.rejected).square()
-
-
-@hookimpl
-def posttrain_register() -> list[type[BradleyTerryLoss]]:
-    """Offer this plugin."""
-    return [BradleyTerryLoss]

@@ -1,4 +1,4 @@
-"""CPO: DPO without a reference, beside supervised learning (arXiv:2401.08417)."""
+"""CPO: DPO without a reference, plus supervised learning (arXiv:2401.08417)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import smoothed_logistic
 
 
@@ -40,9 +39,3 @@ class CpoLoss(BetaPairLoss[CpoConfig]):
         chosen, rejected = pairs.logps()
         loss = smoothed_logistic(config.beta * (chosen - rejected), config.label_smoothing)
         return loss + config.cpo_alpha * pairs.token_mean_nll() if config.cpo_alpha > 0 else loss
-
-
-@hookimpl
-def posttrain_register() -> list[type[CpoLoss]]:
-    """Offer this plugin."""
-    return [CpoLoss]

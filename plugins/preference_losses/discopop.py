@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import capped_exp
 
 
@@ -36,9 +35,3 @@ class DiscopopLoss(BetaPairLoss[DiscopopConfig]):
         logits = self.config.beta * (pairs.chosen - pairs.rejected)
         modulation = torch.sigmoid(logits / self.config.tau)
         return -(1 - modulation) * logsigmoid(logits) + modulation * capped_exp(-logits)
-
-
-@hookimpl
-def posttrain_register() -> list[type[DiscopopLoss]]:
-    """Offer this plugin."""
-    return [DiscopopLoss]

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import smoothed_logistic
 
 
@@ -57,9 +56,3 @@ class DpoLoss(BetaPairLoss[DpoConfig]):
         logits = config.beta * gap - config.margin_coef * pairs.margin
         loss = smoothed_logistic(logits, config.label_smoothing)
         return loss + config.sft_coef * pairs.token_mean_nll() if config.sft_coef > 0 else loss
-
-
-@hookimpl
-def posttrain_register() -> list[type[DpoLoss]]:
-    """Offer this plugin."""
-    return [DpoLoss]

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class ExoPairConfig(BetaConfig):
@@ -38,9 +37,3 @@ class ExoPairLoss(BetaPairLoss[ExoPairConfig]):
         return log_chosen.exp() * (log_chosen - math.log1p(-smoothing)) + log_rejected.exp() * (
             log_rejected - math.log(smoothing)
         )
-
-
-@hookimpl
-def posttrain_register() -> list[type[ExoPairLoss]]:
-    """Offer this plugin."""
-    return [ExoPairLoss]

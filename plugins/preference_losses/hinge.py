@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class HingeLoss(BetaPairLoss[BetaConfig]):
@@ -23,9 +22,3 @@ class HingeLoss(BetaPairLoss[BetaConfig]):
     def pair_loss(self, pairs: PairScores, prepared: Prepared | None = None) -> Tensor:
         """Loss [B] of each pair."""
         return relu(1 - self.config.beta * (pairs.chosen - pairs.rejected))
-
-
-@hookimpl
-def posttrain_register() -> list[type[HingeLoss]]:
-    """Offer this plugin."""
-    return [HingeLoss]

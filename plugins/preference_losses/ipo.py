@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import PairLoss, PairScores, PluginConfig, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class IpoConfig(PluginConfig):
@@ -28,7 +27,7 @@ class IpoLoss(PairLoss[IpoConfig]):
 
     At the reference h = 0, so the first loss is 1 / (4 tau^2): 25 for tau 0.1. The gradient in h is
     2 (h - 1 / (2 tau)): it turns round once the gap is 1 / (2 tau), where DPO's never ends.
-    Source: arXiv:2310.12036 eq. 17; the mean per token is what its authors told TRL they use.
+    Source: arXiv:2310.12036 eq. 17; the mean per token is what its authors reported to TRL.
     """
 
     name = "ipo"
@@ -44,9 +43,3 @@ class IpoLoss(PairLoss[IpoConfig]):
         if self.config.norm == "mean":
             chosen, rejected = pairs.per_token(chosen, rejected)
         return (chosen - rejected - 1 / (2 * self.config.tau)).square()
-
-
-@hookimpl
-def posttrain_register() -> list[type[IpoLoss]]:
-    """Offer this plugin."""
-    return [IpoLoss]

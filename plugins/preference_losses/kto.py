@@ -8,7 +8,6 @@ from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, LabelledScores, LabelLoss, Prepared
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 
 
 class KtoConfig(BetaConfig):
@@ -60,9 +59,3 @@ class KtoLoss(LabelLoss[KtoConfig]):
             config.desirable_weight * torch.sigmoid(-gain),  # 1 - sigmoid(x) = sigmoid(-x)
             config.undesirable_weight * torch.sigmoid(gain),
         )
-
-
-@hookimpl
-def posttrain_register() -> list[type[KtoLoss]]:
-    """Offer this plugin."""
-    return [KtoLoss]

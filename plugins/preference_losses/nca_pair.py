@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class NcaPairLoss(BetaPairLoss[BetaConfig]):
@@ -25,9 +24,3 @@ class NcaPairLoss(BetaPairLoss[BetaConfig]):
         chosen, rejected = self.config.beta * pairs.chosen, self.config.beta * pairs.rejected
         both = logsigmoid(-chosen) + logsigmoid(-rejected)
         return -logsigmoid(chosen) - 0.5 * both
-
-
-@hookimpl
-def posttrain_register() -> list[type[NcaPairLoss]]:
-    """Offer this plugin."""
-    return [NcaPairLoss]

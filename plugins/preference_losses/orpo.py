@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import log_odds_ratio
 
 
@@ -25,7 +24,7 @@ class OrpoLoss(BetaPairLoss[OrpoConfig]):
     """l = sft_coef * NLL(chosen) - beta logsigmoid(log odds ratio) [B].
 
     odds = p / (1 - p) of p = exp(S(y) / |y|), the geometric mean of an answer's token
-    probabilities. No reference model is loaded. Equal mean log-probs cost beta ln 2 beside the NLL.
+    probabilities. No reference model is loaded. Equal mean log-probs cost beta ln 2 plus the NLL.
     Source: arXiv:2403.07691, eq. 6 and 7.
     """
 
@@ -48,9 +47,3 @@ class OrpoLoss(BetaPairLoss[OrpoConfig]):
 
     def _log_odds(self, pairs: PairScores) -> Tensor:
         return log_odds_ratio(*pairs.per_token(*pairs.logps()))
-
-
-@hookimpl
-def posttrain_register() -> list[type[OrpoLoss]]:
-    """Offer this plugin."""
-    return [OrpoLoss]

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class RobustConfig(BetaConfig):
@@ -35,9 +34,3 @@ class RobustLoss(BetaPairLoss[RobustConfig]):
         logits = self.config.beta * (pairs.chosen - pairs.rejected)
         right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
         return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
-
-
-@hookimpl
-def posttrain_register() -> list[type[RobustLoss]]:
-    """Offer this plugin."""
-    return [RobustLoss]

@@ -1,11 +1,10 @@
-"""Negative log-likelihood of the chosen answers, as a term beside a preference loss."""
+"""Negative log-likelihood of the chosen answers, as a term added to a preference loss."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from posttrain.core.contracts import NoConfig, PairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class SftLoss(PairLoss[NoConfig]):
@@ -24,9 +23,3 @@ class SftLoss(PairLoss[NoConfig]):
     def pair_loss(self, pairs: PairScores, prepared: Prepared | None = None) -> Tensor:
         """Share [B] of each pair."""
         return pairs.token_mean_nll()
-
-
-@hookimpl
-def posttrain_register() -> list[type[SftLoss]]:
-    """Offer this plugin."""
-    return [SftLoss]

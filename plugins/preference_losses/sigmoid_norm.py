@@ -6,14 +6,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class SigmoidNormLoss(BetaPairLoss[BetaConfig]):
     """l = -logsigmoid(beta (u / n_c - v / n_j)) [B], n the answers' numbers of tokens.
 
     ln 2 at the reference. Repeating an answer's every token with the same log-ratio changes
-    nothing, so length alone is no reward. beta is per token: usual values are larger than DPO's.
+    nothing, so length alone is not rewarded. beta is per token: usual values are larger than DPO's.
     Source: arXiv:2411.15124, section 5 (there with beta 5).
     """
 
@@ -24,9 +23,3 @@ class SigmoidNormLoss(BetaPairLoss[BetaConfig]):
         """Loss [B] of each pair."""
         chosen, rejected = pairs.per_token(pairs.chosen, pairs.rejected)
         return -logsigmoid(self.config.beta * (chosen - rejected))
-
-
-@hookimpl
-def posttrain_register() -> list[type[SigmoidNormLoss]]:
-    """Offer this plugin."""
-    return [SigmoidNormLoss]

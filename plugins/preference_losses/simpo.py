@@ -6,7 +6,6 @@ from pydantic import Field
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.preference import capped_exp, smoothed_logistic
 
 
@@ -54,9 +53,3 @@ class SimpoLoss(BetaPairLoss[SimpoConfig]):
         if alpha == 0:
             return mean_logps
         return (1 - capped_exp(-alpha * mean_logps)) / alpha
-
-
-@hookimpl
-def posttrain_register() -> list[type[SimpoLoss]]:
-    """Offer this plugin."""
-    return [SimpoLoss]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.hooks import hookimpl
 
 
 class SppoHardLoss(BetaPairLoss[BetaConfig]):
@@ -23,9 +22,3 @@ class SppoHardLoss(BetaPairLoss[BetaConfig]):
         """Loss [B] of each pair."""
         target = 1 / (2 * self.config.beta)
         return (pairs.chosen - target).square() + (pairs.rejected + target).square()
-
-
-@hookimpl
-def posttrain_register() -> list[type[SppoHardLoss]]:
-    """Offer this plugin."""
-    return [SppoHardLoss]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.contracts import NoConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -29,9 +28,3 @@ class AccuracyReward(Reward[NoConfig]):
             )
             for sample in samples
         ]
-
-
-@hookimpl
-def posttrain_register() -> list[type[AccuracyReward]]:
-    """Offer this plugin."""
-    return [AccuracyReward]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -52,9 +51,3 @@ class ArpoRuleReward(Reward[ArpoRuleConfig]):
             return Score(0.0, detail="wrong answer")
         bonus = self.config.bonus * all(call in text for call in self.config.calls)
         return Score(verdict + bonus, components={"verdict": verdict, "bonus": bonus})
-
-
-@hookimpl
-def posttrain_register() -> list[type[ArpoRuleReward]]:
-    """Offer this plugin."""
-    return [ArpoRuleReward]

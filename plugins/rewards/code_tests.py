@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.hooks import hookimpl
 from posttrain.core.sandbox.model import SandboxLimits, SandboxSettings
 from posttrain.core.sandbox.runner import Sandbox
 from posttrain.core.sandbox.unit_tests import read_tests, run_tests
@@ -20,7 +19,7 @@ _PYTHON = ("python", "python3", "py")
 
 
 STARTING_S = 10.0
-"""What the sandbox itself may take beside, on a busy machine."""
+"""Seconds that the sandbox itself may take on a busy machine."""
 
 
 class CodeTestsConfig(PluginConfig):
@@ -110,9 +109,3 @@ def last_block(text: str) -> str:
     marked: list[str] = [body for mark, body in blocks if mark in _PYTHON]
     plain = [body for mark, body in blocks if not mark]
     return (marked or plain or [""])[-1]
-
-
-@hookimpl
-def posttrain_register() -> list[type[CodeTestsReward]]:
-    """Offer this plugin."""
-    return [CodeTestsReward]

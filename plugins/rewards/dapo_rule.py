@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.contracts import NoConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -30,9 +29,3 @@ class DapoRuleReward(Reward[NoConfig]):
             )
             for sample in samples
         ]
-
-
-@hookimpl
-def posttrain_register() -> list[type[DapoRuleReward]]:
-    """Offer this plugin."""
-    return [DapoRuleReward]

@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -41,8 +40,8 @@ class ExactMatchReward(Reward[ExactMatchConfig]):
     """R_i = 1[answer in the response = problem.answer], else 0.
 
     A response without the marker, or that the pattern does not match, is 0 and its `detail` says
-    so. Both sides are treated alike (`ignore_case`, `white_space`); an empty reference is the
-    data's fault: unscored, status `error`. Beware of nested repetitions in your pattern.
+    so. `ignore_case` and `white_space` apply to both sides. An empty reference is the data's fault:
+    unscored, status `error`. Beware of nested repetitions in your pattern.
     Source: rule-based accuracy reward, DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
     """
 
@@ -80,9 +79,3 @@ class ExactMatchReward(Reward[ExactMatchConfig]):
             return folded
         joint = {"strip": None, "collapse": " ", "remove": ""}[self.config.white_space]
         return folded.strip() if joint is None else joint.join(folded.split())
-
-
-@hookimpl
-def posttrain_register() -> list[type[ExactMatchReward]]:
-    """Offer this plugin."""
-    return [ExactMatchReward]

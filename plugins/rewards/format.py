@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 THINK_THEN_ANSWER = r"<think>.*?</think>\s*<answer>.*?</answer>"
@@ -87,9 +86,3 @@ class FormatReward(Reward[FormatConfig]):
         share = sum(right.values()) / len(right)
         value = share if self.config.partial_credit else float(not wrong)
         return Score(value, detail=f"not in form: {wrong}" if wrong else "", components=right)
-
-
-@hookimpl
-def posttrain_register() -> list[type[FormatReward]]:
-    """Offer this plugin."""
-    return [FormatReward]

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.data import strict_json
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*?)\n```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -88,9 +87,3 @@ class JsonSchemaReward(Reward[JsonSchemaConfig]):
 
 def _failed(detail: str, *, parsed: bool) -> Score:
     return Score(0.0, detail=detail, components={"parsed": float(parsed), "fits": 0.0})
-
-
-@hookimpl
-def posttrain_register() -> list[type[JsonSchemaReward]]:
-    """Offer this plugin."""
-    return [JsonSchemaReward]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -47,9 +46,3 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
             for prompt, group in groups.items()
         }
         return [Score(0.0 - price[s.prompt_ids] * len(s.response_ids)) for s in samples]
-
-
-@hookimpl
-def posttrain_register() -> list[type[LengthGroupRelReward]]:
-    """Offer this plugin."""
-    return [LengthGroupRelReward]

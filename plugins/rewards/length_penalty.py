@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -36,9 +35,3 @@ class LengthPenaltyReward(Reward[LengthPenaltyConfig]):
         alpha, free = self.config.alpha, self.config.free_tokens
         # 0.0 first: the price of nothing is 0, not -0.
         return [Score(0.0 - alpha * max(0, len(s.response_ids) - free)) for s in samples]
-
-
-@hookimpl
-def posttrain_register() -> list[type[LengthPenaltyReward]]:
-    """Offer this plugin."""
-    return [LengthPenaltyReward]

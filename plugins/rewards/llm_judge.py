@@ -1,7 +1,4 @@
-"""A language model's grade of a response, from any OpenAI-compatible endpoint.
-
-Longer than other plugins because of its settings: an endpoint, a rubric, a scale, and limits.
-"""
+"""A language model's grade of a response, from any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.hooks import hookimpl
 from posttrain.core.judging.cache import ReplyCache, key_of
 from posttrain.core.judging.client import ChatClient, Endpoint, Message, Reply, api_key
 from posttrain.core.judging.limits import Budget, Pace
@@ -98,7 +94,7 @@ class LlmJudgeConfig(PluginConfig):
         try:
             groups = re.compile(self.score_pattern).groups
         except re.error as error:
-            raise ValueError(f"score_pattern is no regular expression: {error}") from error
+            raise ValueError(f"score_pattern is not a regular expression: {error}") from error
         if groups < 1:
             raise ValueError("score_pattern has no group: put the score into (...)")
         return self
@@ -112,12 +108,12 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
     failure: `timeout`, or `error` for a refusal, garbage, or a budget that is spent; never a zero.
     The cache is keyed by rubric, model, prompt, response, temperature, length and number of the
     vote, not by the endpoint; only replies with a score are kept. Budgets count from the stage's
-    start, so a resumed stage starts anew; what the cache knows is free.
+    start, so a resumed stage starts again at 0; cached replies cost nothing.
 
-    The response stands between marks that it cannot know, and the judge is told not to obey it.
-    That makes injection harder, not impossible: a policy trained long enough on a judge finds what
-    the judge likes. Look at the best-scored samples, and keep a reward beside it that can be
-    checked. At temperature 0 votes of one model mostly agree; raise it to make them differ.
+    The response stands between marks made of its own hash, and the judge is instructed not to obey
+    it. That makes injection harder, not impossible: a policy trained long enough on a judge finds
+    what the judge likes. Look at the best-scored samples, and add a reward that can be checked. At
+    temperature 0 votes of one model mostly agree; raise it to make them differ.
     Source: LLM as a judge, arXiv:2306.05685; median of votes as in G-Eval, arXiv:2303.16634.
     """
 
@@ -232,9 +228,3 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
             bounds = f"[{self.config.low:g}, {self.config.high:g}]"
             return Reply(None, "error", f"the judge's score {score:g} is outside {bounds}")
         return score
-
-
-@hookimpl
-def posttrain_register() -> list[type[LlmJudgeReward]]:
-    """Offer this plugin."""
-    return [LlmJudgeReward]

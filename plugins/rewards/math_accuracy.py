@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.final_answers import (
     after_marker,
     as_latex,
@@ -111,9 +110,3 @@ def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's 
         targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
     found: list[Any] = parse(text, targets, fallback_mode="no_fallback", parsing_timeout=None)
     return found
-
-
-@hookimpl
-def posttrain_register() -> list[type[MathAccuracyReward]]:
-    """Offer this plugin."""
-    return [MathAccuracyReward]

@@ -1,7 +1,4 @@
-"""Scores of a response's steps from a process reward model (arXiv:2305.20050, arXiv:2312.08935).
-
-Over 120 lines because it maps steps to tokens before it asks the model, and scores to steps after.
-"""
+"""Scores of a response's steps from a process reward model (arXiv:2305.20050, arXiv:2312.08935)."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.hooks import hookimpl
 from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
@@ -34,7 +30,7 @@ class ProcessRewardConfig(PluginConfig):
     tokens: Literal["policy", "own"] = Field(
         default="policy",
         description="policy: the tokens as sampled, for a model with the policy's vocabulary; own: "
-        "the texts, tokenised anew for this model (the policy's tokens stay as they are)",
+        "the texts, tokenised again for this model (the policy's tokens stay as they are)",
     )
 
 
@@ -137,9 +133,3 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
         }
         parts = {"min": found["min"], "mean": found["mean"], "steps": float(len(values))}
         return Score(found[self.config.aggregate], steps=steps, components=parts)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ProcessRewardReward]]:
-    """Offer this plugin."""
-    return [ProcessRewardReward]

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.shaping import repetition_penalty
 from posttrain.core.types import RewardSample, Score
 
@@ -48,9 +47,3 @@ class RepetitionReward(Reward[RepetitionConfig]):
             ]
         penalties = repetition_penalty(rows, ngram=self.config.ngram, penalty=self.config.penalty)
         return [Score(penalty + 0.0) for penalty in penalties.tolist()]
-
-
-@hookimpl
-def posttrain_register() -> list[type[RepetitionReward]]:
-    """Offer this plugin."""
-    return [RepetitionReward]

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
 from posttrain.core.data.packing import response_batch
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ class RewardModelConfig(PluginConfig):
     """Settings of `reward_model`."""
 
     transform: Literal["sigmoid", "none"] = Field(
-        default="sigmoid", description="sigmoid: into (0, 1), beside a 0/1 reward; none: raw logit"
+        default="sigmoid", description="sigmoid: into (0, 1), next to a 0/1 reward; none: raw logit"
     )
 
 
@@ -69,9 +68,3 @@ class RewardModelReward(Reward[RewardModelConfig]):
             shaped = logits.sigmoid() if self.config.transform == "sigmoid" else logits
             values += shaped.tolist()
         return [Score(value) for value in values]
-
-
-@hookimpl
-def posttrain_register() -> list[type[RewardModelReward]]:
-    """Offer this plugin."""
-    return [RewardModelReward]

@@ -8,7 +8,6 @@ import torch
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.shaping import soft_overlong
 from posttrain.core.types import RewardSample, Score
 
@@ -77,9 +76,3 @@ class SoftOverlongReward(Reward[SoftOverlongConfig]):
             floor=self.config.floor,
         )
         return [Score(penalty) for penalty in penalties.tolist()]
-
-
-@hookimpl
-def posttrain_register() -> list[type[SoftOverlongReward]]:
-    """Offer this plugin."""
-    return [SoftOverlongReward]

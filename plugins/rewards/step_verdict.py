@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.contracts import NoConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -29,9 +28,3 @@ class StepVerdictReward(Reward[NoConfig]):
             mean = sum(step.correct for step in steps) / len(steps) if steps else 0.0
             scores.append(Score(mean, detail="" if steps else "no step found", steps=steps))
         return scores
-
-
-@hookimpl
-def posttrain_register() -> list[type[StepVerdictReward]]:
-    """Offer this plugin."""
-    return [StepVerdictReward]

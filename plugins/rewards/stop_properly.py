@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
@@ -54,9 +53,3 @@ class StopProperlyReward(Reward[StopProperlyConfig]):
         coef, correct = self.config.coef, sample.verdict.correct
         change = {"scale": (coef - 1) * correct, "set": coef - correct, "subtract": -coef}
         return Score(change[self.config.mode] + 0.0, detail="cut by the length limit")
-
-
-@hookimpl
-def posttrain_register() -> list[type[StopProperlyReward]]:
-    """Offer this plugin."""
-    return [StopProperlyReward]

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.data import strict_json
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -109,9 +108,3 @@ def _validators(tools: Any) -> dict[str, Any]:  # Any: JSON; jsonschema's valida
             raise ValueError(f"a tool is an object with a name and parameters, not {tool!r:.80}")
         made[function["name"]] = strict_json.validator(function.get("parameters", {}))
     return made
-
-
-@hookimpl
-def posttrain_register() -> list[type[ToolCallReward]]:
-    """Offer this plugin."""
-    return [ToolCallReward]

@@ -7,7 +7,6 @@ import math
 from pydantic import Field
 
 from posttrain.core.contracts import GeneralCorrection, WeightedConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import Rejection, Weighting
 
 
@@ -46,9 +45,3 @@ class MisGeo(GeneralCorrection[MisGeoConfig]):
         bounds = -math.log(self.config.high), -math.log(self.config.low)
         mean_ratio = Rejection("k1", "seq_mean", low=bounds[0], high=bounds[1])
         return (mean_ratio, *super().rejections())
-
-
-@hookimpl
-def posttrain_register() -> list[type[MisGeo]]:
-    """Offer this plugin."""
-    return [MisGeo]

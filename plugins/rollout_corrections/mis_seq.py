@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from posttrain.core.contracts import GeneralCorrection, WeightedConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import Weighting
 
 
@@ -32,9 +31,3 @@ class MisSeq(GeneralCorrection[MisSeqConfig]):
         """One weight per response."""
         config = self.config
         return Weighting("seq", "mask", config.low or 0.0, config.high, config.batch_norm_w)
-
-
-@hookimpl
-def posttrain_register() -> list[type[MisSeq]]:
-    """Offer this plugin."""
-    return [MisSeq]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from posttrain.core.contracts import GeneralCorrection, WeightedConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import Weighting
 
 
@@ -32,9 +31,3 @@ class MisToken(GeneralCorrection[MisTokenConfig]):
         """One weight per token."""
         config = self.config
         return Weighting("token", "mask", config.low or 0.0, config.high, config.batch_norm_w)
-
-
-@hookimpl
-def posttrain_register() -> list[type[MisToken]]:
-    """Offer this plugin."""
-    return [MisToken]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import CorrectionConfig, GeneralCorrection
-from posttrain.core.hooks import hookimpl
 
 
 class NoCorrection(GeneralCorrection[CorrectionConfig]):
@@ -15,9 +14,3 @@ class NoCorrection(GeneralCorrection[CorrectionConfig]):
 
     name = "none"
     Config = CorrectionConfig
-
-
-@hookimpl
-def posttrain_register() -> list[type[NoCorrection]]:
-    """Offer this plugin."""
-    return [NoCorrection]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import CorrectionConfig, GeneralCorrection
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import off_policy_rows
 from posttrain.core.math.mismatch import known_tokens, log_ratio
 
@@ -30,7 +29,7 @@ class Opsm(GeneralCorrection[OpsmConfig]):
     """Keep token t of response i iff A_it >= 0 or mean_s(anchor_is - sg(logprobs_is)) <= delta.
 
     The mean is over the response's tokens whose anchor is known, under the *current* log-probs, so
-    it is taken in every micro-batch. Good responses are never dropped. There is no weight.
+    it is taken in every micro-batch. Good responses are never dropped. Tokens have no weight.
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
 
@@ -45,9 +44,3 @@ class Opsm(GeneralCorrection[OpsmConfig]):
         moved = off_policy_rows(-log_ratio(logprobs, anchor, micro.mask), known, self.config.delta)
         kept = (micro.column("advantages") >= 0) | ~moved
         return (micro.mask.bool() & kept).to(micro.mask.dtype)
-
-
-@hookimpl
-def posttrain_register() -> list[type[Opsm]]:
-    """Offer this plugin."""
-    return [Opsm]

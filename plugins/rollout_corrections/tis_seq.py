@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from posttrain.core.contracts import GeneralCorrection, WeightedConfig
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import Weighting
 
 
@@ -38,9 +37,3 @@ class TisSeq(GeneralCorrection[TisSeqConfig]):
             high=self.config.high,
             batch_norm=self.config.batch_norm_w,
         )
-
-
-@hookimpl
-def posttrain_register() -> list[type[TisSeq]]:
-    """Offer this plugin."""
-    return [TisSeq]

@@ -7,7 +7,6 @@ import math
 from pydantic import Field
 
 from posttrain.core.contracts import CorrectionConfig, GeneralCorrection
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.correction import Rejection
 
 
@@ -33,9 +32,3 @@ class Veto(GeneralCorrection[VetoConfig]):
         """The largest k1 = -d of a response, and the config's own."""
         worst = Rejection("k1", "seq_max", high=-math.log(self.config.threshold))
         return (worst, *super().rejections())
-
-
-@hookimpl
-def posttrain_register() -> list[type[Veto]]:
-    """Offer this plugin."""
-    return [Veto]

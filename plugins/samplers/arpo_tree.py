@@ -1,7 +1,4 @@
-"""ARPO's tree: responses branch after tool results that leave the policy uncertain.
-
-Over 120 lines because a tree is grown round by round for all prompts at once, with its bookkeeping.
-"""
+"""ARPO's tree: responses branch after tool results that leave the policy uncertain."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.contracts.rollout import Episode
 from posttrain.core.errors import ConfigError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.rollout.episodes import completion_of
 from posttrain.core.runtime.seeding import derive_seed
 
@@ -77,7 +73,7 @@ class ArpoTreeSampler(Sampler[ArpoTreeConfig]):
     H is the mean entropy of a turn's first k tokens over ln V: exact where the engine knows the
     whole distribution, else over its 20 likeliest tokens, renormalised. H_init is that of the
     response's first turn, for a branch its root's. N responses begin; a branch goes on from just
-    after the tool result, beside the response whose k tokens were read, and may itself branch
+    after the tool result, next to the response whose k tokens were read, and may itself branch
     after its next result. No prompt gets more than M leaves; when all are done, fresh responses
     to the prompt fill what is left. M = N is plain sampling. All chance comes from the seed.
 
@@ -182,9 +178,3 @@ def _metrics(trees: Sequence[_Tree], groups: Sequence[SampledGroup]) -> dict[str
         "tree/topped_up": sum(tree.topped_up for tree in trees) / len(trees),
         "tree/shared_tokens_frac": 1.0 - distinct / max(1, total),
     }
-
-
-@hookimpl
-def posttrain_register() -> list[type[ArpoTreeSampler]]:
-    """Offer this plugin."""
-    return [ArpoTreeSampler]

@@ -1,7 +1,4 @@
-"""Dynamic sampling: prompts that teach nothing are replaced by others (DAPO, arXiv:2503.14476).
-
-Over 120 lines because what is kept, dropped and carried over is counted, and survives a restart.
-"""
+"""Dynamic sampling: prompts without a gradient are replaced by others (DAPO, arXiv:2503.14476)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from posttrain.core.contracts import (
     Sampler,
 )
 from posttrain.core.errors import RunError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.rollout.group_json import (
     groups_from_json,
     groups_to_json,
@@ -269,9 +265,3 @@ def _version(group: SampledGroup) -> int:
 def _tokens(group: SampledGroup) -> int:
     """Tokens of a group's responses that the policy sampled."""
     return sum(sum(c.sampled) if c.sampled else len(c.token_ids) for c in group.completions)
-
-
-@hookimpl
-def posttrain_register() -> list[type[DynamicSampler]]:
-    """Offer this plugin."""
-    return [DynamicSampler]

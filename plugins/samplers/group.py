@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from posttrain.core.contracts import NoConfig, RolloutRequest, SampledRollout, Sampler
-from posttrain.core.hooks import hookimpl
 
 
 class GroupSampler(Sampler[NoConfig]):
@@ -18,9 +17,3 @@ class GroupSampler(Sampler[NoConfig]):
     def sample(self, request: RolloutRequest) -> SampledRollout:
         """One group of `params.num_generations` completions for each prompt, in order."""
         return SampledRollout(request.generate(request.prompts, request.params))
-
-
-@hookimpl
-def posttrain_register() -> list[type[GroupSampler]]:
-    """Offer this plugin."""
-    return [GroupSampler]

@@ -1,7 +1,4 @@
-"""Two-operand arithmetic, as a plain question or as a one-sentence story.
-
-Longer than other plugins because it holds the generator, the story texts and the verifier.
-"""
+"""Two-operand arithmetic, as a plain question or as a one-sentence story."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answers import numbers_in, same_number
 from posttrain.core.math.splits import split_of, stable_hash, too_few
 from posttrain.core.types import Problem, Split, Verdict
@@ -209,9 +205,3 @@ class ArithmeticTask(Task[ArithmeticConfig]):
             return Verdict(0.0, None)
         answer = numbers[-1 if self.config.match == "last_number" else 0]
         return Verdict(float(same_number(answer, problem.answer)), answer)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ArithmeticTask]]:
-    """Offer this plugin."""
-    return [ArithmeticTask]

@@ -7,7 +7,6 @@ import random
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Task
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.splits import split_of, too_few
 from posttrain.core.types import Problem, Split, StepVerdict, Verdict
 
@@ -66,9 +65,3 @@ class DigitsTask(Task[DigitsConfig]):
     def _keys(self, split: Split) -> list[str]:
         every = (f"{n:0{self.config.places}d}" for n in range(10**self.config.places))
         return [key for key in every if split_of(key, self.config.held_out_permille) == split]
-
-
-@hookimpl
-def posttrain_register() -> list[type[DigitsTask]]:
-    """Offer this plugin."""
-    return [DigitsTask]

@@ -1,8 +1,4 @@
-"""GSM8K: grade-school problems with worked solutions that end in `#### <number>`.
-
-Over 120 lines because it reads the data from three kinds of places, brings the marked solutions as
-preferences, and says of each line what is wrong with it.
-"""
+"""GSM8K: grade-school problems with worked solutions that end in `#### <number>`."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from posttrain.core.data.preference_rows import PreferenceRow
 from posttrain.core.data.problems import problems_digest
 from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolve_revision
 from posttrain.core.errors import DataError
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answers import is_number, same_number
 from posttrain.core.math.final_numbers import final_number, only_number_after
 from posttrain.core.math.splits import text_key, too_few
@@ -244,9 +239,3 @@ def _read(path: Path, setting: str) -> Iterable[JsonRow]:
     if path.suffix == ".parquet":
         return parquet_rows(path, ("question", "answer"), setting)
     return read_json_lines(path, setting, EXAMPLE)
-
-
-@hookimpl
-def posttrain_register() -> list[type[Gsm8kTask]]:
-    """Offer this plugin."""
-    return [Gsm8kTask]

@@ -9,7 +9,6 @@ from pydantic import Field
 from posttrain.core.data.json_lines import JsonRow
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.data.tables import HubSource, hub_rows, resolve_revision
-from posttrain.core.hooks import hookimpl
 
 MEND = "download its files, and use the task `parquet` or `jsonl` on them"
 
@@ -62,9 +61,3 @@ class HubTask(RowTask[HubConfig]):
     def source(self) -> str:
         """The data set and its commit."""
         return f"hub {self._hub}"
-
-
-@hookimpl
-def posttrain_register() -> list[type[HubTask]]:
-    """Offer this plugin."""
-    return [HubTask]

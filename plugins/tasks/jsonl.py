@@ -10,7 +10,6 @@ from pydantic import Field
 from posttrain.core.data.json_lines import JsonRow, stream_json_lines
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.errors import DataError
-from posttrain.core.hooks import hookimpl
 
 
 class JsonlConfig(RowConfig):
@@ -28,7 +27,7 @@ class JsonlTask(RowTask[JsonlConfig]):
     """Problems of a file or folder. Formula: key = the prompt without extra white space.
 
     Held out are the problems of `held_out_path`, or without one those with sha256(key) mod 1000 <
-    held_out_permille. The file is read a line at a time, and a wrong line is told by its number.
+    held_out_permille. The file is read a line at a time, and an error names the line by its number.
     Source: own; the format is that of https://jsonlines.org.
     """
 
@@ -62,9 +61,3 @@ def files_at(path: Path, setting: str) -> list[Path]:
     if not found:
         raise DataError(f"the folder {path} has no *.jsonl file: correct {setting}, or add one")
     return found
-
-
-@hookimpl
-def posttrain_register() -> list[type[JsonlTask]]:
-    """Offer this plugin."""
-    return [JsonlTask]

@@ -11,7 +11,6 @@ from pydantic import Field
 from posttrain.core.data.json_lines import JsonRow
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.data.tables import expand, parquet_rows
-from posttrain.core.hooks import hookimpl
 
 
 class ParquetConfig(RowConfig):
@@ -52,9 +51,3 @@ class ParquetTask(RowTask[ParquetConfig]):
         if config.held_out_path is not None:
             files += expand(config.held_out_path, ".parquet", "task.held_out_path")
         return files
-
-
-@hookimpl
-def posttrain_register() -> list[type[ParquetTask]]:
-    """Offer this plugin."""
-    return [ParquetTask]

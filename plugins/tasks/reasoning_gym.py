@@ -1,7 +1,4 @@
-"""Problems that the package reasoning-gym generates, judged by its own scorers.
-
-Longer than other plugins because it checks the settings of a hundred foreign generators by name.
-"""
+"""Problems that the package reasoning-gym generates, judged by its own scorers."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.hooks import hookimpl
 from posttrain.core.math.answer_forms import is_arithmetic, is_data, is_polynomial
 from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.antiderivative import is_antiderivative
@@ -129,7 +125,7 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
 
     Formula: key = the question without extra white space; held out if and only if
     sha256(key) mod 1000 < held_out_permille (the generators' seeds play no part: equal items come
-    from different seeds). The worked answer is "expression = answer" where the generator tells its
+    from different seeds). The worked answer is "expression = answer" where the generator gives its
     expression, else the answer; it is empty where a problem has many answers and the generator
     names none, which supervised stages refuse. Of datasets whose scorer evaluates answers as code,
     some get only answers of a harmless form (arithmetic, polynomials, literals; all others are
@@ -189,7 +185,7 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
         return found
 
     def _item(self, name: str, block_seed: int, index: int) -> dict[str, Any]:
-        """Item `index` of the block with this seed, made anew each time it is asked for."""
+        """Item `index` of the block with this seed, made again each time it is asked for."""
         if (name, block_seed) not in self._blocks:
             settings = self.config.datasets[name].config
             self._blocks[(name, block_seed)] = create(name, settings, block_seed)
@@ -251,9 +247,3 @@ def _problem(key: str, name: str, seed: int, index: int, item: dict[str, Any]) -
     worked = f"{expression} = {answer}" if told else answer
     place = {"dataset": name, "seed": str(seed), "index": str(index)}
     return Problem(key, question, answer, worked, place)
-
-
-@hookimpl
-def posttrain_register() -> list[type[ReasoningGymTask]]:
-    """Offer this plugin."""
-    return [ReasoningGymTask]

@@ -1,7 +1,4 @@
-"""A calculator for Python arithmetic: it reads the expression itself, and runs no code.
-
-Over 120 lines because every operator and function that it allows is listed.
-"""
+"""A calculator for Python arithmetic: it reads the expression itself, and runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from collections.abc import Callable
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Tool, ToolResult
-from posttrain.core.hooks import hookimpl
 
 Number = int | float
 OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
@@ -122,9 +118,3 @@ class CalculatorTool(Tool[CalculatorConfig]):
         if isinstance(value, float) and math.isfinite(value):
             return value
         raise Refused("the result is too large, or no real number")
-
-
-@hookimpl
-def posttrain_register() -> list[type[CalculatorTool]]:
-    """Offer this plugin."""
-    return [CalculatorTool]

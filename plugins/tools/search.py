@@ -12,7 +12,6 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Tool, ToolResult
 from posttrain.core.errors import DataError
-from posttrain.core.hooks import hookimpl
 
 K1, B = 1.2, 0.75
 MAX_QUERY_CHARS = 1000
@@ -54,7 +53,7 @@ class SearchTool(Tool[SearchConfig]):
         self._mean = sum(self._lengths) / len(self._lengths) or 1.0
 
     def call(self, arguments: str) -> ToolResult:
-        """The best passages, one after another; nothing found is no failure, an empty query is."""
+        """The best passages, one after another; an empty query is a failure, no match is not."""
         words = set(_words(arguments[:MAX_QUERY_CHARS]))
         if not words:
             return ToolResult("error: the query has no word", failed=True)
@@ -96,9 +95,3 @@ def _read(config: SearchConfig) -> list[str]:
             "or *.md files: correct `path`"
         )
     return passages
-
-
-@hookimpl
-def posttrain_register() -> list[type[SearchTool]]:
-    """Offer this plugin."""
-    return [SearchTool]

@@ -19,7 +19,7 @@ from posttrain.core.approval import (
     write_answer,
 )
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.pipelines.cli.answers import answering_command, given_answers
+from posttrain.pipelines.cli.run import answering_command, given_answers
 from posttrain.pipelines.gates import Gates
 
 YES = Answer(True, "ada@host", "fine", "2026-01-01T00:00:00+00:00", "command line")

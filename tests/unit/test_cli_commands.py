@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.pipelines.cli import arithmetic, findings, servers
-from posttrain.pipelines.cli.common import Boundary
+from posttrain.pipelines.cli import arithmetic, doctor
+from posttrain.pipelines.cli.common import Boundary, CommandContext, Result, command
 from posttrain.pipelines.cli.main import app
+from posttrain.pipelines.services.layout import check_port
 from tests.helpers.tiny import make_tiny_model
 
 PIPELINE = """\
@@ -39,8 +40,8 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_every_command_explains_itself_with_an_example() -> None:
-    for command in ("run", "validate", "plan", "ui", "doctor"):
-        assert f"posttrain {command}" in invoke(command, "--help")[0]
+    for name in ("run", "validate", "plan", "ui", "doctor"):
+        assert f"posttrain {name}" in invoke(name, "--help")[0]
 
 
 def test_validate_shows_a_problem_of_each_split_and_writes_nothing(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_plugin_shows_fields_constraints_source_and_an_algorithm_its_expansion
 
 
 def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None:
-    found = {item.name: item for item in findings.examine(tmp_path / "home")}
+    found = {item.name: item for item in doctor.examine(tmp_path / "home")}
     assert found["python"].status == "ok"
     assert found["torch"].detail == torch.__version__
     assert found["plugins"].status == "ok"
@@ -118,6 +119,31 @@ def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(
     (log,) = (tmp_path / "logs").iterdir()
     assert "Traceback" in log.read_text() and "ZeroDivisionError: here" in log.read_text()
     assert str(log) in capsys.readouterr().err
+
+
+def test_a_command_has_the_common_options_and_its_result_alone_on_stdout(tmp_path: Path) -> None:
+    made = typer.Typer()
+
+    @made.command()
+    @command(store=True)
+    def double(context: CommandContext, number: int, fails: bool = False) -> Result:
+        """Twice the number."""
+        print("working")
+        if fails:
+            raise ZeroDivisionError("here")
+        context.console().print("done")
+        return Result({"twice": 2 * number, "store": context.store}, exit_code=number)
+
+    common = ["--home", str(tmp_path), "--json"]
+    result = CliRunner().invoke(made, ["3", *common])
+    told = {"twice": 6, "store": str(tmp_path.resolve() / "artifacts")}
+    assert (result.exit_code, json.loads(result.stdout)) == (3, told)
+    assert result.stderr.split() == ["working", "done"]
+    result = CliRunner().invoke(made, ["0"])
+    assert (result.exit_code, result.stdout.split(), result.stderr) == (0, ["working", "done"], "")
+    result = CliRunner().invoke(made, ["3", "--fails", *common])
+    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (1, 1)
+    assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
 def test_the_arithmetic_of_a_stage_is_told_in_words() -> None:
@@ -166,5 +192,5 @@ def test_a_port_is_free_once_nothing_listens_on_it() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ResourceError, match=f"port {port} for X"):
-            servers.check_port(port, "--x", "X")
-    servers.check_port(port, "--x", "X")
+            check_port(port, "--x", "X")
+    check_port(port, "--x", "X")

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli import servers
-from posttrain.pipelines.cli.servers import Server, ServerSpec, stop_all
+from posttrain.core.serving.guard import GRACE_S
+from posttrain.pipelines.cli.ui import Server, ServerSpec, stop_all
+from posttrain.pipelines.services.layout import answers
 
 
 def free_port() -> int:
@@ -50,10 +51,10 @@ def test_a_server_is_waited_for_and_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     server = Server(spec(tmp_path, command, port))
     server.wait_until_ready(20)
-    assert servers.answers(f"http://127.0.0.1:{port}/")
+    assert answers(f"http://127.0.0.1:{port}/")
     stop_all([server])
-    assert not server.is_running()
-    assert not servers.answers(f"http://127.0.0.1:{port}/")
+    assert server.exit_code is not None
+    assert not answers(f"http://127.0.0.1:{port}/")
 
 
 def test_a_server_that_ends_by_itself_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_stubborn_server_and_its_children_are_killed(tmp_path: Path) -> None:
     child = int(wait_for(tmp_path / "pid"))
     began = time.monotonic()
     stop_all([server])
-    assert time.monotonic() - began < servers.STOP_SECONDS + 3
+    assert time.monotonic() - began < GRACE_S + 3
     deadline = time.monotonic() + 5
     while is_alive(child):
         assert time.monotonic() < deadline
@@ -124,7 +125,7 @@ def test_both_pages_answer_an_artifact_can_be_seen_and_ctrl_c_stops_all(tmp_path
         process.kill()
         process.wait()
     for port in (mlflow, prefect):
-        assert not servers.answers(f"http://127.0.0.1:{port}/")
+        assert not answers(f"http://127.0.0.1:{port}/")
 
 
 @pytest.mark.slow

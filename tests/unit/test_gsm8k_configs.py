@@ -11,8 +11,8 @@ from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ResourceError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.cli.checks import check_inputs
 from posttrain.pipelines.cli.plan import stage_rows
+from posttrain.pipelines.inputs import check_inputs
 from posttrain.pipelines.planning import plan_stages
 
 MANAGER = PluginManager()

@@ -17,6 +17,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Score
+from posttrain.plugins import defined_in, posttrain_register
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "example-plugin"
 
@@ -91,6 +92,21 @@ def test_a_name_offered_twice_is_refused_and_both_packages_are_named(empty: Plug
 def test_what_is_no_complete_plugin_class_is_refused(empty: PluginManager, offered: object) -> None:
     with pytest.raises(ConfigError, match="no plugin class|needs a kind"):
         empty.register(offering("m", offered))
+
+
+def test_a_built_in_module_offers_the_concrete_classes_that_it_defines() -> None:
+    here = reward_class("zero")
+    here.__module__ = "m"
+    assert defined_in(module("m", Imported=reward_class("one"), Abstract=Reward, Here=here)) == [
+        here
+    ]
+    with pytest.raises(ConfigError, match="built-in module 'm' defines no plugin class"):
+        defined_in(module("m", Imported=reward_class("one")))
+
+
+def test_built_ins_are_offered_in_the_order_of_their_files() -> None:
+    files = [cls.__module__ for cls in posttrain_register()]
+    assert files == sorted(files) and len(set(files)) > 100
 
 
 def test_an_unknown_name_comes_with_the_nearest_one(manager: PluginManager) -> None:

@@ -208,7 +208,7 @@ def test_a_wrong_address_stops_the_run_in_one_sentence(server: JudgeServer) -> N
         ({"rubric": "Is it good?"}, r"has no \{response\}"),
         ({"low": 5, "high": 5}, "not below"),
         ({"score_pattern": "Score"}, "has no group"),
-        ({"score_pattern": "("}, "no regular expression"),
+        ({"score_pattern": "("}, "not a regular expression"),
         ({"api_key_env": "sk-12345"}, "api_key_env"),
     ],
 )

@@ -18,7 +18,7 @@ from posttrain.core.training import compact_adamw
 from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from posttrain.core.training.eight_bit import why_missing
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.cli.checks import check_optimizers
+from posttrain.pipelines.inputs import check_optimizers
 
 Rounding = Literal["masters", "stochastic"]
 Moments = Literal["float32", "8bit"]

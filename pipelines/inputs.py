@@ -1,8 +1,14 @@
-"""What is checked before a run costs anything: model, engine, data. Writes nothing."""
+"""What a run begins with: its folders, its config, and a check of model, engine and data.
+
+Nothing here writes, and importing it loads nothing heavy.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ResourceError
@@ -12,7 +18,34 @@ if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.core.types import Problem, Split
 
+STORE_VARIABLE = "POSTTRAIN_STORE"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
+
+
+def shared_store() -> Path | None:
+    """The store that the environment names, for runs that no command line starts."""
+    named = os.environ.get(STORE_VARIABLE)
+    return Path(named) if named else None
+
+
+def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
+    """Home and store as absolute paths; the store is the home's own unless another is named."""
+    home = home.expanduser().resolve()
+    return home, (home / "artifacts" if store is None else store.expanduser().resolve())
+
+
+def resolve_configs(
+    configs: Sequence[Path], overrides: Sequence[str] | None
+) -> tuple[ResolvedRun, PluginManager]:
+    """Load and resolve; YAML mistakes show before the slow import of the plugins."""
+    from posttrain.core.config.loading import load_config
+    from posttrain.core.config.resolve import resolve
+
+    loaded = load_config(configs, overrides or [])
+    from posttrain.core.plugin_manager import PluginManager
+
+    manager = PluginManager()
+    return resolve(loaded, manager), manager
 
 
 @dataclass(frozen=True, slots=True)
