@@ -9,12 +9,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from plotly.subplots import make_subplots
 
 from posttrain.core.tracking.panels import (
@@ -26,6 +23,10 @@ from posttrain.core.tracking.panels import (
     learning_panels,
     preference_panels,
 )
+
+if TYPE_CHECKING:  # loading matplotlib takes 0.5 s: functions do it when they draw
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DPI = 150
 GREY = "#7f7f7f"
@@ -89,6 +90,8 @@ def before_after(
 
 
 def _save(figure: Figure, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=DPI, format="png")
 
@@ -129,6 +132,9 @@ def _draw(axes: Axes, series: Series) -> None:
 
 
 def _curves_figure(panels: Sequence[Panel], title: str) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(9, 9.6), layout="constrained")
     figure.suptitle(title, fontsize=14, fontweight="bold")
     grid = figure.subplots(3, 2)
@@ -154,6 +160,8 @@ def _bar_colours(count: int) -> list[str]:
 
 
 def _bars_figure(bars: Sequence[Bar], title: str) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     places = range(len(bars))

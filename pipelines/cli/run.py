@@ -75,7 +75,10 @@ def run(
 ) -> None:
     """Run the pipeline of a config. Stages that were computed before are reused."""
     # Over 60 lines: half of them are the command's options.
+    from posttrain.pipelines.prefect_server import OwnServer
+
     home, shared = folders(home, store)
+    server = OwnServer(home)
     with Boundary(as_json=as_json, debug=debug):
         resolved, manager = resolve_configs(configs, overrides)
         from posttrain.pipelines.cli.checks import check_inputs
@@ -97,6 +100,7 @@ def run(
                     no_cache=no_cache,
                     answers=answers,
                     ask=terminal_ask(reporter, as_json=as_json),
+                    server=server,
                 )
                 try:
                     result = execute(resolved, manager, options, reporter)

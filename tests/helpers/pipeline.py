@@ -22,7 +22,7 @@ import yaml
 from posttrain.core.tracking.mlflow_store import prepare_database
 
 MAKING = threading.Lock()
-COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli.main"]
+COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli"]
 
 
 def tiny_config(model_dir: Path) -> dict[str, Any]:
