@@ -1,8 +1,7 @@
 """Python's garbage collector, kept off the libraries: they are most of the heap and stay for ever.
 
 Collections while torch, transformers, Prefect and MLflow are imported, and the walk over all of
-them as the process ends, took 4 of 14 s of `import posttrain.pipelines.assembly`
-(`gc.set_threshold(50_000, 10, 10)` before and `os._exit(0)` after it, timed against neither).
+them as the process ends, took 4 of 14 s of `import posttrain.pipelines.assembly`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOADING = (50_000, 10, 10)
+_LOADING = (300_000, 10, 10)
 _WORKING = gc.get_threshold()
 
 
