@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -81,4 +80,4 @@ def _prepare_database() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
