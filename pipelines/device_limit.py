@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import get_current_settings
+
+from posttrain.pipelines.prefect_server import own_server_runs
 
 
 def device_tags(device: str) -> list[str]:
@@ -15,7 +16,7 @@ def device_tags(device: str) -> list[str]:
     was stored, and Prefect's client asks again after 2 s.
     """
     tag = f"posttrain-{device}"
-    if get_current_settings().api.url is not None:
+    if not own_server_runs():
         return [tag]
     with get_client(sync_client=True) as client:
         try:

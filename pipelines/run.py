@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.core.approval import Answer, approvals
 from posttrain.core.artifacts import RunResult, check_free_disk, make_folder
@@ -35,7 +35,8 @@ class RunOptions:
     """What the command line adds to a config.
 
     `answers` are given to gates beforehand, by stage or for all; `ask` asks a person at a gate that
-    has none. Without it such a gate ends the run.
+    has none. Without it such a gate ends the run. `server` is the run's own Prefect server if it
+    was started already.
     """
 
     home: Path
@@ -44,6 +45,7 @@ class RunOptions:
     no_cache: bool = False
     answers: Mapping[str, Answer] = field(default_factory=dict)
     ask: Ask | None = None
+    server: OwnServer | None = None
 
 
 def execute(
@@ -82,10 +84,12 @@ def _execute(
 ) -> RunResult:
     resolved = begun.resolved
     # Inside a deployed run Prefect is at work already, with the settings of its worker.
+    server = None
     if not inside_a_flow_run():
         configure_prefect(options.home)
-    # Prefect reads its settings at import, so everything that imports it comes after.
-    server = OwnServer(options.home)
+        # Prefect reads its settings at import, so everything that imports it comes after.
+        server = options.server or OwnServer(options.home)
+        server.begin()
     from posttrain.core.runtime.collector import sparing_what_is_loaded
     from posttrain.pipelines.assembly import assemble
     from posttrain.pipelines.closing import close_run
@@ -106,7 +110,8 @@ def _execute(
     take_up(pipeline, begun)
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
-        server.wait()
+        if server is not None:
+            server.wait()
         with sparing_what_is_loaded(), pipeline.watchdog:
             _run_flow(pipeline)
         status = settle(pipeline, begun)
@@ -116,7 +121,8 @@ def _execute(
     finally:
         pipeline.engines.close()
         close_run(pipeline, status, log)
-        if status != "KILLED" and pipeline.prefect_flow_run_id:  # a killed run has to end at once
+        # A killed run has to end at once.
+        if server is not None and status != "KILLED" and pipeline.prefect_flow_run_id:
             server.wait_for_events(pipeline.prefect_flow_run_id)
     raise_if_closed(pipeline)
     return pipeline.result(time.perf_counter() - began)
@@ -125,13 +131,12 @@ def _execute(
 def _run_flow(pipeline: Pipeline) -> None:
     """Run the Prefect flow in this thread; SIGINT and SIGTERM both end in `KeyboardInterrupt`."""
     from prefect.exceptions import CancelledRun, TerminationSignal
-    from prefect.settings import temporary_settings
 
     from posttrain.pipelines.flow import flow_for
 
     config = pipeline.config
     flow = flow_for(config.limits.max_parallel_stages)
-    with stop_on_signals(pipeline), temporary_settings(_flow_settings()):
+    with stop_on_signals(pipeline):
         try:
             flow(pipeline.title, config.model_dump(mode="json"), Live(pipeline))
         except CancelledRun:
@@ -145,14 +150,6 @@ def _run_flow(pipeline: Pipeline) -> None:
             if pipeline.stop_requested.is_set() or follows_a_stop(error):
                 raise KeyboardInterrupt from error
             raise
-
-
-def _flow_settings() -> dict[Any, None]:
-    """Heartbeats tell a server that a run died; to Prefect's own they cost a second of joining."""
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
-
-    embedded = get_current_settings().api.url is None
-    return {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None} if embedded else {}
 
 
 @contextmanager

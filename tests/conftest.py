@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.waiting import bound_waiting
+
+bound_waiting()  # before torch is loaded, here and in what tests start
+
+from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.helpers.services import Services

@@ -6,11 +6,12 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+if TYPE_CHECKING:  # loading matplotlib takes 0.5 s: functions load it when they draw
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 DPI = 130
 # Okabe and Ito's palette: distinguishable with every common colour-vision deficiency.
@@ -78,6 +79,9 @@ class Panel:
 def curves(panels: Sequence[Panel], title: str = "") -> bytes:
     """The panels over the step, two next to one another."""
     rows = -(-len(panels) // 2)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(9, 3.2 * rows), layout="constrained")
     if title:
         figure.suptitle(_literal(title), fontsize=14, fontweight="bold")
@@ -123,6 +127,8 @@ def accuracies(results: Sequence[tuple[str, float, float, float]], title: str) -
 
     All are fractions.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     _tidy(axes, title, "", "held-out accuracy (%)")
@@ -184,6 +190,8 @@ def histogram(series: Mapping[str, Sequence[float]], title: str, x: str) -> byte
 
 
 def _one(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     _tidy(axes, title, x, y)
@@ -211,6 +219,8 @@ def _literal(text: str) -> str:
 
 
 def _png(figure: Figure) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure)
     stream = io.BytesIO()
     figure.savefig(stream, dpi=DPI, format="png")

@@ -20,6 +20,7 @@ from typing import Any
 from posttrain.core.distributed.messages import receive, send
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.allocator import is_used, preloaded
+from posttrain.core.runtime.waiting import bounded_waiting
 from posttrain.core.serving.process import ServerProcess
 
 START_LIMIT_S = 180.0
@@ -52,6 +53,7 @@ class RankProcesses:
             {
                 **os.environ,
                 **(preloaded(os.environ) if is_used() else {}),
+                **bounded_waiting(os.environ),
                 **env,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 "PYTHONSAFEPATH": "1",

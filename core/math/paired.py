@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from scipy import optimize, stats
+import scipy  # its submodules load at first use: 0.5 s that a start does not wait for
 
 from posttrain.core.math.intervals import CONFIDENCE, mean_interval
 
@@ -27,7 +27,7 @@ def paired_proportions(gained: int, lost: int, total: int) -> tuple[float, float
             f"gained {gained}, lost {lost}, total {total}: expected counts of 0 or more that add "
             "up to at most the total, which is at least 1"
         )
-    quantile = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+    quantile = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
     difference = (gained - lost) / total
 
     def bound(sign: int) -> float:
@@ -39,7 +39,7 @@ def paired_proportions(gained: int, lost: int, total: int) -> tuple[float, float
 
         if excess(end) * sign <= 0:  # at the edge itself nothing is far enough away
             return float(-sign)
-        return float(optimize.brentq(excess, difference * (1 - 1e-12), end, xtol=1e-12))
+        return float(scipy.optimize.brentq(excess, difference * (1 - 1e-12), end, xtol=1e-12))
 
     return difference, bound(1), bound(-1)
 

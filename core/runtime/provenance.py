@@ -64,9 +64,16 @@ def source_tags() -> dict[str, str]:
 
 def environment_lock() -> str:
     """Every installed distribution as `name==version`, a line each, as `pip install -r` reads."""
-    found = {
-        distribution.metadata["Name"]: distribution.version
-        for distribution in importlib.metadata.distributions()
-        if distribution.metadata["Name"]
-    }
+    heads = (_head(distribution) for distribution in importlib.metadata.distributions())
+    found = {head["Name"]: head["Version"] for head in heads if head.keys() >= {"Name", "Version"}}
     return "".join(f"{name}=={found[name]}\n" for name in sorted(found, key=str.lower))
+
+
+def _head(distribution: importlib.metadata.Distribution) -> dict[str, str]:
+    """The lines `Key: value` of a distribution's metadata, up to the description.
+
+    `distribution.metadata` parses the description too: a second for 280 packages.
+    """
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    lines = text.partition("\n\n")[0].splitlines()
+    return dict(line.split(": ", 1) for line in lines if ": " in line)

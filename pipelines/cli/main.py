@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from posttrain.core.runtime.allocator import use_allocator
-from posttrain.core.runtime.collector import command
 from posttrain.pipelines.cli import (
     blame,
     compare,
@@ -27,6 +24,7 @@ from posttrain.pipelines.cli import (
     ui,
     validate,
 )
+from posttrain.pipelines.cli.__main__ import main
 from posttrain.pipelines.cli.common import EPILOG_CODES
 
 app = typer.Typer(
@@ -75,13 +73,6 @@ app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
 app.add_typer(services.app, name="services")
 app.command("ui", epilog=ui.EPILOG)(ui.ui)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
-
-
-def main() -> None:
-    """Entry point of the `posttrain` command."""
-    use_allocator(sys.argv[1:])
-    with command():
-        app()
 
 
 if __name__ == "__main__":

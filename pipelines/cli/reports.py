@@ -56,7 +56,7 @@ def result_of(report: Report, **more: object) -> Result:
     """The report's JSON object."""
     from posttrain.core.analysis.report import plain
 
-    return Result({name: plain(value) for name, value in (report.values | more).items()})
+    return Result({name: plain(value) for name, value in {**report.values, **more}.items()})
 
 
 def report_path(home: Path, what: str, out: Path | None) -> Path:

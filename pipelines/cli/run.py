@@ -74,6 +74,9 @@ def run(
     ] = "",
 ) -> Result:
     """Run the pipeline of a config. Stages that were computed before are reused."""
+    from posttrain.pipelines.prefect_server import OwnServer
+
+    server = OwnServer(context.home)  # first of all: it starts while everything else is loaded
     resolved, manager = resolve_configs(configs, overrides)
     answers = given_answers(approve, reject, reason)
     check_inputs(resolved, manager)
@@ -89,6 +92,7 @@ def run(
             no_cache=no_cache,
             answers=answers,
             ask=terminal_ask(reporter, as_json=context.as_json),
+            server=server,
         )
         waiting: ApprovalNeeded | None = None
         try:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,16 @@ def test_the_file_is_named_after_the_plugin(entry: PluginEntry) -> None:
 def test_the_plugin_is_named_in_a_test_of_its_own(entry: PluginEntry) -> None:
     # Presets are tested by what they expand to (test_config_combinations.py), whatever their name.
     if entry.package == "posttrain" and entry.kind != "algorithm":
-        files = [
-            p for folder in ("unit", "contract") for p in (REPO / "tests" / folder).rglob("*.py")
-        ]
-        texts = [path.read_text("utf-8") for path in files if path.name != Path(__file__).name]
         quoted = re.compile(rf"[\"'`]{re.escape(entry.name)}[\"'`]")
-        assert any(quoted.search(text) for text in texts)
+        assert any(quoted.search(text) for text in texts_of_tests())
+
+
+@cache
+def texts_of_tests() -> list[str]:
+    """The files of the tests of parts, but this one; each plugin is looked for in all of them."""
+    folders = (REPO / "tests" / folder for folder in ("unit", "contract"))
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    return [path.read_text("utf-8") for path in files if path.name != Path(__file__).name]
 
 
 # --- tasks and rewards ------------------------------------------------------------------------

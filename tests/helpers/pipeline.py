@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from posttrain.core.runtime.schema_file import create_database
 from posttrain.core.tracking.mlflow_store import prepare_database
+from posttrain.pipelines.prefect_program import SCHEMA
 
-MAKING = threading.Lock()
-COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli.main"]
+COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli"]
 
 
 def tiny_config(model_dir: Path) -> dict[str, Any]:
@@ -93,27 +89,11 @@ def environment() -> dict[str, str]:
 
 
 def prepared(home: Path) -> Path:
-    """`home`, with the empty databases that a first run makes, which takes it 20 s.
-
-    `test_pipeline` starts without them, as a user does.
-    """
-    with MAKING:  # learning tests start two runs at once
-        empty = _empty_home()
-    shutil.copytree(empty, home)
+    """`home`, with the empty databases of Prefect and MLflow, for a test that looks into them."""
+    prepare_database(home)
+    (home / "prefect").mkdir(parents=True)
+    create_database(home / "prefect" / "prefect.db", SCHEMA, "prefect")
     return home
-
-
-@cache
-def _empty_home() -> Path:
-    """A home with the databases of Prefect and MLflow, in which nothing has happened yet."""
-    folder = Path(tempfile.mkdtemp(prefix="posttrain-empty-home-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    prepare_database(folder)
-    (folder / "prefect").mkdir()
-    upgrade = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
-    prefect = environment() | {"PREFECT_HOME": str(folder / "prefect")}
-    subprocess.run(upgrade, check=True, capture_output=True, timeout=240, env=prefect)
-    return folder
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ home = Path(sys.argv[1])
 configure_prefect(home)
 from posttrain.pipelines.prefect_server import OwnServer
 server = OwnServer(home)
+server.begin()
 from prefect.client.orchestration import get_client
 from posttrain.pipelines.device_limit import device_tags
 server.wait()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.pipelines.guarded_server import FLUSH_INTERVAL
+from posttrain.pipelines.prefect_server import FLUSH_INTERVAL
 from tests.helpers.pipeline import environment, prepared
 
 PROGRAM = """
@@ -17,6 +17,7 @@ home = Path(sys.argv[1])
 configure_prefect(home)
 from posttrain.pipelines.prefect_server import OwnServer
 server = OwnServer(home)
+server.begin()
 from prefect import flow
 from prefect.runtime import flow_run
 from posttrain.pipelines.flow_records import announce

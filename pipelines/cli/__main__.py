@@ -1,0 +1,23 @@
+"""The `posttrain` command: what must be set before anything is loaded, then the command itself."""
+
+from __future__ import annotations
+
+import sys
+
+from posttrain.core.runtime.allocator import use_allocator
+from posttrain.core.runtime.waiting import bound_waiting
+
+
+def main() -> None:
+    """Entry point of the `posttrain` command."""
+    use_allocator(sys.argv[1:])
+    bound_waiting()
+    from posttrain.core.runtime.collector import command
+    from posttrain.pipelines.cli.main import app
+
+    with command():
+        app()
+
+
+if __name__ == "__main__":
+    main()
