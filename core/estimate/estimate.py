@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.rl_stage import RlStage
@@ -30,6 +30,7 @@ from posttrain.core.estimate.rates import Rates
 from posttrain.core.estimate.shape import ModelShape
 from posttrain.core.estimate.tokens import Lengths, Rows, RunData
 
+GB = 1e9
 LOADING_S, FILE_BYTES_S = 2.0, 0.5e9
 """Assumed time to start a stage, and speed of reading, writing and digesting files."""
 ADAMW_BYTES, DRAW_BYTES = 46, 24
@@ -37,33 +38,6 @@ ADAMW_BYTES, DRAW_BYTES = 46, 24
 them written, norm, clipping, the bfloat16 copy), and of drawing a token per logit."""
 
 Training = SftStage | RewardModelStage | PreferenceStage | RlStage
-Bytes = dict[str, float]
-
-
-class StageEstimate(NamedTuple):
-    """Seconds, and bytes by what holds them; of `passing` only the largest is there at a time.
-
-    `phases` are of a mean step, named as the run's `time/*_s`; `once` comes on top. `disk` is left,
-    `disk_passing` is needed on top while the stage runs.
-    """
-
-    steps: int
-    phases: dict[str, float]
-    once: float
-    held: Bytes
-    passing: Bytes
-    disk: float
-    disk_passing: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole stage."""
-        return self.steps * sum(self.phases.values()) + self.once
-
-    @property
-    def peak(self) -> float:
-        """Bytes of memory."""
-        return sum(self.held.values()) + max(self.passing.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +58,12 @@ class Estimator:
     weight_bytes: int
     compute_bytes: int
 
-    def stages(self, names: Sequence[str]) -> dict[str, StageEstimate]:
-        """Of the stages of those names, which run one after the other."""
+    def stages(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Figures of the stages of those names, which run in that order, in seconds and GB.
+
+        `phases` are of a mean step, named as the run's `time/*_s`. Of the parts of `memory` named
+        in `PASSING` only the largest is there at a time.
+        """
         found, engine_runs = {}, False
         for name in names:
             stage = self.data.config.stages[name]
@@ -94,7 +72,6 @@ class Estimator:
             calls, batches = self.sampled(stage)
             engine_runs = engine_runs or bool(calls)
             steps, phases, once = self._time(stage, batches * sum(map(self.generate, calls)))
-            held, passing = self._memory(stage, calls, engine_runs)
             left = more = 0.0
             if isinstance(stage, Training):
                 models, keep = self._models(stage), self.data.config.keep
@@ -107,7 +84,19 @@ class Estimator:
                 phases["checkpoint"] = written * each / FILE_BYTES_S / max(1, steps)
             if steps:
                 once += LOADING_S + self.compute_bytes * self.shape.total / FILE_BYTES_S
-            found[name] = StageEstimate(steps, phases, once, held, passing, left, more)
+            step, parts = sum(phases.values()), self._memory(stage, calls, engine_runs)
+            peak = memory.peak(parts)
+            found[name] = {
+                "steps": steps,
+                "step_s": round(step, 4),
+                "phases": {phase: round(seconds, 4) for phase, seconds in phases.items()},
+                "seconds": round(steps * step + once, 2),
+                "memory_gb": round(peak / GB, 3),
+                "memory": {part: round(size / GB, 3) for part, size in parts.items()},
+                "fits": peak <= self.rates.memory,
+                "disk_gb": round(left / GB, 4),
+                "disk_peak_gb": round((left + more) / GB, 4),
+            }
         return found
 
     def _rows(self, count: int, group: int, micro: int, response: tuple[float, int]) -> Rows:
@@ -268,34 +257,34 @@ class Estimator:
         each = self.weight_bytes
         return [memory.trained_model(self.shape, *part[:2], each, head=part[2]) for part in parts]
 
-    def _memory(self, stage: Stage, calls: Sequence[Rows], engine: bool) -> tuple[Bytes, Bytes]:
-        """Bytes held throughout, and of parts of which one is there at a time."""
-        on_gpu, passing = self.rates.on_gpu, {}
-        held = {"libraries": memory.GPU_CONTEXT if on_gpu else memory.CPU_LIBRARIES}
-        held |= {"engine": self.engine_bytes} if engine else {}
+    def _memory(self, stage: Stage, calls: Sequence[Rows], engine: bool) -> dict[str, float]:
+        """Bytes by what holds them; `engine` if it has been started."""
+        on_gpu, shape, each = self.rates.on_gpu, self.shape, self.compute_bytes
+        parts = {"libraries": memory.GPU_CONTEXT if on_gpu else memory.CPU_LIBRARIES}
+        parts |= {"engine": self.engine_bytes} if engine else {}
         if calls and self.engine == "transformers":
             together = calls[-1]._replace(count=min(calls[-1].count, self.engine_rows))
-            passing["sampling"] = memory.cache_bytes(self.shape, together, self.compute_bytes)
+            parts["sampling"] = memory.cache_bytes(shape, together, each)
         if not isinstance(stage, Training):
-            return held, passing
+            return parts
         for model in self._models(stage):
-            held |= {name: held.get(name, 0.0) + size for name, size in model.held.items()}
+            parts |= {name: parts.get(name, 0.0) + size for name, size in model.held.items()}
         if self._has_reference(stage) and stage.lora is None:
-            held["reference"] = float(self.weight_bytes * self.shape.total)
+            parts["reference"] = float(self.weight_bytes * shape.total)
         if isinstance(stage, RlStage):
-            held["reward models"] = _reward_models(stage) * self.compute_bytes * self.shape.total
-        passing["training"] = memory.kept_for_backward(
-            self.shape,
+            parts["reward models"] = _reward_models(stage) * each * shape.total
+        parts["training"] = memory.kept_for_backward(
+            shape,
             self.trained(stage),
-            self.compute_bytes,
+            each,
             head=not isinstance(stage, RewardModelStage),
             checkpointing=self.data.config.model.gradient_checkpointing,
             on_gpu=on_gpu,
         )
         if not on_gpu:
-            used = sum(held.values()) - held["libraries"] + max(passing.values())
-            held["fragmentation"] = memory.FRAGMENTATION * used
-        return held, passing
+            used = memory.peak(parts) - parts["libraries"]
+            parts["fragmentation"] = memory.FRAGMENTATION * used
+        return parts
 
 
 def _reward_models(stage: RlStage) -> float:

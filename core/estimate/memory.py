@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from posttrain.core.config.sections import LoraSection, OptimizerSection
@@ -16,6 +17,9 @@ FRAGMENTATION = 0.2
 """Share that the heap of a CPU is assumed to hold on top of what training uses."""
 LOGITS_BYTES, LOGITS_ROWS = 256 * 2**20, 4096
 """Logits that the learner makes at a time: bytes on a CPU, rows on a GPU."""
+
+PASSING = ("sampling", "training")
+"""Parts of which only one is there at a time."""
 
 
 class TrainedModel(NamedTuple):
@@ -74,3 +78,9 @@ def checkpoints(every: int, steps: int, kept: int) -> int:
     """How many are written before the last step; `kept` is the period of those that stay."""
     periods = [period for period in (every, kept) if period]
     return sum(any(step % period == 0 for period in periods) for step in range(1, steps))
+
+
+def peak(parts: Mapping[str, float]) -> float:
+    """Bytes at the peak, of the parts of a stage."""
+    held = sum(size for name, size in parts.items() if name not in PASSING)
+    return held + max(parts.get(name, 0.0) for name in PASSING)

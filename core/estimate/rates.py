@@ -1,8 +1,7 @@
 """How fast a machine is: measured here with a small fixed probe, or from a table of peak rates.
 
 The probe is a Llama of two layers, the same for every model; models are extrapolated by their
-FLOPs. A time is that of the fastest of a few micro-steps. A clock is checked before each of them,
-so measuring ends within `BUDGET_S`.
+FLOPs. A time is that of the fastest of a few micro-steps.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +23,12 @@ BUDGET_S, MICRO_STEPS = 5.0, 20
 """Wall time that measuring may take in all, and the most micro-steps of one kind."""
 LAYERS, SEQUENCE, COPIED_BYTES = 2, 32, 2**26
 CPU_SIZES, GPU_SIZES = (576, 1536, 8), (2048, 5632, 256)
-"""Hidden and MLP width of the probe, and its rows; on a GPU it holds about 1 GB, else 0.2 GB."""
+"""Hidden and MLP width of the probe, and its rows; it holds some 0.3 GB, on a GPU 2 GB."""
 UTILISATION, THREAD_SHARE = 0.4, 0.8
-"""Assumed share of the table's peak rates that is reached; and what a thread adds to the speed of
-one, where other processes keep that from being measured."""
-
+"""Assumed share of the table's rates that is reached, and speed-up per thread where other processes
+keep it from being measured."""
+LAYER_S = 3e-4
+"""Assumed fixed time of one layer in one pass of eager PyTorch."""
 PEAKS = {
     "h100": (989e12, 67e12, 3.35e12, 80e9),
     "h200": (989e12, 67e12, 4.8e12, 141e9),
@@ -38,8 +37,6 @@ PEAKS = {
 }
 """Peak FLOP/s in bfloat16 and in float32, bytes/s and bytes of memory, from NVIDIA's data sheets
 (SXM, dense); `cpu` stands for 8 server cores with bfloat16 instructions."""
-LAYER_S = 3e-4
-"""Assumed fixed time of one layer in one pass of eager PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +82,10 @@ class _Probe:
             self.model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=runtime.dtype, attn_implementation=runtime.plain_attention
             )
-            self.source = torch.ones(COPIED_BYTES // 4)
-            self.target = torch.zeros_like(self.source)
+            self.source, self.target = torch.ones(2, COPIED_BYTES // 4)
             self.ids = torch.ones(rows, SEQUENCE, dtype=torch.int64)
         widen(self.model)
-        weights = sum(p.numel() for n, p in self.model.named_parameters() if ".layers." in n)
+        weights = sum(p.numel() for p in self.model.base_model.layers.parameters())
         self.layer_bytes = weights * runtime.dtype.itemsize / LAYERS
         self.work = 2 * weights * self.ids.numel()
 
@@ -109,7 +105,7 @@ class _Probe:
         states.float().sum().backward()
         self.model.zero_grad()
 
-    def fastest(self, work: Callable[[], object], share: float, *, own: bool) -> float:
+    def fastest(self, work: Callable[[], object], share: float, *, own: bool = False) -> float:
         """Seconds of the fastest micro-step before `share` of the budget is used; else infinity.
 
         `own`: processor time of this thread, which other processes hardly change.
@@ -134,48 +130,39 @@ def measure(runtime: ModelRuntime, clock: Callable[[], float] = time.perf_counte
     On a CPU one thread is timed, then all of them. If all are slower than one, other processes are
     in the way, and `THREAD_SHARE` is assumed. What there was no time for is from the table.
     """
-    on_gpu, threads, speedup = runtime.device.type != "cpu", torch.get_num_threads(), 1.0
-    known = Rates.of_device("h100" if on_gpu else "cpu", bfloat16=runtime.dtype == torch.bfloat16)
-    with _threads(threads if on_gpu else 1):
+    on_cpu, threads, speedup = runtime.device.type == "cpu", torch.get_num_threads(), 1.0
+    known = Rates.of_device("cpu" if on_cpu else "h100", bfloat16=runtime.dtype == torch.bfloat16)
+    torch.set_num_threads(1 if on_cpu else threads)
+    try:
         probe = _Probe(runtime, clock)
-        copy_s = probe.fastest(probe.copy, 0.1, own=not on_gpu)
-        one_s = probe.fastest(probe.one_token, 0.15, own=not on_gpu)
-        forward_s = probe.fastest(probe.forward, 0.25, own=not on_gpu)
-        train_s = probe.fastest(probe.train, 0.38, own=not on_gpu)
-    if threads > 1 and not on_gpu:
-        together = probe.fastest(probe.forward, 0.45, own=False)
+        copy_s = probe.fastest(probe.copy, 0.1, own=on_cpu)
+        one_s = probe.fastest(probe.one_token, 0.15, own=on_cpu)
+        forward_s = probe.fastest(probe.forward, 0.25, own=on_cpu)
+        train_s = probe.fastest(probe.train, 0.38, own=on_cpu)
+    finally:
+        torch.set_num_threads(threads)
+    if on_cpu and threads > 1:
+        together = probe.fastest(probe.forward, 0.45)
         speedup = forward_s / together if together < forward_s else THREAD_SHARE * threads
-        copy_s = min(copy_s, probe.fastest(probe.copy, 0.5, own=False))
+        copy_s = min(copy_s, probe.fastest(probe.copy, 0.5))
     bytes_s = 2 * COPIED_BYTES / copy_s or known.bytes_s
-    layer_s, forward_flops, train_flops = known.layer_s, known.forward_flops, known.train_flops
+    layer_s, forward, train = known.layer_s, known.forward_flops, known.train_flops
     if math.isfinite(one_s):
         layer_s = max(0.0, one_s / LAYERS - probe.layer_bytes / bytes_s)
     if math.isfinite(forward_s):
         products = max(forward_s - LAYERS * layer_s, forward_s / 2)
-        forward_flops = train_flops = speedup * probe.work / products
+        forward = train = speedup * probe.work / products
     if math.isfinite(train_s):
-        products = max(train_s - 3 * LAYERS * layer_s, train_s / 2)
-        train_flops = speedup * 3 * probe.work / products
+        train = speedup * 3 * probe.work / max(train_s - 3 * LAYERS * layer_s, train_s / 2)
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if on_gpu:
+    if not on_cpu:
         memory = float(torch.cuda.get_device_properties(runtime.device).total_memory)
-    figures = {
-        "seconds": clock() - probe.began,
-        "training_gflops": train_flops / 1e9,
-        "forward_gflops": forward_flops / 1e9,
-        "memory_gb_per_s": bytes_s / 1e9,
-        "layer_ms": 1e3 * layer_s,
+    measured = {
+        "seconds": round(clock() - probe.began, 3),
+        "training_gflops": round(train / 1e9, 3),
+        "forward_gflops": round(forward / 1e9, 3),
+        "memory_gb_per_s": round(bytes_s / 1e9, 3),
+        "layer_ms": round(1e3 * layer_s, 3),
     }
-    measured = {name: round(value, 3) for name, value in figures.items()}
     basis = f"micro-steps of a probe of {LAYERS} layers on this machine"
-    return Rates(basis, train_flops, forward_flops, bytes_s, layer_s, memory, on_gpu, measured)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return Rates(basis, train, forward, bytes_s, layer_s, memory, not on_cpu, measured)

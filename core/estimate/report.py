@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from posttrain.core.estimate.estimate import Estimator, StageEstimate, Training
+from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model
 from posttrain.core.estimate.tokens import Lengths, RunData
 from posttrain.core.models.packed_linear import packs
 from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.runtime.seeding import derive_seed
-
-GB = 1e9
 
 
 def estimate_run(
@@ -59,34 +55,20 @@ def estimate_run(
     )
     stages = estimator.stages(names)
     left = most = 0.0
-    for stage in stages.values():
-        most, left = max(most, left + stage.disk + stage.disk_passing), left + stage.disk
+    for row in stages.values():
+        most, left = max(most, left + row["disk_peak_gb"]), left + row["disk_gb"]
+    total = {
+        "seconds": round(sum(row["seconds"] for row in stages.values()), 2),
+        "memory_gb": max(row["memory_gb"] for row in stages.values()),
+        "disk_gb": round(left, 4),
+        "disk_peak_gb": round(most, 4),
+    }
     return {
         "model": model,
         "notes": [*_notes(estimator), *_advice(estimator, stages)],
         "calibration": dict(rates.measured),
-        "total": {
-            "seconds": round(sum(stage.seconds for stage in stages.values()), 2),
-            "memory_gb": round(max(stage.peak for stage in stages.values()) / GB, 3),
-            "disk_gb": round(left / GB, 4),
-            "disk_peak_gb": round(most / GB, 4),
-        },
-        "stages": {name: _row(stage, rates.memory) for name, stage in stages.items()},
-    }
-
-
-def _row(stage: StageEstimate, room: float) -> dict[str, Any]:
-    parts = {**stage.held, **stage.passing}
-    return {
-        "steps": stage.steps,
-        "step_s": round(sum(stage.phases.values()), 4),
-        "phases": {name: round(value, 4) for name, value in stage.phases.items()},
-        "seconds": round(stage.seconds, 2),
-        "memory_gb": round(stage.peak / GB, 3),
-        "memory": {name: round(value / GB, 3) for name, value in parts.items()},
-        "fits": stage.peak <= room,
-        "disk_gb": round(stage.disk / GB, 4),
-        "disk_peak_gb": round((stage.disk + stage.disk_passing) / GB, 4),
+        "total": total,
+        "stages": stages,
     }
 
 
@@ -103,10 +85,8 @@ def _engine_bytes(data: RunData, engine: str, weights: float, rates: Rates) -> f
         return weights + float(cache or 1.0) * 2**30
     if rates.on_gpu or not rates.measured:
         return weights
-    runtime = ModelRuntime.from_config(data.config.model)
-    packed = packs(
-        int(weights), runtime.dtype, runtime.device, fields.get("packed_weights", "auto")
-    )
+    runtime, when = ModelRuntime.from_config(data.config.model), fields.get("packed_weights")
+    packed = packs(int(weights), runtime.dtype, runtime.device, when or "auto")
     return weights * (2 if packed else 1)
 
 
@@ -132,22 +112,22 @@ def _notes(estimator: Estimator) -> list[str]:
     return found
 
 
-def _advice(estimator: Estimator, stages: dict[str, StageEstimate]) -> list[str]:
-    """Of each stage whose peak is more than the device's memory, what to change."""
-    room, found = estimator.rates.memory, []
-    for name, estimate in stages.items():
-        stage, tries = estimator.data.config.stages[name], []
-        if estimate.peak <= room:
+def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str]:
+    """For each stage that does not fit into the device's memory, what to change."""
+    room, found = estimator.rates.memory / GB, []
+    for name, row in stages.items():
+        stage, peak, tries = estimator.data.config.stages[name], row["memory_gb"], []
+        if row["fits"]:
             continue
         if isinstance(stage, Training):
-            if estimate.passing["training"] > estimate.peak / 10 and stage.micro_batch_size > 1:
+            if row["memory"]["training"] > peak / 10 and stage.micro_batch_size > 1:
                 tries.append(f"stages.{name}.micro_batch_size={stage.micro_batch_size // 2}")
             if stage.lora is None:
                 tries.append(f"stages.{name}.lora={{}}")
-                if stage.optimizer.moments == "float32" and estimator.rates.on_gpu:
-                    tries.append(f"stages.{name}.optimizer.moments=8bit")
+            if stage.optimizer.moments == "float32" and not stage.lora and estimator.rates.on_gpu:
+                tries.append(f"stages.{name}.optimizer.moments=8bit")
         found.append(
-            f"{name} does not fit: about {estimate.peak / GB:.3g} GB for {room / GB:.3g} GB of "
-            f"memory. Try {', '.join(tries) or 'a smaller model, or fewer sequences at once'}."
+            f"{name} does not fit: it needs about {peak:.3g} GB of {room:.3g} GB. Try "
+            f"{', '.join(tries) or 'a smaller model, or fewer sequences at once'}."
         )
     return found
