@@ -1,4 +1,4 @@
-"""`posttrain plan`: what a run would do, what is cached and why not, and an estimate of its cost."""
+"""`posttrain plan`: what a run would do, what is cached and why not, and what it may cost."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ def arithmetic(stage: Stage, data: RunData) -> str:
             problems, samples = data.count("held_out", section.num_problems), section.num_samples
             return (
                 f"{problems} problems x (1 greedy + {samples} sampled) = "
-                f"{problems * (1 + samples)} answers of at most {section.max_response_length} tokens"
+                f"{problems * (1 + samples)} answers of at most {section.max_response_length} "
+                "tokens"
             )
         case "sft":
             examples = stage.steps * stage.batch_size
@@ -150,7 +151,7 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"{again if 0 < problems < examples else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
-            found, most = data.preferences(stage), "at most " if stage.data is None else ""
+            found = data.preferences(stage)  # at most: rows that are too long are left out
             where = "task '" + config.task.name + "'" if stage.data == "task" else stage.data
             rows = f"{found.train + found.held_out} rows of {where}"
             if stage.data is None:
@@ -159,8 +160,8 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                     f"{found.sampled} sampled; at most {found.train + found.held_out} pairs"
                 )
             return (
-                f"{rows}, {most}{found.train} to train on and {found.held_out} held out; batches "
-                f"of {stage.batch_size}, {stage.epochs} epoch(s): {most}{found.steps} "
+                f"{rows}, at most {found.train} to train on and {found.held_out} held out; batches "
+                f"of {stage.batch_size}, {stage.epochs} epoch(s): at most {found.steps} "
                 "optimizer step(s)"
             )
         case "rl":
