@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.pipelines.cli import arithmetic, doctor
+from posttrain.core.estimate.tokens import RunData
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.pipelines.cli import doctor
 from posttrain.pipelines.cli.common import Boundary, CommandContext, Result, command
 from posttrain.pipelines.cli.main import app
+from posttrain.pipelines.cli.plan import arithmetic
 from posttrain.pipelines.services.layout import check_port
 from tests.helpers.tiny import make_tiny_model
 
@@ -152,7 +155,8 @@ def test_the_arithmetic_of_a_stage_is_told_in_words() -> None:
     )
     rl = config.stages["r"]
     assert isinstance(rl, RlStage)
-    told = arithmetic.arithmetic(rl.model_copy(update={"num_mini_batches": 4}), config)
+    data = RunData(config, PluginManager())
+    told = arithmetic(rl.model_copy(update={"num_mini_batches": 4}), data)
     assert "16 prompts x 8 generations = 128 sequences per step" in told
     assert "4 mini-batch(es) of 32 = 4 optimizer step(s) per rollout" in told
     assert "61,440 tokens" in told
@@ -172,8 +176,10 @@ def test_plan_has_figures_for_each_stage_or_none_and_writes_nothing(tmp_path: Pa
     assert told["total"]["seconds"] == pytest.approx(
         sum(row["seconds"] for row in told["stages"]), abs=0.02
     )
-    assert told["calibration"]["training_gflops"] > 0 and "(counted)" in told["model"]
-    assert "Estimates" in text and "measured here: " in text and "prompts of " in text
+    assert told["calibration"]["training_gflops"] > 0 and "counted" in told["model"]
+    assert "Estimates" in text and "These are estimates, from " in text and "prompts of " in text
+    shown, text = invoke("plan", str(path), "--home", str(home), "--json", "--device", "h100")
+    assert not json.loads(shown)["calibration"] and "peak rates of one h100" in text
     shown, text = invoke("plan", str(path), "--home", str(home), "--json", "--no-calibration")
     assert "seconds" not in json.loads(shown)["stages"][0] and "Estimates" not in text
     assert not home.exists()

@@ -10,6 +10,7 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ResourceError
+from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.plan import stage_rows
 from posttrain.pipelines.inputs import check_inputs
@@ -38,7 +39,8 @@ def test_a_run_on_local_data_is_valid_and_planned(name: str, tmp_path: Path) -> 
     assert problems["train"].prompt.endswith("the answer as a number.")
     plans = plan_stages(run, tmp_path, MANAGER)
     assert [plan.name for plan in plans] == list(run.order) and not list(tmp_path.iterdir())
-    assert all(row["arithmetic"] for row in stage_rows(run.config, run.order, {}))
+    rows = stage_rows(run.config, run.order, {}, RunData(run.config, MANAGER))
+    assert all(row["arithmetic"] for row in rows)
 
 
 def test_without_data_validation_ends_in_one_sentence(

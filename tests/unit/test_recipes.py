@@ -15,6 +15,7 @@ from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError
+from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.plan import stage_rows
 from posttrain.pipelines.planning import plan_stages
@@ -70,7 +71,7 @@ def test_a_recipe_is_planned_without_its_model(recipe: str, tmp_path: Path) -> N
     plans = plan_stages(run, tmp_path, MANAGER)
     assert [plan.name for plan in plans] == list(run.order)
     assert not any(plan.cached for plan in plans)
-    rows = stage_rows(run.config, run.order, {})
+    rows = stage_rows(run.config, run.order, {}, RunData(run.config, MANAGER))
     assert all(row["arithmetic"] for row in rows)
     assert not list(tmp_path.iterdir())
 

@@ -15,6 +15,7 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.report import SilentReporter
 from posttrain.pipelines.assembly import assemble
@@ -148,8 +149,12 @@ def test_a_data_set_is_reused_and_a_changed_prompt_makes_it_anew(
     changed = write(folder, task, {"integers": {**TRANSFORM, "agreement": 0.25}, "rl": RL})
     plan = plan_stages(changed, folder / "home", MANAGER)[0]
     assert not plan.cached and "stages.integers.agreement 0.5 -> 0.25" in str(plan.reason)
-    rows = stage_rows(changed.config, changed.order, {})
-    assert "at most 256 problems x (1 rewriting + 2 solutions)" in str(rows[0]["arithmetic"])
+    data = RunData(changed.config, MANAGER)
+    rows, problems = stage_rows(changed.config, changed.order, {}, data), data.count("train", 256)
+    assert 0 < problems < 256, "the file has fewer than num_problems"
+    assert f"at most {problems} problems x (1 rewriting + 2 solutions)" in str(
+        rows[0]["arithmetic"]
+    )
 
 
 def test_a_data_set_of_nothing_is_an_error_with_the_reasons(folder: Path) -> None:
@@ -208,8 +213,9 @@ def test_the_marked_solutions_of_gsm8k_train_a_preference_stage(folder: Path, ki
     assert profile["sha256"].startswith(digest) and source.endswith("solutions.jsonl")
     (plan,) = plan_stages(pipeline.resolved, folder / "home", MANAGER)
     assert plan.cached
-    told = stage_rows(pipeline.config, pipeline.resolved.order, {})[0]["arithmetic"]
-    assert "pairs of task 'gsm8k'" in str(told)
+    data = RunData(pipeline.config, MANAGER)
+    text = stage_rows(pipeline.config, pipeline.resolved.order, {}, data)[0]["arithmetic"]
+    assert "10 rows of task 'gsm8k', at most 8 to train on" in str(text), "one is too long"
     pipeline.engines.close()
     pipeline.tracker.finish("FINISHED")
 

@@ -196,16 +196,17 @@ def test_validate_refuses_from_the_command_line(folder: Path) -> None:
 
 
 def test_plan_counts_rows_and_steps(folder: Path) -> None:
-    from posttrain.pipelines.cli.arithmetic import arithmetic
+    from posttrain.core.estimate.tokens import RunData
+    from posttrain.pipelines.cli.plan import arithmetic
 
     (folder / "pairs.jsonl").write_text(
         "".join(json.dumps(PAIR | {"prompt": f"P{i}"}) + "\n" for i in range(100))
     )
     run = resolved(folder, data="pairs", batch_size=8, epochs=2)
-    stage = run.config.stages["it"]
-    text = arithmetic(stage, run.config)
-    assert "100 rows" in text and "about 80 to train on" in text and "20 optimizer step(s)" in text
+    text = arithmetic(run.config.stages["it"], RunData(run.config, MANAGER))
+    assert "100 rows" in text and ", at most 80 to train on and 20 held out" in text
+    assert "20 optimizer step(s)" in text
     own = resolved(folder).config
-    text = arithmetic(own.stages["it"], own)
+    text = arithmetic(own.stages["it"], RunData(own, MANAGER))
     assert "64 problems x 8 answers = 512 sampled; at most 128 pairs" in text
     assert re.search(r"at most \d+ optimizer step", text)

@@ -1,1 +1,0 @@
-"""What a stage will cost: the model's shape, what this machine needs for it, time, memory, disk."""

@@ -1,0 +1,1 @@
+"""What `posttrain plan` estimates: a run's tokens, time, memory and disk."""
