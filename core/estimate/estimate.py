@@ -31,7 +31,7 @@ from posttrain.core.estimate.shape import ModelShape
 from posttrain.core.estimate.tokens import Lengths, Rows, RunData
 
 GB = 1e9
-LOADING_S, FILE_BYTES_S = 2.0, 0.5e9
+LOADING_S, FILE_BYTES_S = 1.0, 0.5e9
 """Assumed time to start a stage, and speed of reading, writing and digesting files."""
 ADAMW_BYTES, DRAW_BYTES = 46, 24
 """Memory traffic of a fused AdamW step per parameter (weight, gradient and moments read, three of
@@ -146,7 +146,7 @@ class Estimator:
         shape, rates = self.shape, self.rates
         attention = shape.attention_width * (rows.prompt + rows.response) * shape.layers
         products = (shape.active + attention) * rows.tokens
-        products += shape.hidden * shape.vocabulary * rows.count * rows.response if head else 0
+        products += shape.hidden * shape.vocabulary * rows.number * rows.response if head else 0
         fixed = rows.passes * shape.layers * rates.layer_s * work / 2
         return fixed + work * products / (rates.forward_flops if work == 2 else rates.train_flops)
 
@@ -165,17 +165,17 @@ class Estimator:
         and, on a GPU, have no fixed time per layer.
         """
         shape, rates, plain = self.shape, self.rates, self.engine == "transformers"
-        prompts, output = rows.count / (rows.group if plain else 1), shape.hidden * shape.vocabulary
+        prompts, output = rows.number / (rows.group if plain else 1), shape.hidden * shape.vocabulary
         own = prompts * (rows.prompt - (rows.shared if plain else 0))
         seconds = 2 * (shape.active * own + output * prompts) / rates.forward_flops
-        passes = math.ceil(rows.count / self.engine_rows) * max(1, rows.longest - 1)
-        tokens, weights = rows.count * (rows.response - 1), shape.active + output
+        passes = math.ceil(rows.number / self.engine_rows) * max(1, rows.longest - 1)
+        tokens, weights = rows.number * (rows.response - 1), shape.active + output
         reread = passes * self.compute_bytes * weights / rates.bytes_s
         seconds += max(2 * weights * tokens / rates.forward_flops, reread)
         if plain or not rates.on_gpu:
             seconds += passes * shape.layers * rates.layer_s
         numbers = tokens * (rows.prompt + rows.response / 2) * shape.kv_width * shape.layers
-        drawn = rows.count * rows.response * shape.vocabulary * DRAW_BYTES
+        drawn = rows.number * rows.response * shape.vocabulary * DRAW_BYTES
         return seconds + (numbers * self.compute_bytes + drawn) / rates.bytes_s
 
     def _time(self, stage: Stage, sampling: float) -> tuple[int, dict[str, float], float]:
@@ -189,7 +189,7 @@ class Estimator:
             head, reference = isinstance(stage, PreferenceStage), self._has_reference(stage)
             scoring = self.forward(rows, head=head)
             update = self.train(rows, stage.lora, head=head) + reference * scoring
-            ranking = (1 + reference) * scoring * 2 * found.held_out / max(1, rows.count)
+            ranking = (1 + reference) * scoring * 2 * found.held_out / max(1, rows.number)
             return found.steps, {"update": update}, sampling + ranking
         name = "evaluate" if isinstance(stage, EvaluateStage) else "generate"
         return int(sampling > 0), {name: sampling}, 0.0
@@ -201,7 +201,7 @@ class Estimator:
         ]
         owner: Any = next((loss.config for loss in losses if loss.owns_update), None)
         update = self.train(
-            rows._replace(count=rows.count * stage.epochs),
+            rows._replace(number=rows.number * stage.epochs),
             stage.lora,
             updates=stage.epochs * stage.num_mini_batches,
         )
@@ -216,7 +216,7 @@ class Estimator:
             scoring, advantage = 0.0, scoring
         if (critic := stage.critic) is not None:
             advantage += self.forward(rows, head=False)
-            computed, updates = rows._replace(count=rows.count * critic.epochs), critic.epochs
+            computed, updates = rows._replace(number=rows.number * critic.epochs), critic.epochs
             updates *= critic.num_mini_batches
             update += self.train(computed, critic.lora, head=False, updates=updates)
         copy, evaluation = 2 * self.compute_bytes * self.shape.total / self.rates.bytes_s, 0.0
@@ -263,7 +263,7 @@ class Estimator:
         parts = {"libraries": memory.GPU_CONTEXT if on_gpu else memory.CPU_LIBRARIES}
         parts |= {"engine": self.engine_bytes} if engine else {}
         if calls and self.engine == "transformers":
-            together = calls[-1]._replace(count=min(calls[-1].count, self.engine_rows))
+            together = calls[-1]._replace(number=min(calls[-1].number, self.engine_rows))
             parts["sampling"] = memory.cache_bytes(shape, together, each)
         if not isinstance(stage, Training):
             return parts

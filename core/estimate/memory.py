@@ -55,13 +55,13 @@ def kept_for_backward(
     checkpointing the inputs of layers, and the rest of one. With `head` the logits that are made
     at a time, and the gradient of the output layer.
     """
-    micro = min(rows.micro, rows.count)
+    micro = min(rows.micro, rows.number)
     numbers = float(sum(width for _, width in shape.linears))
     if not on_gpu:
         numbers += shape.layers * shape.heads * (rows.prompt + rows.longest) * (1 + FLOAT / each)
     if checkpointing:
         numbers = shape.layers * shape.hidden + numbers / shape.layers
-    kept = rows._replace(count=micro).tokens * numbers
+    kept = rows._replace(number=micro).tokens * numbers
     if head:
         most = LOGITS_ROWS if on_gpu else LOGITS_BYTES / (shape.vocabulary * each)
         kept += (min(most, micro * rows.response) + shape.hidden) * shape.vocabulary
@@ -70,8 +70,8 @@ def kept_for_backward(
 
 def cache_bytes(shape: ModelShape, rows: Rows, each: int) -> float:
     """Keys and values of rows decoded together, at their longest, and the logits of one step."""
-    tokens = math.ceil(rows.count / rows.group) * rows.prompt + rows.count * rows.longest
-    return (tokens * shape.kv_width * shape.layers + rows.count * shape.vocabulary) * each
+    tokens = math.ceil(rows.number / rows.group) * rows.prompt + rows.number * rows.longest
+    return (tokens * shape.kv_width * shape.layers + rows.number * shape.vocabulary) * each
 
 
 def checkpoints(every: int, steps: int, kept: int) -> int:

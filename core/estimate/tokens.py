@@ -152,7 +152,7 @@ class Rows(NamedTuple):
     `shared` tokens of all prompts are the same, and are computed once in each pass.
     """
 
-    count: int
+    number: int
     group: int
     micro: int
     prompt: float
@@ -163,10 +163,10 @@ class Rows(NamedTuple):
     @property
     def passes(self) -> int:
         """Micro-batches."""
-        return math.ceil(self.count / max(1, self.micro))
+        return math.ceil(self.number / max(1, self.micro))
 
     @property
     def tokens(self) -> float:
         """Tokens that the layers read: each group's prompt once, not a response's last token."""
-        own = self.count / self.group * (self.prompt - self.shared)
-        return self.passes * self.shared + own + self.count * (self.response - 1)
+        own = self.number / self.group * (self.prompt - self.shared)
+        return self.passes * self.shared + own + self.number * (self.response - 1)

@@ -119,7 +119,7 @@ def test_a_large_model_is_estimated_without_its_memory(
 
 
 def test_rows_share_prompts_and_what_all_prompts_begin_with() -> None:
-    rows = Rows(count=8, group=4, micro=4, prompt=10, response=6, longest=8, shared=3)
+    rows = Rows(number=8, group=4, micro=4, prompt=10, response=6, longest=8, shared=3)
     assert rows.passes == 2
     assert rows.tokens == 2 * 3 + 2 * (10 - 3) + 8 * (6 - 1)
 
@@ -143,7 +143,7 @@ def test_counts_are_those_of_the_file(tmp_path: Path, model: Path) -> None:
         data.config.stages["sft"], data
     )
     calls, batches = estimator(data).sampled(data.config.stages["it"])
-    assert [rows.count for rows in calls] == [held, 4 * held] and batches == 1
+    assert [rows.number for rows in calls] == [held, 4 * held] and batches == 1
 
 
 def test_preferences_are_split_as_the_run_splits_them(tmp_path: Path, model: Path) -> None:
