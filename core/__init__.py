@@ -1,1 +1,1 @@
-"""Contracts of posttrain: types, hooks, config, models, learner, artifacts, tracking."""
+"""Contracts, maths, models, training, rollout, rewards, storage and tracking."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMAS = {
-    "prefect": ROOT / "pipelines" / "prefect_schema.sql",
+    "prefect": ROOT / "pipelines" / "run" / "prefect_schema.sql",
     "mlflow": ROOT / "core" / "tracking" / "mlflow_schema.sql",
 }
 

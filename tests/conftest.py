@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from posttrain.core.runtime.waiting import bound_waiting
+from posttrain.core.runtime.startup import bound_waiting
 
 bound_waiting()  # before torch is loaded, here and in what tests start
 

@@ -1,1 +1,1 @@
-"""Looking at what was trained: reports, the evidence of steps, comparisons, forensics."""
+"""What is read from finished steps and runs: alarms, microscope, comparisons, forensics."""

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from scipy import stats
 
 from posttrain.core.errors import RunError
-from posttrain.core.math.intervals import CONFIDENCE, mean_interval, newcombe_difference
-from posttrain.core.math.paired import paired_means, paired_proportions
+from posttrain.core.math.intervals import (
+    CONFIDENCE,
+    mean_interval,
+    newcombe_difference,
+    paired_means,
+    paired_proportions,
+)
 
 if TYPE_CHECKING:  # nothing else here needs torch
     from torch import Tensor

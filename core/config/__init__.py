@@ -1,1 +1,1 @@
-"""Configuration: the pydantic tree of a run, loading from YAML, resolution against plugins."""
+"""The YAML of a run as one pydantic tree: loading, presets, the DAG, checks of combinations."""

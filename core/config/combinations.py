@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.marks import dotted
+from posttrain.core.config.positions import dotted
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import GenerationSection, OptimizerSection
 

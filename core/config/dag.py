@@ -1,14 +1,15 @@
-"""What each kind of stage reads and makes, and the order that follows from it."""
+"""What each kind of stage reads and makes, the order that follows, and checks of gates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
-from posttrain.core.artifacts import ArtifactKind
 from posttrain.core.config.base import BASE_MODEL, StageBase
-from posttrain.core.config.marks import Loc
+from posttrain.core.config.positions import Loc
+from posttrain.core.config.stages import ApproveStage, EvaluateStage, NewDataStage, PromoteStage
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.store.artifacts import ArtifactKind
 
 StageMap = Mapping[str, StageBase]
 
@@ -165,3 +166,61 @@ def _makers(wanted: ArtifactKind, stages: StageMap, but: str) -> list[str]:
 
 def _a(kind: ArtifactKind) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def check_gates(stages: StageMap, where: Callable[[Loc], str]) -> Iterable[str]:
+    """One line for each problem; inputs that are missing or wrong are left to the DAG's check."""
+    data = [name for name, stage in stages.items() if isinstance(stage, NewDataStage)]
+    for name in data[1:]:
+        yield (
+            f"{where(('stages', name))}: stages.{name}: a run has one stage of kind 'new_data', "
+            f"which is '{data[0]}' here; let other stages read that"
+        )
+    for name, stage in stages.items():
+        if isinstance(stage, ApproveStage | PromoteStage):
+            yield from _same_model(name, stage, stages, where)
+        if isinstance(stage, PromoteStage):
+            yield from _same_measure(name, stage, stages, where)
+
+
+def _same_model(
+    name: str, stage: StageBase, stages: StageMap, where: Callable[[Loc], str]
+) -> Iterable[str]:
+    source = stage.inputs.get("evaluation", "")
+    evaluation, own = stages.get(source), stage.inputs.get("model")
+    if not isinstance(evaluation, EvaluateStage) or own is None:
+        return
+    of = evaluation.inputs.get("model")
+    if _made_by(of, stages) != _made_by(own, stages):
+        place = ("stages", name, "inputs", "evaluation")
+        yield (
+            f"{where(place)}: stages.{name}.inputs.evaluation: '{source}' evaluates '{of}', not "
+            f"'{own}', the model of this stage; name a stage that evaluates '{own}'"
+        )
+
+
+def _same_measure(
+    name: str, stage: StageBase, stages: StageMap, where: Callable[[Loc], str]
+) -> Iterable[str]:
+    sources = [stage.inputs.get(role, "") for role in ("evaluation", "baseline")]
+    after, before = (stages.get(source) for source in sources)
+    if not isinstance(after, EvaluateStage) or not isinstance(before, EvaluateStage):
+        return
+    for field in ("evaluation", "environment"):
+        if getattr(after, field) != getattr(before, field):
+            place = ("stages", name, "inputs", "baseline")
+            yield (
+                f"{where(place)}: stages.{name}.inputs.baseline: '{sources[1]}' and "
+                f"'{sources[0]}' have different settings in '{field}'; make them equal, or remove "
+                "baseline, and the champion is measured as the model was"
+            )
+
+
+def _made_by(name: str | None, stages: StageMap) -> str | None:
+    seen: set[str] = set()
+    while name is not None and name not in seen and name in stages:
+        seen.add(name)
+        if stage_kind(stages[name]) not in PASSES_ON:
+            break
+        name = stages[name].inputs.get("model")
+    return name

@@ -13,7 +13,7 @@ import yaml
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.errors import PosttrainError
-from posttrain.core.identity import flat
+from posttrain.core.store.identity import flat
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.supervised_stages import (
-    PreferenceDataStage,
-    PreferenceStage,
-    RewardModelStage,
-)
-from posttrain.core.data.preference_rows import EXAMPLES, Kind, read_preference_rows
+from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
+from posttrain.core.contracts.preference_rows import EXAMPLES, Kind, read_preference_rows
 from posttrain.core.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,17 +1,136 @@
-"""What an algorithm preset amounts to: one plugin per axis, its formula, every field's value."""
+"""Components of an rl stage, and the values that an algorithm preset gives them."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.config.components import preference_components, rl_components
-from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.supervised_stages import PreferenceStage
+from posttrain.core.config.base import Component
+from posttrain.core.config.positions import Loc
+from posttrain.core.config.rl_stage import CorrectionSection, LossTermComponent, RlStage
+from posttrain.core.config.stages import PreferenceStage
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
+
+
+# Places of an rl stage that hold a component, with the plugin kind each takes. Places that are null
+# are left alone; `rewards` and a list of policy losses are walked item by item.
+RL_COMPONENTS: dict[tuple[str, ...], str] = {
+    ("algorithm",): "algorithm",
+    ("sampler",): "sampler",
+    ("advantage",): "advantage",
+    ("policy_loss",): "policy_loss",
+    ("aggregator",): "aggregator",
+    ("entropy_aggregator",): "aggregator",
+    ("kl", "estimator"): "kl",
+    ("kl", "controller"): "kl_controller",
+    ("critic", "aggregator"): "aggregator",
+    ("rollout_correction", "plugin"): "rollout_correction",
+}
+
+
+def rl_components(stage: RlStage) -> list[tuple[Loc, str, Component]]:
+    """(place, plugin kind, component) of every component of an rl stage but its rewards."""
+    found: list[tuple[Loc, str, Component]] = []
+    for path, kind in RL_COMPONENTS.items():
+        section: Any = stage  # Any: a section of whatever class
+        for part in path[:-1]:
+            section = getattr(section, part)
+        value = getattr(section, path[-1], None)
+        if isinstance(value, tuple):
+            found += [((*path, index), kind, item) for index, item in enumerate(value)]
+        elif value is not None:
+            found.append((path, kind, value))
+    for place, _, component in list(found):
+        if isinstance(component, LossTermComponent) and component.aggregator is not None:
+            found.append(((*place, "aggregator"), "aggregator", component.aggregator))
+    return found
+
+
+def tool_components(environment: Mapping[str, object]) -> list[tuple[int, Component]]:
+    """(place in `tools`, component) of the tools that an environment's fields name."""
+    tools = environment.get("tools")
+    listed = enumerate(tools if isinstance(tools, list) else ())
+    fits = (
+        (i, v) for i, v in listed if isinstance(v, str) or isinstance(v, Mapping) and "name" in v
+    )
+    return [(index, Component.model_validate(value)) for index, value in fits]
+
+
+def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Component]]:
+    """(place, plugin kind, component) of every component of a preference stage."""
+    found: list[tuple[Loc, str, Component]] = [(("algorithm",), "algorithm", stage.algorithm)]
+    terms = stage.preference_loss
+    if not isinstance(terms, tuple):
+        return [*found, (("preference_loss",), "preference_loss", terms)]
+    for index, term in enumerate(terms):
+        found.append((("preference_loss", index), "preference_loss", term))
+    return found
+
+
+def put(values: Any, path: Loc, filled: dict[str, object]) -> None:
+    """Set `values[path]`, keeping what a deeper place has filled in. Any: nested YAML values."""
+    for part in path[:-1]:
+        values = values[part]
+    values[path[-1]] = filled
+
+
+def from_stage(kind: str, filled: dict[str, object], stage: RlStage) -> dict[str, object]:
+    """A component's fields, those that were left null filled with what the stage itself says.
+
+    An aggregator that divides by a constant length gets the response limit; an advantage that
+    weighs reward components gets the rewards' weights; a reward that bounds lengths the response
+    limit, and for the buffer before the bound a fifth of it (DAPO's 4,096 of 20,480).
+    """
+    if kind == "aggregator" and filled.get("norm_length", 0) is None:
+        return {**filled, "norm_length": stage.generation.max_response_length}
+    if kind == "advantage" and filled.get("weights", ()) is None:
+        return {**filled, "weights": [reward.weight for reward in stage.rewards]}
+    if kind == "reward" and {"max_length", "buffer_length"} <= set(filled):
+        longest, buffer = filled["max_length"], filled["buffer_length"]
+        longest = stage.generation.max_response_length if longest is None else longest
+        assert isinstance(longest, int)
+        return {
+            **filled,
+            "max_length": longest,
+            "buffer_length": longest // 5 if buffer is None else buffer,
+        }
+    return filled
+
+
+def with_default_correction(stage: RlStage, raw: Mapping[str, Any], lag: int) -> RlStage:
+    """`stage` with `tis_token` where samples may be older than the policy and nothing is said.
+
+    `raw` is the stage as the user wrote it; `lag` is how much older than the engine's policy the
+    sampler's groups may be. Any: nested YAML values.
+    """
+    said = "rollout_correction" in raw or stage.rollout_correction != CorrectionSection()
+    if said or stage.max_staleness + lag == 0:
+        return stage
+    section = CorrectionSection(plugin=Component(name="tis_token"))
+    return stage.model_copy(update={"rollout_correction": section})
+
+
+def merge_fields(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins field by field. A component of another name replaces the whole component."""
+    merged = dict(under)
+    for key, value in over.items():
+        known = merged.get(key)
+        if isinstance(known, str) and isinstance(value, Mapping) and "name" in value:
+            known = {"name": known}
+        if not isinstance(known, Mapping):
+            merged[key] = value
+            continue
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or fields.get("name") != known.get("name"):
+            merged[key] = value
+        else:
+            merged[key] = merge_fields(known, fields)
+    return merged
+
 
 # Axes that say nothing of an algorithm.
 _NOT_SHOWN = ("algorithm",)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from posttrain.core.config import combinations, dag, gate_checks, preference_checks
+from posttrain.core.config import combinations, dag, preference_checks
+from posttrain.core.config import dag as gate_checks
 from posttrain.core.config.base import Component
-from posttrain.core.config.components import (
+from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
+from posttrain.core.config.positions import Loc
+from posttrain.core.config.presets import (
     from_stage,
     merge_fields,
     preference_components,
@@ -20,16 +23,14 @@ from posttrain.core.config.components import (
     tool_components,
     with_default_correction,
 )
-from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
-from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.marks import Loc
-from posttrain.core.config.problems import explain, raise_problems
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
 from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
-from posttrain.core.config.supervised_stages import (
+from posttrain.core.config.stages import (
+    ApproveStage,
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
+    PromoteStage,
     RewardModelStage,
     SftStage,
 )
@@ -112,7 +113,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     problems = [
         *resolver.problems,
         *dag.check(stages, loaded.where, resolver.reward_roles),
-        *gate_checks.check(stages, loaded.where),
+        *gate_checks.check_gates(stages, loaded.where),
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)

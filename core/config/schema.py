@@ -8,20 +8,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.core.config.alarm_section import AlarmsSection
 from posttrain.core.config.base import Component, Section, StageBase, StageName
-from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
+    AlarmsSection,
     EvaluationSection,
     GenerationSection,
     KeepSection,
     LimitsSection,
     ModelSection,
 )
-from posttrain.core.config.supervised_stages import (
+from posttrain.core.config.stages import (
+    ApproveStage,
     EvaluateStage,
+    NewDataStage,
     PreferenceStage,
+    PromoteStage,
     RewardModelStage,
     SftStage,
 )

@@ -1,13 +1,39 @@
-"""The parts of the YAML that several stages share, or that the whole run has."""
+"""Sections of the YAML that several stages share, or that belong to the whole run."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.core.config.base import Component, Section
-from posttrain.core.config.registered import RegisteredName
+
+PREFIX = "models:/"
+_FORM = re.compile(r"models:/(?P<name>[^/@:]+)(@(?P<alias>[A-Za-z0-9_-]+)|/(?P<version>[0-9]+))")
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredName:
+    """A registered model by its alias or by its version; the other one is None."""
+
+    name: str
+    alias: str | None
+    version: str | None
+
+    @classmethod
+    def parse(cls, source: str) -> RegisteredName | None:
+        """None for what does not begin with `models:/`; raises `ValueError` for a wrong form."""
+        if not source.startswith(PREFIX):
+            return None
+        found = _FORM.fullmatch(source)
+        if found is None:
+            raise ValueError(
+                f"{source!r} names no registered model: expected models:/NAME@ALIAS, such as "
+                "models:/posttrain@champion, or models:/NAME/VERSION"
+            )
+        return cls(found["name"], found["alias"], found["version"])
 
 
 class EnvironmentComponent(Component):
@@ -260,3 +286,55 @@ class KeepSection(Section):
         description="steps of which two responses, the best and the worst paid, become traces in "
         "MLflow with their rewards as feedback; the first step has them too; 0 = none",
     )
+
+
+class AlarmsSection(Section):
+    """Thresholds of the alarms of `rl` stages; null turns one off. Never changes a result."""
+
+    entropy_collapse: float | None = Field(
+        default=0.1,
+        gt=0,
+        description="entropy/mean below this share of what it was at the first step",
+    )
+    truncated: float | None = Field(
+        default=0.3, gt=0, le=1, description="resp_len/truncated_frac above this"
+    )
+    length_explosion: float | None = Field(
+        default=3.0,
+        gt=1,
+        description="resp_len/mean above this many times what it was at the first step",
+    )
+    overoptimised: bool = Field(
+        default=True,
+        description="reward/mean above what it was when held-out accuracy was best, while the "
+        "accuracy has fallen by more than both its intervals show",
+    )
+    equal_groups: float | None = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="group/zero_adv_frac at least this in each of the last three steps",
+    )
+    clip_high: float | None = Field(
+        default=0.3, gt=0, le=1, description="clip/high_frac above this"
+    )
+    policy_kl: float | None = Field(
+        default=0.1, gt=0, description="kl/old_k3 above this, nats per token"
+    )
+    kl_target: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="KL to the reference above this many times the target of kl.controller",
+    )
+    grad_spike: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="grad/norm above this many times the median of the last 20 steps, from five on",
+    )
+    duplicates: float | None = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="sampling/duplicate_frac above this while most groups are not all correct",
+    )
+    ess_seq: float | None = Field(default=0.3, gt=0, le=1, description="ess/seq below this")

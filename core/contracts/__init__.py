@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from posttrain.core.contracts.advantages import *
     from posttrain.core.contracts.aggregation import *
-    from posttrain.core.contracts.algorithm import *
     from posttrain.core.contracts.base import *
     from posttrain.core.contracts.correction import *
     from posttrain.core.contracts.environment import *
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.policy import *
     from posttrain.core.contracts.preference import *
     from posttrain.core.contracts.rollout import *
-    from posttrain.core.contracts.value_advantages import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
 
@@ -33,14 +31,12 @@ _MODULES = (
     "base",
     "rollout",
     "environment",
-    "algorithm",
     "advantages",
     "aggregation",
     "correction",
     "kl",
     "policy",
     "preference",
-    "value_advantages",
 )
 
 

@@ -1,11 +1,11 @@
-"""What every plugin is: a class with a kind, a name and a pydantic config."""
+"""What every plugin is: a class with a kind, a name and a pydantic config; presets among them."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -54,3 +54,17 @@ class StatefulPlugin(Plugin[ConfigT]):
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Continue from a checkpoint's `state`."""
+
+
+class Algorithm(Plugin[ConfigT]):
+    """A preset: names one plugin per axis. Every field it sets can be overridden in the YAML."""
+
+    kind = "algorithm"
+    stage: ClassVar[Literal["rl", "preference"]] = "rl"
+    """The kind of stage whose fields `expand` sets."""
+    variant_of: ClassVar[str | None] = None
+    """The preset that this one varies; that one's recipe and results serve it."""
+
+    @abstractmethod
+    def expand(self) -> dict[str, object]:
+        """Fields of a stage that this algorithm sets, as they would be written in YAML."""

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from posttrain.core.contracts.base import PluginConfig
 from posttrain.core.contracts.policy import Correction, RolloutCorrection
-from posttrain.core.math import correction, correction_metrics
-from posttrain.core.math.correction import Rejection, Weighting
-from posttrain.core.math.masking import masked, row_sums
-from posttrain.core.math.mismatch import (
+from posttrain.core.math import correction
+from posttrain.core.math import correction as correction_metrics
+from posttrain.core.math.correction import (
+    Rejection,
+    Weighting,
     bounded_exp,
     effective_sample_size,
     known_tokens,
     log_ratio,
 )
+from posttrain.core.math.masking import masked, row_sums
 
 
 class RejectConfig(PluginConfig):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from posttrain.core.contracts.base import ConfigT, Plugin
-from posttrain.core.data.preference_rows import PreferenceRow
+from posttrain.core.contracts.preference_rows import PreferenceRow
 from posttrain.core.errors import RunError
 from posttrain.core.math.splits import text_key
 from posttrain.core.types import (

@@ -1,1 +1,1 @@
-"""Prompts, tokenisation, data sets."""
+"""Rows, problems and preference pairs, from files to token ids and padded batches."""

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.durable import write_text
 from posttrain.core.errors import DataError
+from posttrain.core.runtime.files import write_text
 from posttrain.core.types import Problem
 
 VERSION = 1

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.data.json_lines import JsonRow
 from posttrain.core.errors import DataError, ResourceError
+from posttrain.core.runtime.json_files import JsonRow
 
 HUB_TIMEOUT = 15.0
 """Seconds to wait for the hub's first answer; its library alone would try for half a minute."""

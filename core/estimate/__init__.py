@@ -1,1 +1,1 @@
-"""What `posttrain plan` estimates: a run's tokens, time, memory and disk."""
+"""What `posttrain plan` says: tokens, memory, disk and time of a run before it starts."""

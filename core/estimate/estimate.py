@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import Stage, TransformStage
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.config.supervised_stages import (
+from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
+    PromoteStage,
     RewardModelStage,
     SftStage,
 )
@@ -165,7 +165,10 @@ class Estimator:
         and, on a GPU, have no fixed time per layer.
         """
         shape, rates, plain = self.shape, self.rates, self.engine == "transformers"
-        prompts, output = rows.number / (rows.group if plain else 1), shape.hidden * shape.vocabulary
+        prompts, output = (
+            rows.number / (rows.group if plain else 1),
+            shape.hidden * shape.vocabulary,
+        )
         own = prompts * (rows.prompt - (rows.shared if plain else 0))
         seconds = 2 * (shape.active * own + output * prompts) / rates.forward_flops
         passes = math.ceil(rows.number / self.engine_rows) * max(1, rows.longest - 1)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.models.wide_products import widen
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.linear import widen
 
 BUDGET_S, MICRO_STEPS = 5.0, 20
 """Wall time that measuring may take in all, and the most micro-steps of one kind."""

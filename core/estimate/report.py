@@ -11,8 +11,8 @@ from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model
 from posttrain.core.estimate.tokens import Lengths, RunData
-from posttrain.core.models.packed_linear import packs
-from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.linear import packs
 from posttrain.core.runtime.seeding import derive_seed
 
 

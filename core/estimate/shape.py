@@ -16,9 +16,9 @@ from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.core.artifacts import file_digest
 from posttrain.core.config.sections import LoraSection, ModelSection
 from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, converted_folder
+from posttrain.core.store.artifacts import file_digest
 
 
 @dataclass(frozen=True, slots=True)

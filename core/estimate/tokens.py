@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.supervised_stages import PreferenceDataStage, SftStage
+from posttrain.core.config.stages import PreferenceDataStage, SftStage
 from posttrain.core.contracts import Task
-from posttrain.core.data.preference_rows import read_preference_rows
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.contracts.preference_rows import read_preference_rows
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import PosttrainError
 from posttrain.core.estimate.shape import KnownModel
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout_sampling import common_start
+from posttrain.core.rollout.sampling import common_start
 from posttrain.core.types import Split
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Pure tensor maths and statistics."""
+"""Pure functions of tensors and numbers: advantages, ratios, KL, intervals, answers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 
-from posttrain.core.math.final_answers import bracket_depth
+from posttrain.core.math.answers import bracket_depth
 
 MAX_CHARS = 2000
 MAX_DEPTH = 50

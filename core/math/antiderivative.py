@@ -11,7 +11,7 @@ import cmath
 import random
 from collections.abc import Callable, Mapping
 
-from posttrain.core.math.final_answers import bracket_depth
+from posttrain.core.math.answers import bracket_depth
 
 MAX_CHARS = 1000
 MAX_DEPTH = 50

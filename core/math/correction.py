@@ -1,8 +1,16 @@
-"""Importance weights and rejections for samples that another policy drew.
+"""Importance weights and rejections for samples of another policy, and the mismatch of log-probs.
+
+d = trainer - engine, in nats, over the tokens of a mask whose engine log-prob is known (not NaN).
+The samples come from the engine, so exp(d) is an importance weight and k1, k3 estimate
+KL(engine || trainer). Everything is summed in float64. Axes: B sequences, T tokens.
 
 Everything starts from d [B, T] = log trainer - log engine in nats, as `mismatch.log_ratio` gives
 it: detached, and 0 where a token takes no part. Axes: B sequences, T tokens. A number per row is
 [B, 1]. Sources: IMPALA, arXiv:1802.01561 (truncated weights); verl 0.9.1, `rollout_corr_helper`.
+
+`tokens` are [B, T] values over a mask; `rows` one number per sequence. Rows without a token are
+left out, or, with `count_empty_seqs`, count with what their empty sum gives (verl). Axes: B
+sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +22,105 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.core.math.masking import masked, row_means
-from posttrain.core.math.mismatch import LOG_BOUND, bounded_exp
+from posttrain.core.math.masking import masked, row_means, row_sums
+
+LOG_BOUND = 20.0
+"""Log-ratios are cut to +-20 nats before exp: a weight stays between 2e-9 and 5e8."""
+
+
+def known_tokens(engine: Tensor, mask: Tensor) -> Tensor:
+    """Which tokens [B, T] take part: those in `mask` whose engine log-prob is not NaN."""
+    return mask.bool() & ~engine.isnan()
+
+
+def log_ratio(trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
+    """d [B, T] = trainer - engine, detached; 0 under the mask and where the engine gave none."""
+    known = known_tokens(engine, mask)
+    return (masked(trainer, known) - masked(engine, known)).detach()
+
+
+def bounded_exp(log_values: Tensor) -> Tensor:
+    """exp of values cut to +-20 nats."""
+    return log_values.clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """(sum w)^2 / (N sum w^2) of non-negative `weights` [N]: 1 when equal, 1/N when one has all.
+
+    NaN when there is none, or all are 0. Weights (1, 1, 1, 5) have 0.571429. Source: Kish 1965.
+    """
+    values = weights.double()
+    if values.numel() == 0 or not values.any():
+        return float("nan")
+    # Divided by the largest first: its square could overflow.
+    values = values / values.max()
+    return float(values.sum().square() / (values.numel() * values.square().sum()))
+
+
+def mismatch_metrics(
+    trainer: Tensor, engine: Tensor, mask: Tensor, *, count_empty_seqs: bool = False
+) -> dict[str, float]:
+    """Divergence estimates from log-probs [B, T]; empty when the engine gave none.
+
+    - `mismatch/k1` = mean(-d) and `mismatch/k3` = mean(e^d - 1 - d), per token;
+    - `mismatch/abs_mean`, `/abs_max` of |d|, `/prob_abs_max` of |e^trainer - e^engine|;
+    - `mismatch/ppl_ratio`, mean over rows of e^(-mean d): trainer's perplexity over the engine's;
+    - `mismatch/chi2_token` = mean(e^2d) - 1 and `mismatch/chi2_seq`, the same of the rows' sums;
+    - `ess/token`, `ess/seq`: effective sample size of the weights e^d and e^(row sum of d).
+
+    `count_empty_seqs`: rows without a token enter the row means with d = 0, as in verl.
+    """
+    known = known_tokens(engine, mask)
+    if not known.any():
+        return {}
+    gaps, rows = log_ratio(trainer, engine, mask), _rows(known, count_empty_seqs)
+    d = gaps[known].double()
+    weights, row_weights = bounded_exp(d), bounded_exp(row_sums(gaps, known)[rows])
+    probabilities = (trainer[known].double().exp() - engine[known].double().exp()).abs()
+    return {
+        "mismatch/k1": float(-d.mean()),
+        "mismatch/k3": float((weights - 1 - d).mean()),
+        "mismatch/abs_max": float(d.abs().max()),
+        "mismatch/abs_mean": float(d.abs().mean()),
+        "mismatch/prob_abs_max": float(probabilities.max()),
+        "mismatch/ppl_ratio": float(bounded_exp(-row_means(gaps, known)[rows]).mean()),
+        "mismatch/chi2_token": float(weights.square().mean() - 1),
+        "mismatch/chi2_seq": float(row_weights.square().mean() - 1),
+        "ess/token": effective_sample_size(weights),
+        "ess/seq": effective_sample_size(row_weights),
+    }
+
+
+def perplexity_metrics(
+    trainer: Tensor, engine: Tensor, mask: Tensor, *, count_empty_seqs: bool = False
+) -> dict[str, float]:
+    """Perplexities e^(-row mean of log-probs [B, T]) of both, and their logs' differences per row.
+
+    Means over rows, with `mismatch/log_ppl_diff` = log of the trainer's over the engine's;
+    `count_empty_seqs` as in `mismatch_metrics`.
+    """
+    known = known_tokens(engine, mask)
+    if not known.any():
+        return {}
+    rows = _rows(known, count_empty_seqs)
+    log_trainer = -row_means(trainer.detach(), known)[rows]
+    log_engine = -row_means(engine.detach(), known)[rows]
+    gap = log_trainer - log_engine
+    return {
+        "mismatch/trainer_ppl": float(log_trainer.exp().mean()),
+        "mismatch/trainer_log_ppl": float(log_trainer.mean()),
+        "mismatch/engine_ppl": float(log_engine.exp().mean()),
+        "mismatch/engine_log_ppl": float(log_engine.mean()),
+        "mismatch/log_ppl_diff": float(gap.mean()),
+        "mismatch/log_ppl_abs_diff": float(gap.abs().mean()),
+        "mismatch/log_ppl_diff_max": float(gap.max()),
+        "mismatch/log_ppl_diff_min": float(gap.min()),
+    }
+
+
+def _rows(known: Tensor, count_empty_seqs: bool) -> Tensor:
+    return torch.ones_like(known[:, 0]) if count_empty_seqs else known.any(dim=1)
+
 
 WeightLevel = Literal["token", "seq"]
 WeightBound = Literal["truncate", "mask"]
@@ -113,3 +218,107 @@ def off_policy_rows(gaps: Tensor, mask: Tensor, delta: float) -> Tensor:
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1 (off-policy sequence masking).
     """
     return row_means(gaps, mask)[:, None] > delta
+
+
+def token_spread(values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean, population standard deviation, least and greatest of `values` [B, T] over the mask."""
+    kept = values[mask.bool()].double()
+    return {
+        "mean": float(kept.mean()),
+        "std": float(kept.std(correction=0)),
+        "min": float(kept.min()),
+        "max": float(kept.max()),
+    }
+
+
+def row_spread(rows: Tensor, centre: float) -> dict[str, float]:
+    """Mean, sample standard deviation, least, greatest and greatest distance from `centre`."""
+    return {
+        "seq_mean": float(rows.mean()),
+        "seq_std": float(rows.std()) if rows.numel() > 1 else 0.0,
+        "seq_min": float(rows.min()),
+        "seq_max": float(rows.max()),
+        "seq_max_deviation": float((rows - centre).abs().max()),
+    }
+
+
+def share(flags: Tensor) -> float:
+    """The share of true `flags`; 0 of none."""
+    return float(flags.double().mean()) if flags.numel() else 0.0
+
+
+def counted_rows(mask: Tensor, count_empty_seqs: bool) -> Tensor:
+    return torch.ones_like(mask[:, 0], dtype=torch.bool) if count_empty_seqs else _filled(mask)
+
+
+def weight_statistics(
+    raw: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    weighting: Weighting,
+    *,
+    count_empty_seqs: bool = False,
+) -> dict[str, float]:
+    """Statistics of bounded `weights` [B, T], and of what they were: `raw` [B, T] or [B, 1].
+
+    - `mean std min max ess` over tokens, `seq_*` over the rows' token means (distance from 1);
+    - `raw_min raw_max high_frac low_frac` of the raw weights at their own level, above `high` and
+      below `low` (1 / `high` when there is none); `seq_high_frac seq_low_frac` of their row means;
+    - `outside_frac`: tokens whose raw weight is out of bounds, when those are masked.
+    """
+    valid, rows = mask.bool(), counted_rows(mask, count_empty_seqs)
+    spread_raw = raw.expand(mask.shape)
+    own = raw[:, 0][rows] if weighting.level == "seq" else raw[valid]
+    low, high = weighting.low or 1.0 / weighting.high, weighting.high
+    row_raw = row_means(spread_raw, mask)[rows]
+    result = {
+        **token_spread(weights, mask),
+        "ess": effective_sample_size(weights[valid]),
+        **row_spread(row_means(weights, mask)[rows], centre=1.0),
+        "raw_min": float(own.min()),
+        "raw_max": float(own.max()),
+        "high_frac": share(own > high),
+        "low_frac": share(own < low),
+        "seq_high_frac": share(row_raw > high),
+        "seq_low_frac": share(row_raw < low),
+    }
+    if weighting.bound == "mask":
+        outside = (spread_raw < weighting.low) | (spread_raw > high)
+        result["outside_frac"] = share(outside[valid])
+    return result
+
+
+def rejection_statistics(statistic: Tensor, mask: Tensor, rejection: Rejection) -> dict[str, float]:
+    """Statistics of one rejection's `statistic`, [B, T] of tokens or [B, 1] of rows.
+
+    - `mean` over tokens, and `std` of the values cut to [low, high], so that outliers do not make
+      it; `min max high_frac low_frac` at the statistic's own level;
+    - `seq_*` over the non-empty rows, those of a token statistic by their token means;
+    - `token_frac` and `seq_frac`: tokens that it drops, and non-empty rows that lose any.
+    """
+    valid, filled = mask.bool(), _filled(mask)
+    per_token = statistic.expand(mask.shape)
+    by_row = rejection.level != "token"
+    rows = (statistic[:, 0].double() if by_row else row_means(statistic, mask))[filled]
+    own = rows if by_row else per_token[valid]
+    low, high = rejection.low, rejection.high
+    dropped = valid & ~within(per_token, rejection)
+    result = {
+        "mean": token_spread(per_token, mask)["mean"],
+        "std": token_spread(per_token.clamp(low, high), mask)["std"],
+        "min": float(own.min()),
+        "max": float(own.max()),
+        "high_frac": share(own > high),
+        "low_frac": share(own < low),
+        **row_spread(rows, centre=0.0),
+        "seq_high_frac": share(rows > high),
+        "token_frac": share(dropped[valid]),
+        "seq_frac": share(dropped.any(dim=1)[filled]),
+    }
+    if low > -math.inf:
+        result["seq_low_frac"] = share(rows < low)
+    return result
+
+
+def _filled(mask: Tensor) -> Tensor:
+    return mask.bool().any(dim=1)

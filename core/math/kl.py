@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || reference) from the log-ratio d = log policy - log reference, in nats.
+"""KL to the reference policy: estimators in nats, and feedback rules for the coefficient.
 
 Samples come from the policy. Source: Schulman 2020, "Approximating KL divergence". Any shape.
 """
@@ -24,3 +24,24 @@ def k3(gap: Tensor, input_clamp: float | None, output_clamp: float | None) -> Te
     # expm1: near the reference exp(-d) - 1 would lose all digits of a float32.
     value = (-gap).expm1() + gap
     return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+
+
+def proportional_factor(
+    measured: float, target: float, num_rows: int, horizon: float, clip: float
+) -> float:
+    """1 + e n / horizon with e = clip(KL / target - 1, -clip, clip).
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+    error = min(max(measured / target - 1.0, -clip), clip)
+    return 1.0 + error * num_rows / horizon
+
+
+def halving_factor(measured: float, target: float, factor: float, band: float) -> float:
+    """1 / factor below target / band, factor above target * band, else 1.
+
+    Source: PPO, arXiv:1707.06347, section 4, with factor 2 and band 1.5.
+    """
+    if measured < target / band:
+        return 1.0 / factor
+    return factor if measured > target * band else 1.0

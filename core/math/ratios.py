@@ -1,4 +1,4 @@
-"""Importance ratios of tokens and of whole responses, and what to record about them.
+"""Importance ratios of tokens and responses, and the straight-through estimator.
 
 Axes: B sequences, T tokens. Log-probs and log ratios are in nats. Nothing under the mask matters,
 NaN included: inputs are masked before any exp.
@@ -141,3 +141,12 @@ def kl_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def row_flags(flags: Tensor, mask: Tensor) -> Tensor:
     """1 for the rows [B] with a masked token whose flag [B, T] is set, else 0."""
     return masked(flags, mask).amax(dim=1)
+
+
+def straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
+    """`value` forward, bit for bit, and the gradient of `surrogate` backward; of one shape.
+
+    Source: Bengio, Leonard, Courville 2013, arXiv:1308.3432, section 2 (the estimator's name).
+    """
+    # (surrogate - itself) first: it is exactly 0, so the value keeps all its bits.
+    return value.detach() + (surrogate - surrogate.detach())

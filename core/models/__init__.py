@@ -1,1 +1,1 @@
-"""Model sources, loading and saving."""
+"""Models: sources, loading, LoRA, attention, prefix sharing, precision and device."""

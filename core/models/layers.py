@@ -1,12 +1,74 @@
-"""Where a model keeps its decoder layers."""
+"""The decoder layers of a model: where they are, compiled, or recomputed in the backward pass.
+
+One layer is compiled and serves all, for any number of tokens; FlexAttention with it. Where a
+stream's attention is by grids it stays outside: its shapes follow how prompts and responses happen
+to lie, and each new way would be compiled again.
+"""
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+from typing import Any
+
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from posttrain.core.errors import ConfigError
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the longest list of modules that the backbone has."""
     lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
     return max(lists, key=len)
+
+
+logger = logging.getLogger(__name__)
+
+# A layer is compiled with and without gradients, for inputs that need one and those that do not,
+# for each stage's kind of batch. Beyond torch's limit of 8 it would go on uncompiled.
+_WAYS = 64
+
+
+def allow_ways() -> None:
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _WAYS)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let each decoder layer of `model` be compiled when it is first called."""
+    allow_ways()
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+    logger.info("layers are compiled in the first updates, which take 10 to 30 s longer")
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    return any(layer._compiled_call_impl is not None for layer in decoder_layers(model))
+
+
+def use_checkpointing(model: torch.nn.Module) -> None:
+    """Keep only the inputs of each layer of `model` for the backward pass."""
+    layers = list(_layers(model))
+    if not layers:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ConfigError(
+            f"model type '{kind}' has no layers that transformers can checkpoint: set "
+            "model.gradient_checkpointing to false"
+        )
+    for layer in layers:
+        for name, value in vars(layer).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.gradient_checkpointing = True
+        layer.training = True
+
+
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    return any(layer.gradient_checkpointing for layer in _layers(model))
+
+
+def _layers(model: torch.nn.Module) -> Any:  # Any: transformers' layers are not typed
+    return (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.models.autocast import use_autocast
-from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.models.sharing import why_no_shared_keys, why_no_stream
+from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.linear import is_emulated, widen
+from posttrain.core.models.sharded import use_autocast
 from posttrain.core.models.stream_attention import use_stream_attention
-from posttrain.core.models.wide_products import is_emulated, widen
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posttrain.core.data.packing import pad_right
+from posttrain.core.data.tokens import pad_right
 
 
 @torch.no_grad()

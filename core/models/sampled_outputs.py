@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
+from posttrain.core.models.linear import WideLinear, linear_gradients
 from posttrain.core.models.lora import is_adapted
-from posttrain.core.models.wide_products import WideLinear, linear_gradients
 
 logger = logging.getLogger(__name__)
 

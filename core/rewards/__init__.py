@@ -1,1 +1,1 @@
-"""Rewards in worker processes: one that hangs or dies costs its own sample and nothing else."""
+"""Rewards: worker processes, checks of scores, shaping, judges, scores to token rewards."""

@@ -18,10 +18,14 @@ from typing import Any, Self
 
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.errors import RunError
-from posttrain.core.rewards.handle import START_LIMIT_S, WorkerHandle, ending
-from posttrain.core.rewards.launch import ForkServerProcess, ServerLost
-from posttrain.core.rewards.protocol import BadFrame, Closed, Job
-from posttrain.core.rewards.spec import PoolSetup
+from posttrain.core.rewards.protocol import BadFrame, Closed, Job, PoolSetup
+from posttrain.core.rewards.workers import (
+    START_LIMIT_S,
+    ForkServerProcess,
+    ServerLost,
+    WorkerHandle,
+    ending,
+)
 from posttrain.core.types import RewardSample, Score
 
 MAX_WORKERS = 8

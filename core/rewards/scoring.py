@@ -17,17 +17,19 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, Task
-from posttrain.core.data.packing import rollout_batch
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked
-from posttrain.core.rewards.checking import checked_score, is_failure
-from posttrain.core.rewards.failures import check_failure_rate, failure_metrics
+from posttrain.core.rewards.checking import (
+    check_failure_rate,
+    checked_score,
+    failure_metrics,
+    is_failure,
+)
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
-from posttrain.core.rollout.episodes import EpisodeRunner
-from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
 from posttrain.core.types import RewardSample, SamplingParams, Score
 
 OnMissing = Literal["zero", "unscored"]

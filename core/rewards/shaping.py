@@ -16,9 +16,9 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import KlEstimator
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.masking import masked, row_sums
-from posttrain.core.math.running import RunningMoments
+from posttrain.core.math.shaping import RunningMoments
 from posttrain.core.types import Score
 
 OverlongFilter = Literal["none", "mask", "exclude"]

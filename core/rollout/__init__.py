@@ -1,1 +1,1 @@
-"""From prompts to sampled groups: what stands between an engine and a rollout batch."""
+"""From prompts to sampled groups: prompts, episodes, engines' servers, weight sync."""

@@ -1,13 +1,13 @@
-"""Responses of several turns: the policy speaks, the environment answers, for all rows at once.
+"""Responses of one or several turns, and sampled groups as JSON.
 
 What the policy sampled is never tokenised again: each turn continues the token ids so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, TypeVar
 
 from posttrain.core.contracts import (
     Environment,
@@ -18,10 +18,77 @@ from posttrain.core.contracts import (
     Turn,
 )
 from posttrain.core.contracts.rollout import Episode, Segment
-from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import RunError
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Problem, SamplingParams
+
+
+def generate_groups(
+    engine: RolloutEngine[Any], prompts: Sequence[PromptGroup], params: SamplingParams
+) -> list[SampledGroup]:
+    """One group of `params.num_generations` completions for each prompt, in order."""
+    completions = engine.generate([prompt.prompt_ids for prompt in prompts], params)
+    sizes = [len(group) for group in completions]
+    if sizes != [params.num_generations] * len(prompts):
+        raise RunError(
+            f"engine '{engine.name}' returned groups of {sizes} responses, expected "
+            f"{len(prompts)} groups of {params.num_generations}: this is a fault of the "
+            "engine, choose another one"
+        )
+    return [
+        SampledGroup(prompt, tuple(group))
+        for prompt, group in zip(prompts, completions, strict=True)
+    ]
+
+
+Json = dict[str, Any]  # Any: JSON
+T = TypeVar("T")
+
+
+def prompt_to_json(prompt: PromptGroup) -> Json:
+    problem = prompt.problem
+    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return {
+        "problem": values | {"metadata": dict(problem.metadata)},
+        "prompt_ids": list(prompt.prompt_ids),
+    }
+
+
+def prompt_from_json(value: Mapping[str, Any]) -> PromptGroup:
+    return PromptGroup(_made(Problem, value["problem"]), tuple(value["prompt_ids"]))
+
+
+def groups_to_json(groups: Sequence[SampledGroup]) -> list[Json]:
+    """Groups in order, each with its prompt and all that is known of its completions."""
+    return [
+        {
+            "prompt": prompt_to_json(group.prompt),
+            "completions": [asdict(completion) for completion in group.completions],
+        }
+        for group in groups
+    ]
+
+
+def groups_from_json(values: Sequence[Mapping[str, Any]]) -> list[SampledGroup]:
+    """What `groups_to_json` was given. Raises `RunError` when it was written by another version."""
+    return [
+        SampledGroup(
+            prompt_from_json(value["prompt"]),
+            tuple(_made(Completion, completion) for completion in value["completions"]),
+        )
+        for value in values
+    ]
+
+
+def _made(cls: type[T], value: Mapping[str, Any]) -> T:
+    try:
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+    except TypeError as error:
+        raise RunError(
+            f"a stored rollout does not fit this version ({error}): run with --fresh to start the "
+            "stage anew"
+        ) from error
 
 
 class EpisodeRunner:

@@ -1,1 +1,1 @@
-"""Seeds, devices, memory, signals."""
+"""Processes, seeds, JSON and files, the reporter's interface: nothing that knows of models."""

@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.sandbox import seccomp
+from posttrain.core.sandbox import kernel as seccomp
 from posttrain.core.sandbox.job import Job
-from posttrain.core.sandbox.levels import BETTER, LEVELS, Level, not_contained, strength
-from posttrain.core.sandbox.model import SandboxLimits, SandboxResult, SandboxSettings, Status
+from posttrain.core.sandbox.model import (
+    BETTER,
+    LEVELS,
+    Level,
+    SandboxLimits,
+    SandboxResult,
+    SandboxSettings,
+    Status,
+    not_contained,
+    strength,
+)
 
 # The guard's own start, its kill and the way back, on a busy machine.
 _GRACE_S = 20.0

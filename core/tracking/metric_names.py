@@ -1,4 +1,4 @@
-"""Every metric key with its unit and its meaning.
+"""Every metric key with its unit, its meaning and which direction is better.
 
 Keys are `group/quantity`. A key that is not in `METRICS` and starts with no prefix of `PREFIXES` is
 refused by the tracker: a misspelt key would otherwise become a chart that nobody looks at.
@@ -7,9 +7,18 @@ refused by the tracker: a misspelt key would otherwise become a chart that nobod
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from posttrain.core.errors import RunError, nearest
-from posttrain.core.tracking.metric import Metric as Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Unit and meaning of one key."""
+
+    unit: str
+    description: str
+
 
 METRICS: dict[str, Metric] = {
     # reward and accuracy of one rollout batch
@@ -294,3 +303,17 @@ def check_names(names: Iterable[str]) -> None:
                 f"unknown metric '{name}'{nearest(name, METRICS)}: add it to "
                 f"posttrain.core.tracking.metric_names, or start it with one of {sorted(PREFIXES)}"
             )
+
+
+MAX_KEYS_PER_STEP = 100
+ALARM = "alarm/"
+_RANKS = {name: rank for rank, name in enumerate(METRICS)}
+
+
+def left_out(names: Iterable[str]) -> tuple[str, ...]:
+    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order."""
+
+    def rank(name: str) -> tuple[bool, int, str]:
+        return not name.startswith(ALARM), _RANKS.get(name, len(_RANKS)), name
+
+    return tuple(sorted(sorted(names, key=rank)[MAX_KEYS_PER_STEP:]))

@@ -20,19 +20,19 @@ from mlflow.exceptions import MlflowException
 from posttrain.core.errors import RunError
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow
-from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.tracking.metric_names import check_names, left_out
 from posttrain.core.tracking.mlflow_run import (
     FinalStatus,
     Metrics,
     MlflowRun,
     Session,
+    TracedResponse,
+    make_entry,
     measured,
     now_ms,
+    write_trace,
 )
-from posttrain.core.tracking.model_links import make_entry
-from posttrain.core.tracking.ranking import left_out
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
-from posttrain.core.tracking.traces import TracedResponse, write_trace
 
 logger = logging.getLogger(__name__)
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile

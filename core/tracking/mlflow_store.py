@@ -19,10 +19,9 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.runtime.alive import is_left_behind, owner
-from posttrain.core.runtime.schema_file import create_database
-from posttrain.core.tracking.journal import JournalRow, read_journal
-from posttrain.core.tracking.writer import reason
+from posttrain.core.runtime.files import create_database
+from posttrain.core.runtime.processes import is_left_behind, owner
+from posttrain.core.tracking.journal import JournalRow, read_journal, reason
 
 SQLITE = "sqlite:///"
 SCHEMA = Path(__file__).with_name("mlflow_schema.sql")

@@ -12,23 +12,23 @@ from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.identity import flat
+from posttrain.core.store.identity import flat
 from posttrain.core.tracking import mlflow_store as store
-from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
+from posttrain.core.tracking.journal import Journal, JournalRow, Writer, journal_path
 from posttrain.core.tracking.metric_names import check_names, find_metric
 from posttrain.core.tracking.mlflow_run import (
     FinalStatus,
+    KnownModel,
     Metrics,
     MlflowRun,
     Session,
+    known_here,
     measured,
     now_ms,
 )
 from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
-from posttrain.core.tracking.model_links import KnownModel, known_here
-from posttrain.core.tracking.writer import Writer
 
 MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}

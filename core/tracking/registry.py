@@ -17,8 +17,8 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
-from posttrain.core.artifacts import combine_digests, tree_digests
 from posttrain.core.errors import ResourceError
+from posttrain.core.store.artifacts import combine_digests, tree_digests
 from posttrain.core.tracking import mlflow_store as store
 
 TAG_DIGEST = "digest"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from posttrain.core.tracking.traces import TracedResponse
+    from posttrain.core.tracking.mlflow_run import TracedResponse
 
 
 class StageSink(Protocol):

@@ -1,1 +1,1 @@
-"""Forward passes, losses and optimizer steps."""
+"""The learner: columns, forward passes, objective, optimizer, ranks, SFT, preferences, critic."""

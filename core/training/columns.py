@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.math.mismatch import mismatch_metrics
+from posttrain.core.math.correction import mismatch_metrics
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.objective import Objective

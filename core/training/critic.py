@@ -1,4 +1,4 @@
-"""The critic: a value model next to the policy, its update, and its head start.
+"""The critic: a value model with its own optimizer, and its part of an RL step.
 
 Axes: B rows, T response tokens, H hidden size.
 """
@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, Counts, TokenLoss
-from posttrain.core.math.returns import rewards_to_go
-from posttrain.core.math.values import explained_variance, value_loss
+from posttrain.core.math.returns import explained_variance, rewards_to_go, value_loss
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums

@@ -1,4 +1,6 @@
-"""The exact KL between two policies at each response token, without ever holding all logits.
+"""Exact sums over the vocabulary at each token: KL of two policies, squared probabilities.
+
+Read by the optimal token baseline and by WPO's weights. Axes: B rows, T response tokens.
 
 Axes: B rows, T response tokens, N response tokens of all rows, H hidden size, V vocabulary.
 """
@@ -13,8 +15,27 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.models.wide_products import product
+from posttrain.core.models.linear import product
 from posttrain.core.training.forward import States, head_weight, response_states, to_rows
+
+CHUNK = 1024  # tokens whose float32 logits are held at a time
+
+
+@torch.no_grad()
+def response_sum_pi_squared(
+    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float
+) -> Tensor:
+    """sum_v pi(v)^2 [B, T] in (0, 1] at the sampling temperature; 0 where `response_mask` is 0."""
+    hidden, ids, mask, _ = response_states(model, batch, include_last=False)
+    weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
+    parts = []
+    for chunk in torch.split(chosen, CHUNK):
+        logits = product(chunk, weight.t())
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        parts.append(torch.softmax(logits / temperature, dim=-1).square().sum(dim=-1))
+    values = torch.cat(parts) if parts else chosen.new_zeros(0)
+    return to_rows(values, mask, batch.response_ids.shape).cpu()
+
 
 KlOfLogits = Callable[[Tensor, Tensor], Tensor]
 """KL [n] in nats of a policy's logits [n, V] and another's [n, V]."""

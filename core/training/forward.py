@@ -16,16 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.autocast import compute_dtype
-from posttrain.core.models.compiling import is_compiled
-from posttrain.core.models.flex_stream import prepared
+from posttrain.core.models.decoding import why_no_shared_keys, widest_window
+from posttrain.core.models.layers import is_compiled
+from posttrain.core.models.prefixes import distinct_states
 from posttrain.core.models.sampled_outputs import FoundOutputs, SampledOutputs, outputs_reused
-from posttrain.core.models.sharded import put_away, run_backbone
-from posttrain.core.models.sharing import why_no_shared_keys, widest_window
-from posttrain.core.models.stream_attention import STREAM
-from posttrain.core.training.head_targets import KnownLogits
-from posttrain.core.training.histories import distinct_states
-from posttrain.core.training.logprobs import cut_logprobs
+from posttrain.core.models.sharded import compute_dtype, put_away, run_backbone
+from posttrain.core.models.stream_attention import STREAM, prepared
+from posttrain.core.training.logprobs import KnownLogits, cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.training.stream import TokenStream, distinct_prompts, stream_of

@@ -19,9 +19,8 @@ from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.training.collision import response_sum_pi_squared
 from posttrain.core.training.columns import update_columns, with_old_logprobs
-from posttrain.core.training.exact_kl import response_exact_kl
+from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
 from posttrain.core.training.forward import (
     UNCUT,
     ResponseForward,
@@ -33,8 +32,8 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
-from posttrain.core.training.ptx import PtxTerm
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
+from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import (
     Check,

@@ -1,4 +1,10 @@
-"""Token log-probs and entropy from hidden states without ever holding all logits.
+"""Token log-probs and entropy from hidden states, without all logits in memory.
+
+Plain, each operation reads and writes the block; compiled, nothing as large as the block is kept
+but its gradient. n rows, V vocabulary.
+
+Several tokens may follow one state, and are then looked up in one row of logits.
+Axes: M rows of logits, N tokens, K rows of logits known, V vocabulary, n and m of a block.
 
 N tokens, M states that they follow, H hidden size, V vocabulary. The projection runs in chunks of
 rows, and the backward pass makes each chunk's logits again, but for the last one's, which are kept:
@@ -8,17 +14,160 @@ that fits in a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
-from posttrain.core.models.wide_products import product, product_type
-from posttrain.core.training.head_blocks import block_math, scaled
-from posttrain.core.training.head_targets import KnownLogits, Targets
+from posttrain.core.models.linear import product, product_type
+
+logger = logging.getLogger(__name__)
+
+Scores = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
+Gradient = Callable[[Tensor, float, Tensor, Tensor], Tensor]
+EntropyGradient = Callable[[Tensor, float, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMath:
+    scores: Scores
+    gradient: Gradient
+    entropy_gradient: EntropyGradient
+
+
+def scaled(logits: Tensor, inv_temperature: float) -> Tensor:
+    """A copy in at least float32 (float64 stays float64), at the temperature."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return wide if inv_temperature == 1.0 else wide.mul_(inv_temperature)
+
+
+def scores(logits: Tensor, inv_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest of `logits` [n, V] and the log of the sum of exp(logits less it), [n, 1] each,
+    and the entropy [n] in nats."""
+    shifted = scaled(logits, inv_temperature)
+    top = shifted.amax(dim=1, keepdim=True)
+    shifted -= top
+    probs = shifted.exp()
+    total = probs.sum(dim=1, keepdim=True)
+    log_total = total.log()
+    mean_logit = probs.mul_(shifted).sum(dim=1, keepdim=True) / total
+    return top, log_total, (log_total - mean_logit).squeeze(1)
+
+
+def gradient(logits: Tensor, inv_temperature: float, normaliser: Tensor, summed: Tensor) -> Tensor:
+    """-p x `summed` [n] for p = exp(logits - `normaliser` [n, 1]): what tokens' log-probs give to
+    all logits of their row, where `summed` is the sum of their gradients."""
+    return scaled(logits, inv_temperature).sub_(normaliser).exp_().mul_(-summed[:, None])
+
+
+def entropy_gradient(
+    logits: Tensor,
+    inv_temperature: float,
+    normaliser: Tensor,
+    summed: Tensor,
+    entropy: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """The same and what entropies [n] give: d H / d z = -p (log p + H)."""
+    logp = scaled(logits, inv_temperature).sub_(normaliser)
+    probs = logp.exp()
+    grad = logp.add_(entropy[:, None])
+    grad.mul_(probs).mul_(-grad_entropy[:, None])
+    return grad.addcmul_(probs, summed[:, None], value=-1)
+
+
+PLAIN = BlockMath(scores, gradient, entropy_gradient)
+
+
+@functools.cache
+def _compiled() -> BlockMath:
+    parts = (torch.compile(f, dynamic=True) for f in (scores, gradient, entropy_gradient))
+    found = cast("tuple[Scores, Gradient, EntropyGradient]", tuple(parts))
+    return BlockMath(*found)
+
+
+def why_plain(device: torch.device, *, compiled: bool) -> str | None:
+    """Why blocks on `device` are not worked on by compiled kernels; None if they are."""
+    if device.type == "cuda":
+        missing = importlib.util.find_spec("triton") is None
+        return "kernels need the package triton" if missing else None
+    return None if compiled else "model.compile is off"
+
+
+def block_math(device: torch.device, *, compiled: bool) -> BlockMath:
+    reason = why_plain(device, compiled=compiled)
+    if device.type == "cuda":
+        _say_once(reason)
+    return PLAIN if reason else _compiled()
+
+
+@functools.cache
+def _say_once(reason: str | None) -> None:
+    how = "compiled kernels" if reason is None else f"plain operations: {reason}"
+    logger.info("the head's softmax is by %s", how)
+
+
+class Targets:
+    """Token `ids` [N], each in a row of logits: its own, or that of `rows` [N], below `count`."""
+
+    def __init__(self, ids: Tensor, rows: Tensor | None, count: int) -> None:
+        self._ids, self._rows = ids, rows
+        if rows is not None:
+            self._order = rows.argsort(stable=True)
+            ends = torch.bincount(rows, minlength=count).cumsum(0)
+            self._starts = [0, *ends.tolist()]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def within(self, block: slice) -> tuple[slice | Tensor, Tensor, Tensor]:
+        """Which tokens [n] are of rows `block`, which of these rows each is in, and their ids."""
+        if self._rows is None:
+            ids = self._ids[block]
+            return block, torch.arange(len(ids), device=ids.device), ids
+        which = self._order[self._starts[block.start] : self._starts[block.stop]]
+        return which, self._rows[which] - block.start, self._ids[which]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum [M] of `values` [N] over the tokens of each row."""
+        if self._rows is None:
+            return values
+        return values.new_zeros(len(self._starts) - 1).index_add_(0, self._rows, values)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLogits:
+    """Rows `places` [M] of `values` [K, V]; `spent` when nobody else reads `values`.
+
+    Then they may be overwritten, which takes places that ascend: row m is then written where no
+    later row is read.
+    """
+
+    values: Tensor
+    places: Tensor
+    spent: bool = False
+
+    def rows(self, block: slice) -> Tensor:
+        """These rows; without a copy where they lie together."""
+        places = self.places[block]
+        first, last = int(places[0]), int(places[-1])
+        if last - first == len(places) - 1 and bool((places.diff() == 1).all()):
+            return self.values[first : last + 1]
+        return self.values.index_select(0, places)
+
+    def room(self) -> Tensor:
+        """Room [M, V] for their gradients, which are to be written in order after being read."""
+        if self.spent:
+            return self.values[: len(self.places)]
+        return self.values.new_empty(len(self.places), self.values.shape[1])
+
 
 # Bytes of logits that a CPU makes at a time: few chunks, because the backward pass makes all but
 # the last one's again and adds each one's gradient of the weight to a float32 sum. 49k words in

@@ -26,8 +26,8 @@ from posttrain.core.contracts import (
     RolloutCorrection,
     TokenLoss,
 )
+from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
-from posttrain.core.math.mismatch import bounded_exp, known_tokens
 
 
 @dataclass(frozen=True, slots=True)

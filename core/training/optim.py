@@ -1,4 +1,7 @@
-"""AdamW with float32 master weights, a schedule, and gradients summed in float32.
+"""AdamW with float32 master weights, a schedule, and its tensors in files.
+
+Pieces are those of torch.distributed.checkpoint in its safetensors form, which puts them together
+again for any number of ranks; what one process wrote is one whole file, which it reads as well.
 
 Low-precision parameters would lose small updates (5e-6 on a weight of 0.1 is below one bfloat16
 step), so the optimizer owns a float32 copy, or rounds at random where memory is short. Each
@@ -8,13 +11,22 @@ micro-batch's gradient is added in float32 in both cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module, Parameter
 
 from posttrain.core.config.sections import OptimizerSection
@@ -22,7 +34,46 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.models.sharded import whole
 from posttrain.core.training.compact_adamw import CompactAdamW
 from posttrain.core.training.digests import Block
-from posttrain.core.training.optimizer_files import Kinds, read_kinds, write_kinds
+
+Kinds = dict[str, dict[str, Tensor]]
+"""Tensors by their kind ("master", "exp_avg"), then by the number of their parameter."""
+
+_WHOLE = "whole.safetensors"
+
+
+def write_kinds(kinds: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    """Write `kinds` below `folder`; on several ranks all of them must."""
+    for kind, tensors in kinds.items():
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        if _several_ranks():
+            writer = HuggingFaceStorageWriter(path=str(folder / kind), save_distributed=True)
+            save(dict(tensors), storage_writer=writer)
+        else:
+            found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(found, folder / kind / _WHOLE)
+
+
+def read_kinds(folder: Path, like: Callable[[str, str], Tensor]) -> Kinds:
+    """What `write_kinds` wrote, whatever number of ranks did."""
+    return {path.name: _read(path, like) for path in sorted(folder.iterdir()) if path.is_dir()}
+
+
+def _read(folder: Path, like: Callable[[str, str], Tensor]) -> dict[str, Tensor]:
+    alone = not _several_ranks()
+    if alone and (folder / _WHOLE).is_file():
+        return load_file(folder / _WHOLE)
+    reader = HuggingFaceStorageReader(str(folder))
+    names = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros_like(like(folder.name, name)) for name in names}
+    with warnings.catch_warnings():  # that this is one process
+        warnings.simplefilter("ignore", UserWarning)
+        load(tensors, storage_reader=reader, no_dist=alone)
+    return tensors
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
 
 _MASTER = "master"
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PairLoss, PairScores
-from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums

@@ -1,16 +1,22 @@
-"""Supervised fine-tuning: token-mean negative log-likelihood of the response alone."""
+"""Supervised fine-tuning, and the same loss as a pre-training term of an RL update.
+
+Source: InstructGPT (PPO-ptx), arXiv:2203.02155, eq. 2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.packing import response_batch
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.objective import LossTerm
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.training.splitting import micro_rows
@@ -56,3 +62,51 @@ def sft_step(
         "lr": report.learning_rate,
         "tokens/response": num_tokens,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PtxTerm:
+    """A loss term on `examples`, `batch_size` of them drawn for every optimizer step.
+
+    `make_batch` turns examples (their indices) into a batch of prompts and responses; the loss is
+    taken over the responses, and divided by their own counts, never by the rollout's.
+    """
+
+    term: LossTerm
+    num_examples: int
+    make_batch: Callable[[Sequence[int]], RolloutBatch]
+    batch_size: int
+    micro_batch_size: int
+    seed: int
+
+    def draw(self, step: int, number: int) -> list[int]:
+        """Indices of the examples of optimizer step `number` on the rollout batch `step`."""
+        chance = generator(self.seed, "ptx", step, number)
+        order = torch.randperm(self.num_examples, generator=chance).tolist()
+        return [order[i % len(order)] for i in range(self.batch_size)]
+
+    def accumulate(
+        self,
+        model: PreTrainedModel,
+        step: int,
+        number: int,
+        sums: MetricSums,
+        check: Callable[[], None],
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """Add this term's gradient to what the policy terms left on `model`."""
+        batch = self.make_batch(self.draw(step, number))
+        totals = self.term.aggregator.count(batch.mask, batch.group_id)
+        own = MetricSums()
+        for rows, counts in ranks.share(micro_rows(batch, self.micro_batch_size, None, ranks.size)):
+            check()
+            micro = batch.select(rows)
+            out = response_logprobs(model, micro, temperature=1.0)
+            token_loss = self.term.loss.token_loss(out.logprobs.cpu(), micro)
+            loss = self.term.coef * self.term.aggregator.aggregate(
+                token_loss, micro.mask, totals.rows(rows), micro.group_id
+            )
+            if counts:
+                own.add_scalar("loss/term/ptx", loss.detach())
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+        sums.merge(ranks.merge(own))

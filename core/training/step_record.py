@@ -1,9 +1,11 @@
-"""What a step computed, in few bytes: enough to tell later whether it is computed again alike.
+"""What a step computed, in few bytes, to compare a replay with.
 
 `steps.jsonl` has a line for each recorded step with a digest per tensor, in the order in which they
 are computed, and its metrics; lines before them say which program and machine took the steps that
 follow. `values/` has the tensors of the batch themselves, if they are kept. A stage's artifact
 keeps the folder as `replay/`.
+
+Only what the record reads is sent: 64 KiB of each weight, not the model.
 """
 
 from __future__ import annotations
@@ -11,18 +13,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from posttrain.core.durable import write_text
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.data.preference import LabelledAnswer, Pair
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.files import write_text
 from posttrain.core.tracking.metric_names import find_metric
-from posttrain.core.training.digests import Block, block_digests, tensor_digest
+from posttrain.core.training.digests import Block, block_bounds, block_digests, tensor_digest
+from posttrain.core.training.optim import StoredOptimizer
+from posttrain.core.training.ranks import Ranks
 
 FOLDER = "replay"
 """Of the record in a stage's artifact, and among its checkpoints while it runs."""
@@ -179,3 +188,83 @@ def _cannot_write(folder: Path, error: OSError) -> ResourceError:
         f"cannot record steps in {folder}: {error.strerror}; free some space, choose another "
         "--home, or set keep.records: 0"
     )
+
+
+POLICY, CRITIC = "policy", "critic"
+_COLUMNS = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "rollout_logprobs",
+    "policy_version",
+    "rewards",
+    "mask",
+    "advantages",
+)
+
+
+def rollout_tensors(batch: RolloutBatch | None) -> dict[str, Tensor]:
+    """Of a rollout: what was sampled, what it was worth, what was made of that."""
+    if batch is None:
+        return {}
+    return {name: batch.column(name) for name in _COLUMNS if name in batch.columns()}
+
+
+def example_tensors(batch: RolloutBatch) -> dict[str, Tensor]:
+    return {name: batch.column(name) for name in ("prompt_ids", "response_ids", "mask")}
+
+
+def preference_tensors(rows: Sequence[Pair | LabelledAnswer]) -> dict[str, Tensor]:
+    """Of pairs or labelled answers: all their tokens in a row, and each row's number of them."""
+    ids = [list(chain(*_ids(row))) for row in rows]
+    return {
+        "token_ids": torch.tensor(list(chain(*ids)), dtype=torch.int64),
+        "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int64),
+    }
+
+
+def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
+    values = (getattr(row, name) for name in type(row).__dataclass_fields__)
+    return [value for value in values if isinstance(value, tuple)]
+
+
+def weight_tensors(
+    policy: StoredOptimizer, critic: StoredOptimizer | None, step: int
+) -> dict[str, Tensor | Block]:
+    """Trained weights by name, those of the critic after those of the policy."""
+    found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights(step).items()}
+    if critic is not None:
+        found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights(step).items()}
+    return found
+
+
+def gather_blocks(tensors: Mapping[str, Tensor], step: int, ranks: Ranks) -> dict[str, Block]:
+    """The block of each tensor that the digest of `step` reads, on every rank; all must ask."""
+    parts = [_own_part(tensor, step, ranks) for tensor in tensors.values()]
+    # Each element is on one rank and 0 on the others, and float32 holds every trained type exactly.
+    summed = ranks.add(torch.cat([part.float() for part in parts])) if parts else torch.empty(0)
+    blocks = torch.split(summed, [part.numel() for part in parts])
+    return {
+        name: Block(block.to(tensor.dtype), tuple(tensor.shape))
+        for (name, tensor), block in zip(tensors.items(), blocks, strict=True)
+    }
+
+
+def _own_part(tensor: Tensor, step: int, ranks: Ranks) -> Tensor:
+    """The block with 0 where another rank has it."""
+    start, stop = block_bounds(tensor.numel(), step)
+    here, offset = tensor.detach(), 0
+    if isinstance(here, DTensor):
+        piece, rows = here.to_local(), -(-here.shape[0] // ranks.size)
+        first = min(ranks.rank * rows, here.shape[0])
+        if piece.shape[0] != min(rows, here.shape[0] - first):
+            raise ValueError(f"a weight of {tuple(tensor.shape)} is not cut evenly over ranks")
+        here, offset = piece, first * (tensor.numel() // tensor.shape[0])
+    elif ranks.rank > 0:
+        here = here.new_empty(0)  # rank 0 has all of it as well
+    flat = here.reshape(-1).cpu()
+    part = flat.new_zeros(stop - start)
+    low, high = max(start, offset), min(stop, offset + flat.numel())
+    if low < high:
+        part[low - start : high - start] = flat[low - offset : high - offset]
+    return part

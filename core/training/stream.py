@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.models.prefixes import depth_first, first_alike
 from posttrain.core.models.stream_attention import Repeats, StreamLayout
-from posttrain.core.training.histories import depth_first, first_alike
 
 
 @dataclass(frozen=True, slots=True)

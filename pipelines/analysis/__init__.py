@@ -1,1 +1,1 @@
-"""Looking back at runs: what `compare`, `rescore`, `forensics`, `inspect`, `replay`, `blame` do."""
+"""Finished runs opened for reading: comparison, rescoring, forensics, replay, microscope."""

@@ -26,11 +26,11 @@ from posttrain.core.analysis.compare import (
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.frozen import FrozenStep, Variant, VariantResult, evaluate, freeze
 from posttrain.core.analysis.report import Picture, Report, Row, Table, shortened, table
-from posttrain.core.artifacts import Artifact
 from posttrain.core.config.dag import makes
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError
-from posttrain.core.runtime.device import set_threads
+from posttrain.core.models.device import set_threads
+from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.checkpoint import load_checkpoint
 from posttrain.pipelines.analysis.past_run import PastRun, check_step, read_unchanged
 from posttrain.pipelines.analysis.variants import OWN, Wanted, build_variants

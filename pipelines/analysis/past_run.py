@@ -18,25 +18,28 @@ from posttrain.core.analysis.evidence import (
     rows_path,
     tensors_path,
 )
-from posttrain.core.artifacts import Artifact, ArtifactStore, file_digest, read_manifest
 from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.dag import makes, stage_kind
-from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.problems import explain, raise_problems
+from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
-from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.run_record import RunRecord
-from posttrain.core.training.checkpoint import DamagedCheckpoint, check_whole
-from posttrain.core.training.retention import starting_points, step_of
+from posttrain.core.store.artifacts import Artifact, ArtifactStore, file_digest, read_manifest
+from posttrain.core.store.run_record import RunRecord
+from posttrain.core.training.checkpoint import (
+    DamagedCheckpoint,
+    check_whole,
+    starting_points,
+    step_of,
+)
 from posttrain.pipelines.rl.evidence import EvidenceFolder, find_evidence
-from posttrain.pipelines.stage_files import checkpoint_folder
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stage.files import checkpoint_folder
+from posttrain.pipelines.stage.inputs import StageInputs
 
 TRAINING = ("rl", "sft", "reward_model", "preference")
 

@@ -9,17 +9,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from posttrain.core.artifacts import Artifact
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
-from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.runtime.device import set_threads
-from posttrain.core.runtime.environment import differences, environment, with_plugins
-from posttrain.core.runtime.heap import keep_freed_memory
-from posttrain.core.runtime.report import Reporter
+from posttrain.core.models.device import ModelRuntime, set_threads
+from posttrain.core.runtime.memory import keep_freed_memory
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.artifacts import Artifact
+from posttrain.core.store.provenance import differences, environment, with_plugins
 from posttrain.core.tracking.sink import NotTracked
-from posttrain.core.training.retention import KEPT
+from posttrain.core.training.checkpoint import KEPT
 from posttrain.core.training.step_record import StepSink
 from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.analysis.replay_comparison import (
@@ -30,10 +29,10 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
-from posttrain.pipelines.engines import EnginePool
-from posttrain.pipelines.quiet import quiet_libraries
-from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.own_answers import KEPT as OWN_ANSWERS
+from posttrain.pipelines.run.assembly import quiet_libraries
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.engines import EnginePool
+from posttrain.pipelines.stage.own_answers import KEPT as OWN_ANSWERS
 from posttrain.pipelines.stages.preference import run_preference
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import opened_loop

@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.core.artifacts import Artifact, file_digest, read_manifest
 from posttrain.core.config.dag import makes
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.training.checkpoint import master_weights
+from posttrain.core.store.artifacts import Artifact, file_digest, read_manifest
+from posttrain.core.training.checkpoint import master_weights, starting_points, step_of
 from posttrain.core.training.digests import Block
-from posttrain.core.training.retention import starting_points, step_of
 from posttrain.core.training.step_record import (
+    CRITIC,
     FOLDER,
+    POLICY,
     STEPS,
     StepRecord,
     StepTensors,
@@ -25,9 +26,8 @@ from posttrain.core.training.step_record import (
     record_of,
     values_path,
 )
-from posttrain.core.training.step_tensors import CRITIC, POLICY
 from posttrain.pipelines.analysis.past_run import PastRun, listed
-from posttrain.pipelines.stage_files import checkpoint_folder
+from posttrain.pipelines.stage.files import checkpoint_folder
 
 Weights = Mapping[str, Tensor]
 _PLACES = {POLICY: ".", CRITIC: "critic"}

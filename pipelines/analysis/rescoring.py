@@ -28,9 +28,9 @@ from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.spec import Spec, parse_spec
 from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.models.device import set_threads
 from posttrain.core.rewards.checking import is_failure
 from posttrain.core.rewards.scoring import Scorer, score_samples, shaped_sum
-from posttrain.core.runtime.device import set_threads
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.forensics import distribution_row
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps

@@ -24,10 +24,10 @@ from posttrain.core.analysis.statistics import (
     point,
     read_outcomes,
 )
-from posttrain.core.artifacts import read_manifest
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.errors import ConfigError, ResourceError, RunError
+from posttrain.core.store.artifacts import read_manifest
 from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
 from posttrain.pipelines.analysis.past_run import PastRun

@@ -18,7 +18,7 @@ from posttrain.core.contracts import AdvantageEstimator, KlController, KlEstimat
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.rl.build import build_objective
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stage.inputs import StageInputs
 
 OWN = "as run"
 # Of a stage, what makes its loss: an algorithm sets these again. The rest is the run's.

@@ -1,1 +1,1 @@
-"""The `posttrain` command."""
+"""The `posttrain` command: one module per command."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from posttrain.core.runtime.allocator import use_allocator
-from posttrain.core.runtime.waiting import bound_waiting
+from posttrain.core.runtime.startup import bound_waiting, use_allocator
 
 
 def main() -> None:
     """Entry point of the `posttrain` command."""
     use_allocator(sys.argv[1:])
     bound_waiting()
-    from posttrain.core.runtime.collector import command
+    from posttrain.core.runtime.memory import command
     from posttrain.pipelines.cli.main import app
 
     with command():

@@ -33,7 +33,7 @@ def blame(
     ],
 ) -> Result:
     """Walk back from a model to its data, settings, plugins and base model."""
-    from posttrain.pipelines.analysis.blame import Blame, lines
+    from posttrain.pipelines.run.blame import Blame, lines
 
     walked = Blame(context.home, context.store)
     past = walked.of(model)

@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
-from posttrain.pipelines.inputs import STORE_VARIABLE
-from posttrain.pipelines.inputs import folders as folders
-from posttrain.pipelines.inputs import resolve_configs as resolve_configs
+from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
 
 if TYPE_CHECKING:
     from rich.console import Console

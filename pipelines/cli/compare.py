@@ -88,7 +88,7 @@ def compare(
         report = compare_runs(opened, stage)
     else:
         from posttrain.pipelines.analysis.algorithms import compare_algorithms
-        from posttrain.pipelines.quiet import quiet_libraries
+        from posttrain.pipelines.run.assembly import quiet_libraries
 
         quiet_libraries()
         report = compare_algorithms(opened[0], stage, step, wanted, with_model=model)

@@ -17,10 +17,10 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.inputs import resolve_configs
+from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
-    from posttrain.pipelines.run_requests import RunRequest
+    from posttrain.pipelines.deploy.requests import RunRequest
 
 SERVE_EPILOG = (
     "Examples:\n\n"
@@ -74,14 +74,17 @@ def serve(
     PREFECT_API_URL and MLFLOW_TRACKING_URI name the servers.
     """
     request, default_name = _request(configs, overrides, context.home)
-    from posttrain.pipelines.shared_servers import require_shared_mlflow, require_shared_prefect
+    from posttrain.pipelines.services.shared_servers import (
+        require_shared_mlflow,
+        require_shared_prefect,
+    )
 
     require_shared_prefect()
     require_shared_mlflow()
-    from posttrain.pipelines.prefect_env import configure_client
+    from posttrain.pipelines.run.prefect_env import configure_client
 
     configure_client(context.home)
-    from posttrain.pipelines import deployments
+    from posttrain.pipelines.deploy import deployments
 
     wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone)
     deployments.check(wanted)
@@ -119,13 +122,13 @@ def deploy(
     """
     request, default_name = _request(configs, overrides, home)
     variables = _variables(job_variables or [])
-    from posttrain.pipelines.shared_servers import require_shared_prefect
+    from posttrain.pipelines.services.shared_servers import require_shared_prefect
 
     require_shared_prefect()
-    from posttrain.pipelines.prefect_env import configure_client
+    from posttrain.pipelines.run.prefect_env import configure_client
 
     configure_client(context.home)
-    from posttrain.pipelines import deployments
+    from posttrain.pipelines.deploy import deployments
 
     wanted = deployments.Wanted(flow, name or default_name, request, cron, timezone, variables)
     deployments.check(wanted)
@@ -141,7 +144,7 @@ def _request(
     """The request that runs will get, and the config's name; refuses what could not run."""
     resolved, _ = resolve_configs(configs, overrides)
     from posttrain.core.config.loading import find_config
-    from posttrain.pipelines.run_requests import RunRequest
+    from posttrain.pipelines.deploy.requests import RunRequest
 
     # A file is found from elsewhere by its whole path, a shipped config by its name.
     places = [str(find_config(path).resolve() if path.exists() else path) for path in configs]

@@ -153,7 +153,7 @@ def torch_devices() -> Iterator[Finding]:
 
 def memory_allocator() -> Iterator[Finding]:
     """tcmalloc, which runs take where it is installed."""
-    from posttrain.core.runtime.allocator import CHOICE, LIBRARY, find_allocator
+    from posttrain.core.runtime.startup import CHOICE, LIBRARY, find_allocator
 
     found = find_allocator()
     if os.environ.get(CHOICE) == "system":
@@ -211,7 +211,7 @@ def plugins_and_engines() -> Iterator[Finding]:
 
 def code_sandbox() -> Iterator[Finding]:
     """The isolation that model-written code gets here, and how to have a better one."""
-    from posttrain.core.sandbox.levels import BETTER, LEVELS, not_contained
+    from posttrain.core.sandbox.model import BETTER, LEVELS, not_contained
     from posttrain.core.sandbox.runner import probe
 
     works = [found for found in probe() if found.interpreter is not None]

@@ -24,7 +24,6 @@ from posttrain.pipelines.cli import (
     ui,
     validate,
 )
-from posttrain.pipelines.cli.__main__ import main
 from posttrain.pipelines.cli.common import EPILOG_CODES
 
 app = typer.Typer(
@@ -73,7 +72,3 @@ app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
 app.add_typer(services.app, name="services")
 app.command("ui", epilog=ui.EPILOG)(ui.ui)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
-
-
-if __name__ == "__main__":
-    main()

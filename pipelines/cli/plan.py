@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from posttrain.core.reasons import Change, Reason
+from posttrain.core.store.identity import Change, Reason
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -18,7 +18,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.inputs import resolve_configs
+from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,8 +66,8 @@ def plan(
     """Show the DAG, what is cached and why not, the batch arithmetic, and estimates of the cost."""
     resolved, manager = resolve_configs(configs, overrides)
     from posttrain.core.estimate.tokens import RunData
-    from posttrain.pipelines.planning import plan_stages
-    from posttrain.pipelines.rounds import look
+    from posttrain.pipelines.run.planning import plan_stages
+    from posttrain.pipelines.run.rounds import look
 
     home, console = context.home, context.console()
     begun = look(resolved, manager, home)
@@ -195,9 +195,8 @@ def _estimates(
 ) -> dict[str, Any]:
     """The estimates of the stages in `todo`, their totals, and what they are based on."""
     from posttrain.core.estimate.report import estimate_run
-    from posttrain.core.models.runtime import ModelRuntime
-    from posttrain.core.runtime.device import set_threads
-    from posttrain.pipelines.engines import choose_engine, largest_request
+    from posttrain.core.models.device import ModelRuntime, set_threads
+    from posttrain.pipelines.stage.engines import choose_engine, largest_request
 
     config = data.config
     set_threads(config.limits.num_threads)
@@ -236,7 +235,7 @@ def print_estimates(
     """Print the estimates, and what they are based on."""
     from rich.table import Table
 
-    from posttrain.pipelines.progress import duration
+    from posttrain.pipelines.run.progress import duration
 
     console.print(f"\nmodel {found['model']}", markup=False)
     if not stages:

@@ -41,7 +41,7 @@ def replay(
     """
     past = open_run(run, context)
     from posttrain.pipelines.analysis.replay import Replay
-    from posttrain.pipelines.progress import make_reporter
+    from posttrain.pipelines.run.progress import make_reporter
 
     with make_reporter(json=context.as_json, plain=True) as reporter:
         result = Replay(past, reporter).step(step, stage)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.pipelines.cli.common import CommandContext, Result
-from posttrain.pipelines.inputs import resolve_configs
+from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -31,11 +31,11 @@ StageOption = Annotated[
 
 def open_run(run: str, context: CommandContext) -> PastRun:
     """The run whose id begins with `run`, its config resolved."""
-    from posttrain.core.run_record import find_run
+    from posttrain.core.store.run_record import find_run
 
     found = find_run(context.home, run)
     resolved, manager = resolve_configs([found.config], None)
-    from posttrain.core.artifacts import ArtifactStore
+    from posttrain.core.store.artifacts import ArtifactStore
     from posttrain.pipelines.analysis.past_run import PastRun
 
     return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))

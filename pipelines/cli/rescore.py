@@ -52,7 +52,7 @@ def rescore(
     """
     from posttrain.pipelines.analysis.rescoring import parse_reward
     from posttrain.pipelines.analysis.rescoring import rescore as rescored
-    from posttrain.pipelines.quiet import quiet_libraries
+    from posttrain.pipelines.run.assembly import quiet_libraries
 
     rewards = [parse_reward(text) for text in reward or ()]
     quiet_libraries()

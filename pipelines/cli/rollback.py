@@ -11,7 +11,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 if TYPE_CHECKING:
-    from posttrain.pipelines.rollback import RolledBack
+    from posttrain.pipelines.run.rollback import RolledBack
 
 EPILOG = (
     "Examples:\n\n"
@@ -44,7 +44,7 @@ def rollback(
 
 
 def _roll_back(home: Path, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
-    from posttrain.pipelines.base_model import tracking_uri
+    from posttrain.pipelines.run.rounds import tracking_uri
 
     uri = tracking_uri(home)
     if uri is None:
@@ -52,6 +52,6 @@ def _roll_back(home: Path, name: str, alias: str, to: str | None, reason: str) -
             f"there is no MLflow database in {home}: give the --home of the runs, or set "
             "MLFLOW_TRACKING_URI"
         )
-    from posttrain.pipelines.rollback import roll_back
+    from posttrain.pipelines.run.rollback import roll_back
 
     return roll_back(uri, name, alias, to, reason)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.core.approval import ApprovalNeeded
 from posttrain.core.errors import ConfigError
+from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -20,12 +20,12 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.inputs import check_inputs, resolve_configs
+from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 if TYPE_CHECKING:
-    from posttrain.core.approval import Answer, ApprovalRequest
-    from posttrain.pipelines.gates import Ask
-    from posttrain.pipelines.progress import PlainReporter, RichReporter
+    from posttrain.core.store.approval import Answer, ApprovalRequest
+    from posttrain.pipelines.run.gates import Ask
+    from posttrain.pipelines.run.progress import PlainReporter, RichReporter
 
 EPILOG = (
     "Examples:\n\n"
@@ -74,15 +74,15 @@ def run(
     ] = "",
 ) -> Result:
     """Run the pipeline of a config. Stages that were computed before are reused."""
-    from posttrain.pipelines.prefect_server import OwnServer
+    from posttrain.pipelines.run.prefect_server import OwnServer
 
     server = OwnServer(context.home)  # first of all: it starts while everything else is loaded
     resolved, manager = resolve_configs(configs, overrides)
     answers = given_answers(approve, reject, reason)
     check_inputs(resolved, manager)
-    from posttrain.pipelines.progress import make_reporter
-    from posttrain.pipelines.run import RunOptions, execute
-    from posttrain.pipelines.summary import print_summary, to_json
+    from posttrain.pipelines.run.execute import RunOptions, execute
+    from posttrain.pipelines.run.progress import make_reporter
+    from posttrain.pipelines.run.summary import print_summary, to_json
 
     with make_reporter(json=context.as_json, plain=plain) as reporter:
         options = RunOptions(
@@ -137,7 +137,7 @@ def given_answers(
     approve: Sequence[str] | None, reject: Sequence[str] | None, reason: str
 ) -> dict[str, Answer]:
     """Answers of `--approve` and `--reject`, by stage; raises `ConfigError` for both at once."""
-    from posttrain.core.approval import Answer, this_person
+    from posttrain.core.store.approval import Answer, this_person
 
     both = set(approve or ()) & set(reject or ())
     if both:
@@ -164,7 +164,7 @@ def terminal_ask(reporter: PlainReporter | RichReporter, *, as_json: bool) -> As
 
 def _prompt(request: ApprovalRequest) -> Answer | None:
     """Show the evidence, read the decision and its reason; None at the end of the input."""
-    from posttrain.core.approval import Answer, this_person
+    from posttrain.core.store.approval import Answer, this_person
 
     print(f"\n=== stage '{request.stage}' asks for approval ===\n\n{request.markdown}")
     try:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.serving.process import ServerProcess
+from posttrain.core.runtime.processes import ServerProcess
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
 from posttrain.pipelines.services.layout import HOST, answers, check_port
 

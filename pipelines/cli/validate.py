@@ -10,7 +10,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.inputs import check_inputs, resolve_configs
+from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 EPILOG = (
     "Examples:\n\n"
@@ -25,7 +25,7 @@ def validate(
 ) -> Result:
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
-    from posttrain.pipelines.base_model import find_base, with_model
+    from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
     inputs = check_inputs(with_model(resolved, found.section), manager)

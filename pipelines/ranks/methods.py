@@ -14,21 +14,24 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.supervised_stages import PreferenceStage, RewardModelStage, SftStage
+from posttrain.core.config.stages import PreferenceStage, RewardModelStage, SftStage
 from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.data.preference import Pair
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import PreferenceLearner, Rows
-from posttrain.core.training.preference_objective import PreferenceObjective, PreferenceTerm
-from posttrain.core.training.preference_scores import Scoring
+from posttrain.core.training.preference_objective import (
+    PreferenceObjective,
+    PreferenceTerm,
+    Scoring,
+)
 from posttrain.core.training.reward_model import pair_hits, reward_step
 from posttrain.core.training.sft import sft_step
 from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.rl.build import build_critic, build_learner
-from posttrain.pipelines.stages.inputs import StageInputs
-from posttrain.pipelines.stages.trained import reference_of, start_training
+from posttrain.pipelines.stage.inputs import StageInputs
+from posttrain.pipelines.stage.trained import reference_of, start_training
 
 Methods = Mapping[str, Callable[..., Any]]  # Any: each method has its own arguments
 ONLY = "model"

@@ -15,8 +15,8 @@ from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
 from posttrain.pipelines.rl.build import build_objective, update_settings
-from posttrain.pipelines.stages.inputs import StageInputs
-from posttrain.pipelines.stages.trained import start_training
+from posttrain.pipelines.stage.inputs import StageInputs
+from posttrain.pipelines.stage.trained import start_training
 
 
 class RankedLearner:

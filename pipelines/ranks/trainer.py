@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posttrain.core.artifacts import Artifact
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.distributed.launch import RankProcesses
-from posttrain.core.runtime.device import is_cuda
+from posttrain.core.models.device import is_cuda
+from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.digests import Block
 from posttrain.core.training.optim import StoredOptimizer, precision_of
+from posttrain.core.training.rank_processes import RankProcesses
 from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stage.inputs import StageInputs
 
 WORKER = "posttrain.pipelines.ranks.worker"
 

@@ -14,18 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from posttrain.core.contracts import Task
-from posttrain.core.distributed.endpoint import serve
-from posttrain.core.models.runtime import ModelRuntime
+from posttrain.core.models.device import ModelRuntime, is_cuda, peak_memory_gb, set_threads
 from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.device import is_cuda, peak_memory_gb, set_threads
-from posttrain.core.runtime.heap import keep_freed_memory
+from posttrain.core.runtime.memory import keep_freed_memory
 from posttrain.core.training.digests import Block
-from posttrain.core.training.rank_blocks import gather_blocks
+from posttrain.core.training.rank_processes import serve
 from posttrain.core.training.ranks import ProcessGroup, Ranks
+from posttrain.core.training.step_record import gather_blocks
 from posttrain.pipelines.ranks.methods import BUILDERS, Methods, Trained
 from posttrain.pipelines.ranks.trainer import RankSetup
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stage.inputs import StageInputs
 
 
 def build(setup: RankSetup) -> Methods:

@@ -1,1 +1,1 @@
-"""One RL stage: the order of a step, its phases, its rollouts, and what is recorded of it."""
+"""The RL step: `flow` is the order, `step` the phases, `recording` what is kept of them."""

@@ -24,10 +24,10 @@ from posttrain.core.contracts import (
     RolloutCorrection,
     RolloutEngine,
 )
-from posttrain.core.data.examples import read_examples
-from posttrain.core.data.problems import check_worked
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.row_task import check_worked, read_examples
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.decoding import widest_window
 from posttrain.core.models.loading import load_policy, load_value_model
 from posttrain.core.models.sampled_outputs import (
     SampledOutputs,
@@ -35,7 +35,6 @@ from posttrain.core.models.sampled_outputs import (
     record_outputs,
     why_no_reuse,
 )
-from posttrain.core.models.sharing import widest_window
 from posttrain.core.models.stream_attention import STREAM
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.scoring import Scorer, WeightedReward
@@ -46,11 +45,10 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.ptx import PtxTerm
-from posttrain.core.training.sft import worked_batch
+from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
-from posttrain.pipelines.stages.inputs import StageInputs, StagePlugins
-from posttrain.pipelines.stages.trained import reference_of, start_training
+from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
+from posttrain.pipelines.stage.trained import reference_of, start_training
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.analysis.evidence import FOLDER, steps_in
-from posttrain.core.artifacts import ArtifactStore, read_manifest
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import ConfigError, ResourceError, nearest
-from posttrain.core.run_record import RunRecord
-from posttrain.pipelines.stage_files import checkpoint_folder
+from posttrain.core.store.artifacts import ArtifactStore, read_manifest
+from posttrain.core.store.run_record import RunRecord
+from posttrain.pipelines.stage.files import checkpoint_folder
 
 
 @dataclass(frozen=True, slots=True)

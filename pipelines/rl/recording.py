@@ -14,23 +14,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from posttrain.core.alarms import Seen, judge
+from posttrain.core.analysis.alarms import Seen, judge
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import KlController
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
-from posttrain.core.evaluation import EvaluatedProblem, Evaluation
-from posttrain.core.runtime.device import peak_memory_gb
+from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
+from posttrain.core.models.device import peak_memory_gb
+from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
-from posttrain.core.tracking.traces import traced_responses
 from posttrain.core.training.critic import ValuePhase
-from posttrain.core.training.step_record import StepTensors
-from posttrain.core.training.step_tensors import rollout_tensors, weight_tensors
+from posttrain.core.training.step_record import StepTensors, rollout_tensors, weight_tensors
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.rollouts import Rollout
-from posttrain.pipelines.stages.context import EVAL_IMPROVED, StageContext, evaluation_table
+from posttrain.pipelines.stage.context import EVAL_IMPROVED, StageContext, evaluation_table
 
 Metrics = dict[str, float]
 P = ParamSpec("P")

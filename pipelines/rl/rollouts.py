@@ -17,16 +17,19 @@ from typing import Any
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
-from posttrain.core.data.packing import response_texts, rollout_batch
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_batch
 from posttrain.core.models.sampled_outputs import SampledOutputs
-from posttrain.core.rollout.episodes import EpisodeRunner, episode_metrics
-from posttrain.core.rollout.generation import generate_groups
-from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
+from posttrain.core.rollout.episodes import (
+    EpisodeRunner,
+    episode_metrics,
+    generate_groups,
+    groups_from_json,
+    groups_to_json,
+)
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
-from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stage.context import StageContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,24 +23,30 @@ from posttrain.core.contracts import (
     PromptGroup,
     RolloutEngine,
 )
-from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.evaluation import Evaluation, evaluate_policy
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.episodes import EpisodeRunner
-from posttrain.core.rollout.sync_check import SyncCheck
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.runtime.heap import StepHeap
+from posttrain.core.runtime.memory import StepHeap
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
+from posttrain.core.training.checkpoint import (
+    LoopState,
+    is_due,
+    load_checkpoint,
+    save_checkpoint,
+    step_folder,
+    trim,
+)
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
-from posttrain.core.training.retention import is_due, step_folder, trim
+from posttrain.core.training.sync_check import SyncCheck
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
-from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stage.context import StageContext
 
 
 class Stateful(Protocol):

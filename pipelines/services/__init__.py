@@ -1,1 +1,1 @@
-"""PostgreSQL, the Prefect server, the MLflow server and a worker, as processes of this machine."""
+"""PostgreSQL, Prefect, MLflow and a worker as processes of this machine."""

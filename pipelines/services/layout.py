@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from posttrain.core.durable import write_text
 from posttrain.core.errors import ResourceError
-from posttrain.core.locks import locked
+from posttrain.core.runtime.files import write_text
+from posttrain.core.store.locks import locked
 
 HOST = "127.0.0.1"
 POOL = "posttrain"

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from posttrain.core.durable import write_text
+from posttrain.core.runtime.files import write_text
 
 MARK = "POSTTRAIN_SERVICES"
 """Every process of the services, and what it starts, has this variable: the services' folder."""

@@ -1,1 +1,1 @@
-"""One module per stage kind."""
+"""One module per stage kind: what a node of the DAG does."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from posttrain.core.analysis.approval_page import evidence
-from posttrain.core.approval import write_answer
-from posttrain.core.config.gate_stages import ApproveStage
-from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.core.config.stages import ApproveStage
+from posttrain.core.store.approval import write_answer
+from posttrain.pipelines.stage.context import StageContext, StageOutput
 
 
 def run_approve(context: StageContext) -> StageOutput:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.core.config.supervised_stages import EvaluateStage
-from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.evaluation import Evaluation, evaluate_policy
+from posttrain.core.config.stages import EvaluateStage
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference
-from posttrain.pipelines.stages.context import (
+from posttrain.pipelines.stage.context import (
     StageContext,
     StageOutput,
     evaluation_table,
     write_evaluation,
 )
-from posttrain.pipelines.stages.episodes import build_episodes
+from posttrain.pipelines.stage.episodes import build_episodes
 
 
 def run_evaluate(context: StageContext) -> StageOutput:

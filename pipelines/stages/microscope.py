@@ -13,8 +13,8 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.training.objective import Objective
 from posttrain.pipelines.rl.build import build_objective, update_settings
-from posttrain.pipelines.stages.context import StageContext
-from posttrain.pipelines.stages.inputs import StageInputs
+from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import StageInputs
 
 FOLDER = "microscope"
 """Of the pages among the files of a stage's MLflow run."""

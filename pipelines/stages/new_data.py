@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from posttrain.core.config.gate_stages import NewDataStage
-from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.inputs import PROBLEMS_FILE
+from posttrain.core.config.stages import NewDataStage
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 
 
 def run_new_data(context: StageContext) -> StageOutput:

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posttrain.core.analysis.statistics import Comparison, compare, read_outcomes, same_problems
-from posttrain.core.approval import this_person, utc_now
-from posttrain.core.artifacts import Artifact
-from posttrain.core.config.gate_stages import PromoteStage
-from posttrain.core.config.supervised_stages import EvaluateStage
+from posttrain.core.config.stages import EvaluateStage, PromoteStage
 from posttrain.core.errors import RunError
+from posttrain.core.store.approval import this_person, utc_now
+from posttrain.core.store.artifacts import Artifact
 from posttrain.core.tracking import registry
 from posttrain.core.tracking.registry import RegisteredVersion
-from posttrain.pipelines.outside import CHAMPION
-from posttrain.pipelines.stages.context import StageContext, StageOutput, write_evaluation
+from posttrain.pipelines.stage.context import StageContext, StageOutput, write_evaluation
+from posttrain.pipelines.stage.outside import CHAMPION
 from posttrain.pipelines.stages.evaluate import measure
 
 MEASURED, REGISTERED, MOVED = 1, 2, 3

@@ -7,7 +7,7 @@ import json
 from posttrain.core.config.schema import RegisterStage
 from posttrain.core.errors import RunError
 from posttrain.core.tracking import registry
-from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext, StageOutput
 
 
 def run_register(context: StageContext) -> StageOutput:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from posttrain.core.config.supervised_stages import RewardModelStage
+from posttrain.core.config.stages import RewardModelStage
 from posttrain.core.data.preference import Pair
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.intervals import wilson
-from posttrain.core.training.step_tensors import preference_tensors
+from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
-from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.preference_data import gather_pairs, mini_batches
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.preference import gather_pairs, mini_batches
 from posttrain.pipelines.stages.steps import Steps
-from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_reward_model(context: StageContext) -> StageOutput:

@@ -16,10 +16,10 @@ from posttrain.core.contracts import (
     Sampler,
 )
 from posttrain.core.rollout.prompts import PromptStream
-from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
+from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.core.training.updates import PolicyLearner
 from posttrain.core.types import Problem
 from posttrain.pipelines.ranks.rl import on_ranks
@@ -35,10 +35,10 @@ from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
-from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.episodes import build_episodes
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.episodes import build_episodes
+from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages
-from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_rl(context: StageContext) -> StageOutput:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from importlib import import_module
 
-from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext, StageOutput
 
 _IMPORTING = threading.Lock()  # stages of two branches start in two threads
 

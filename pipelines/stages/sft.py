@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from posttrain.core.config.supervised_stages import SftStage
-from posttrain.core.data.problems import check_worked
+from posttrain.core.config.stages import SftStage
+from posttrain.core.data.row_task import check_worked
 from posttrain.core.training.sft import worked_batch
-from posttrain.core.training.step_tensors import example_tensors
+from posttrain.core.training.step_record import example_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
-from posttrain.pipelines.stages.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.steps import Steps
-from posttrain.pipelines.stages.trained import save_trained
 
 
 def run_sft(context: StageContext) -> StageOutput:

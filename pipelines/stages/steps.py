@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
-from posttrain.core.training.retention import is_due, step_folder, trim
-from posttrain.core.training.step_record import StepTensors
-from posttrain.core.training.step_tensors import weight_tensors
+from posttrain.core.training.checkpoint import (
+    LoopState,
+    is_due,
+    load_checkpoint,
+    save_checkpoint,
+    step_folder,
+    trim,
+)
+from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
-from posttrain.pipelines.stages.context import StageContext
+from posttrain.pipelines.stage.context import StageContext
 
 
 @dataclass

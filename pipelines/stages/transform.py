@@ -9,8 +9,8 @@ from typing import Any
 
 from posttrain.core.config.schema import TransformStage
 from posttrain.core.contracts import RolloutEngine
-from posttrain.core.data.problems import training_problems
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.row_task import training_problems
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.transformation import (
     REASONS,
     Outcome,
@@ -21,8 +21,8 @@ from posttrain.core.data.transformation import (
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
-from posttrain.pipelines.stages.context import StageContext, StageOutput
-from posttrain.pipelines.stages.inputs import PROBLEMS_FILE
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 
 
 def run_transform(context: StageContext) -> StageOutput:

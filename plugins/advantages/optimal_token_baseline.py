@@ -11,8 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Advantages, ComparisonConfig, TokenAdvantage
 from posttrain.core.math import groups
-from posttrain.core.math.gaps import close_gaps, reopen_gaps
-from posttrain.core.math.masking import masked
+from posttrain.core.math.masking import close_gaps, masked, reopen_gaps
 from posttrain.core.math.returns import rewards_to_go
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import GroupAdvantage, GroupConfig
 from posttrain.core.errors import RunError
-from posttrain.core.math import groups, subsets
+from posttrain.core.math import groups
+from posttrain.core.math import groups as subsets
 
 
 class PassAtKConfig(GroupConfig):

@@ -22,13 +22,16 @@ from torch import Tensor
 
 from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.models.decoding import DecodingMemory, can_share
-from posttrain.core.models.grouped_attention import can_group, use_grouped_attention
-from posttrain.core.rollout.engine_weights import EngineWeights
-from posttrain.core.rollout.same_rows import next_rows
-from posttrain.core.rollout.stop_strings import StopStrings
-from posttrain.core.rollout_sampling import (
+from posttrain.core.models.decoding import (
+    DecodingMemory,
+    can_group,
+    can_share,
+    use_grouped_attention,
+)
+from posttrain.core.models.prefixes import next_rows
+from posttrain.core.rollout.sampling import (
     Chunk,
+    StopStrings,
     check_request,
     common_start,
     draw_tokens,
@@ -38,11 +41,12 @@ from posttrain.core.rollout_sampling import (
     row_entropies,
     token_limits,
 )
+from posttrain.core.rollout.weight_sync import EngineWeights
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 # transformers takes seconds to import, and this module is imported whenever plugins are listed.
 if TYPE_CHECKING:
-    from posttrain.core.data.tokenization import ChatTokenizer
+    from posttrain.core.data.tokens import ChatTokenizer
     from posttrain.core.models.sampled_outputs import OutputRecorder
 
 # Prompt tokens that must be spared before a pass for the common ones by themselves is worth it.
@@ -208,7 +212,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         if not params.stop_strings:
             return None
         if self._tokenizer is None:
-            from posttrain.core.data.tokenization import ChatTokenizer
+            from posttrain.core.data.tokens import ChatTokenizer
 
             self._tokenizer = ChatTokenizer.load(self._started().model_dir)
         return StopStrings(self._tokenizer.decode_response, params.stop_strings)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.models.adapters import check_adapter
-from posttrain.core.rollout_sampling import (
+from posttrain.core.models.lora import check_adapter
+from posttrain.core.rollout.sampling import (
     ENTROPY_TOKENS,
     check_request,
     checked_weights,
@@ -29,17 +29,18 @@ from posttrain.core.rollout_sampling import (
     token_limits,
     top_entropy,
 )
-from posttrain.core.serving.host_process import undisturbed_process, undisturbed_random
-from posttrain.core.serving.vllm_command import PREFILL_TOKENS, lora_rank_of_vllm
-from posttrain.core.serving.vllm_model import (
+from posttrain.core.rollout.vllm_model import (
     MISSING,
     adaptable,
     check_model_dir,
     checkpoint_shapes,
     lora_modules,
     repack_tied_weights,
+    undisturbed_process,
+    undisturbed_random,
     vllm_version,
 )
+from posttrain.core.rollout.vllm_server import PREFILL_TOKENS, lora_rank_of_vllm
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
 

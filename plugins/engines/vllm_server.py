@@ -18,23 +18,16 @@ from torch import Tensor
 
 from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.models.adapters import check_adapter
-from posttrain.core.rollout_sampling import (
+from posttrain.core.models.lora import check_adapter
+from posttrain.core.rollout.replicas import Limits
+from posttrain.core.rollout.sampling import (
     check_request,
     checked_weights,
     response_seeds,
     token_limits,
 )
-from posttrain.core.serving.completions import (
-    read_completion,
-    read_scores,
-    sampling_request,
-    scoring_request,
-)
-from posttrain.core.serving.dispatch import Limits
-from posttrain.core.serving.vllm_command import ServerOptions, dtype_name
-from posttrain.core.serving.vllm_fleet import FleetLimits, VllmFleet
-from posttrain.core.serving.vllm_model import (
+from posttrain.core.rollout.vllm_fleet import FleetLimits, VllmFleet
+from posttrain.core.rollout.vllm_model import (
     MISSING,
     adaptable,
     check_model_dir,
@@ -43,7 +36,15 @@ from posttrain.core.serving.vllm_model import (
     stored_weights,
     vllm_version,
 )
-from posttrain.core.serving.weight_files import write_weights
+from posttrain.core.rollout.vllm_server import (
+    ServerOptions,
+    dtype_name,
+    read_completion,
+    read_scores,
+    sampling_request,
+    scoring_request,
+)
+from posttrain.core.rollout.weight_sync import write_weights
 from posttrain.core.types import Completion, SamplingParams
 
 

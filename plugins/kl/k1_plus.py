@@ -6,7 +6,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator, NoConfig
 from posttrain.core.math import kl
-from posttrain.core.math.straight_through import straight_through
+from posttrain.core.math.ratios import straight_through
 
 
 class K1Plus(KlEstimator[NoConfig]):

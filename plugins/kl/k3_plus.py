@@ -6,7 +6,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import KlEstimator
 from posttrain.core.math import kl
-from posttrain.core.math.straight_through import straight_through
+from posttrain.core.math.ratios import straight_through
 from posttrain.plugins.kl.k3 import K3Config
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from posttrain.core.contracts import MovingController, StartConfig
 from posttrain.core.errors import RunError
-from posttrain.core.math.kl_control import proportional_factor
+from posttrain.core.math.kl import proportional_factor
 
 
 class AdaptiveConfig(StartConfig):

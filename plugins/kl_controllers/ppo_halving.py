@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from posttrain.core.contracts import MovingController, StartConfig
-from posttrain.core.math.kl_control import halving_factor
+from posttrain.core.math.kl import halving_factor
 
 
 class PpoHalvingConfig(StartConfig):

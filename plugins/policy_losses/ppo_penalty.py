@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss, Prepared, RatioConfig, TokenLoss
 from posttrain.core.math import ratios
-from posttrain.core.math.kl_control import halving_factor
+from posttrain.core.math.kl import halving_factor
 from posttrain.core.math.masking import masked
 
 

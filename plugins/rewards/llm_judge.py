@@ -14,10 +14,20 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.judging.cache import ReplyCache, key_of
-from posttrain.core.judging.client import ChatClient, Endpoint, Message, Reply, api_key
-from posttrain.core.judging.limits import Budget, Pace
-from posttrain.core.judging.prompts import chat, score_by_pattern, score_in_json
+from posttrain.core.rewards.judge import (
+    Budget,
+    ChatClient,
+    Endpoint,
+    Message,
+    Pace,
+    Reply,
+    ReplyCache,
+    api_key,
+    chat,
+    key_of,
+    score_by_pattern,
+    score_in_json,
+)
 from posttrain.core.types import RewardSample, Score
 
 RUBRIC = """How well does the response answer the question? Judge nothing else.

@@ -9,13 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.math.final_answers import (
-    after_marker,
-    as_latex,
-    bracket_depth,
-    is_huge,
-    last_boxed,
-)
+from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, is_huge, last_boxed
 from posttrain.core.types import RewardSample, Score
 
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest

@@ -69,9 +69,9 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
     def setup(self, context: RewardContext) -> None:
         """Load the model and its tokenizer."""
         # Late, here and in `score`: transformers takes seconds that only runs should pay.
-        from posttrain.core.data.tokenization import ChatTokenizer
+        from posttrain.core.data.tokens import ChatTokenizer
+        from posttrain.core.models.device import ModelRuntime
         from posttrain.core.models.loading import load_process_reward_model
-        from posttrain.core.models.runtime import ModelRuntime
 
         named = self.config.path
         path = context.inputs[ROLE] if named is None else Path(named).expanduser()

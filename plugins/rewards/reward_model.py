@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.types import RewardSample, Score
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class RewardModelReward(Reward[RewardModelConfig]):
     def setup(self, context: RewardContext) -> None:
         """Load the stage's reward model."""
         # Late, here and in `score`: transformers takes seconds that only runs should pay.
+        from posttrain.core.models.device import ModelRuntime
         from posttrain.core.models.loading import load_reward_model
-        from posttrain.core.models.runtime import ModelRuntime
 
         runtime = ModelRuntime(context.device, context.dtype, context.attention)
         self.model: PreTrainedModel = load_reward_model(

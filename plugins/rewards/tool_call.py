@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.data import strict_json
+from posttrain.core.runtime import json_files as strict_json
 from posttrain.core.types import RewardSample, Score
 
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import CorrectionConfig, GeneralCorrection
-from posttrain.core.math.correction import off_policy_rows
-from posttrain.core.math.mismatch import known_tokens, log_ratio
+from posttrain.core.math.correction import known_tokens, log_ratio, off_policy_rows
 
 
 class OpsmConfig(CorrectionConfig):

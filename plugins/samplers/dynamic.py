@@ -19,7 +19,7 @@ from posttrain.core.contracts import (
     Sampler,
 )
 from posttrain.core.errors import RunError
-from posttrain.core.rollout.group_json import (
+from posttrain.core.rollout.episodes import (
     groups_from_json,
     groups_to_json,
     prompt_from_json,

@@ -9,17 +9,16 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.core.artifacts import combine_digests, file_digest
 from posttrain.core.contracts import PluginConfig, Task
-from posttrain.core.data.json_lines import JsonRow, read_json_lines
-from posttrain.core.data.marked_solutions import marked_pairs
-from posttrain.core.data.preference_rows import PreferenceRow
-from posttrain.core.data.problems import problems_digest
+from posttrain.core.contracts.preference_rows import PreferenceRow
+from posttrain.core.data.preference import marked_pairs
+from posttrain.core.data.row_task import problems_digest
 from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolve_revision
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number, same_number
-from posttrain.core.math.final_numbers import final_number, only_number_after
+from posttrain.core.math.answers import final_number, is_number, only_number_after, same_number
 from posttrain.core.math.splits import text_key, too_few
+from posttrain.core.runtime.json_files import JsonRow, read_json_lines
+from posttrain.core.store.artifacts import combine_digests, file_digest
 from posttrain.core.types import Problem, Split, Verdict
 
 MARKER = "####"

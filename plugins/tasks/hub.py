@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from posttrain.core.data.json_lines import JsonRow
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.data.tables import HubSource, hub_rows, resolve_revision
+from posttrain.core.runtime.json_files import JsonRow
 
 MEND = "download its files, and use the task `parquet` or `jsonl` on them"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from posttrain.core.data.json_lines import JsonRow, stream_json_lines
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.errors import DataError
+from posttrain.core.runtime.json_files import JsonRow, stream_json_lines
 
 
 class JsonlConfig(RowConfig):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from posttrain.core.data.json_lines import JsonRow
 from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.data.tables import expand, parquet_rows
+from posttrain.core.runtime.json_files import JsonRow
 
 
 class ParquetConfig(RowConfig):

@@ -33,15 +33,15 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss
-from posttrain.core.data.packing import response_batch
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.data.tokens import response_batch
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.layers import compile_layers
+from posttrain.core.models.linear import is_emulated
 from posttrain.core.models.loading import load_policy
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.models.stream_attention import use_stream_attention
-from posttrain.core.models.wide_products import is_emulated
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.heap import keep_freed_memory, trim_heap
+from posttrain.core.runtime.memory import keep_freed_memory, trim_heap
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from posttrain.core.tracking.metric_names import METRICS
-from posttrain.pipelines.prefect_env import configure_prefect
+from posttrain.pipelines.run.prefect_env import configure_prefect
 
 ROWS = [
     {"group": i // 8, "prompt": "What is 23+45?", "response": "23 + 45 = 68", "reward": 1.0}

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from posttrain.core.runtime.waiting import SPIN_COUNT, WAIT_POLICY, bounded_waiting
+from posttrain.core.runtime.startup import SPIN_COUNT, WAIT_POLICY, bounded_waiting
 
 BUSY = "while True: sum(range(10_000))"
 

@@ -40,8 +40,8 @@ from posttrain.core.config.sections import ModelSection  # noqa: E402
 from posttrain.core.contracts import Task  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
-from posttrain.core.runtime.allocator import find_allocator, preloaded  # noqa: E402
-from posttrain.core.serving.vllm_model import vllm_version  # noqa: E402
+from posttrain.core.rollout.vllm_model import vllm_version  # noqa: E402
+from posttrain.core.runtime.startup import find_allocator, preloaded  # noqa: E402
 from tests.bench.step_baton import ENVIRONMENT, Contestant  # noqa: E402
 from tests.helpers.learning import Learned  # noqa: E402
 from tests.helpers.pipeline import COMMAND, prepared, write_config  # noqa: E402

@@ -35,12 +35,12 @@ if str(REPO) not in sys.path:
 
 from posttrain.core.analysis.evidence import EvidenceKeeper, StepEvidence  # noqa: E402
 from posttrain.core.batch import RolloutBatch  # noqa: E402
-from posttrain.core.data.packing import response_batch  # noqa: E402
+from posttrain.core.data.tokens import response_batch  # noqa: E402
 from posttrain.core.tracking.metric_names import METRICS  # noqa: E402
+from posttrain.core.tracking.mlflow_run import traced_responses  # noqa: E402
 from posttrain.core.tracking.mlflow_store import prepare_database  # noqa: E402
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker  # noqa: E402
 from posttrain.core.tracking.tables import sample_rows  # noqa: E402
-from posttrain.core.tracking.traces import traced_responses  # noqa: E402
 from posttrain.core.types import Problem  # noqa: E402
 
 NAMES = [name for name in METRICS if not name.startswith(("eval/", "rm/", "sft/"))][:100]

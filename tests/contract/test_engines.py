@@ -22,8 +22,8 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
-from posttrain.core.serving.process import ServerProcess
-from posttrain.core.serving.vllm_fleet import VllmFleet
+from posttrain.core.rollout.vllm_fleet import VllmFleet
+from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.engines import (

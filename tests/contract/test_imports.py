@@ -51,7 +51,7 @@ def test_every_plugin_is_loaded_without_what_only_runs_need() -> None:
 
 
 def test_a_run_that_reuses_every_stage_need_not_load_model_code() -> None:
-    assert loaded_heavy("import posttrain.pipelines.flow", MODEL_CODE) == []
+    assert loaded_heavy("import posttrain.pipelines.run.flow", MODEL_CODE) == []
     stage = "from posttrain.pipelines.stages.runners import stage_runner\nstage_runner('sft')"
     assert "transformers.modeling_utils" in loaded_heavy(stage, MODEL_CODE)
 
@@ -96,7 +96,7 @@ def test_help_is_there_within_two_seconds() -> None:
     seconds = []
     for _ in range(3):
         began = time.monotonic()
-        command = [sys.executable, "-m", "posttrain.pipelines.cli.main", "--help"]
+        command = [sys.executable, "-m", "posttrain.pipelines.cli", "--help"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         seconds.append(time.monotonic() - began)
     assert min(seconds) < 2.0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.distributed.launch import RankProcesses
 from posttrain.core.errors import DataError, RunError
 from posttrain.core.training.digests import block_digests
+from posttrain.core.training.rank_processes import RankProcesses
 from tests.helpers.speed import (
     SPEED_FAMILIES,
     Options,

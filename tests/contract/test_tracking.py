@@ -15,12 +15,12 @@ from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking import registry
+from posttrain.core.tracking.mlflow_run import KnownModel
 from posttrain.core.tracking.mlflow_tracker import (
     PipelineTracker,
     StageTracker,
     prepare_database,
 )
-from posttrain.core.tracking.model_links import KnownModel
 
 DIGEST = "0123456789abcdef" * 4
 

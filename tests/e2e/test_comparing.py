@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from posttrain.core.artifacts import tree_digests
+from posttrain.core.store.artifacts import tree_digests
 from posttrain.core.tracking.journal import read_journal
 from posttrain.pipelines.cli.main import app
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config

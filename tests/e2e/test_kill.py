@@ -16,7 +16,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from posttrain.core.training.retention import newest_checkpoint
+from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
     Finished,
     prepared,

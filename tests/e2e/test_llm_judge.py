@@ -11,7 +11,7 @@ import torch
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import Reward, RewardContext, RolloutEngine
 from posttrain.core.models.source import bundled_gguf, obtain
-from posttrain.core.serving.vllm_command import MODEL_NAME
+from posttrain.core.rollout.vllm_server import MODEL_NAME
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.engines import make_setup
 from tests.helpers.plugins import MANAGER

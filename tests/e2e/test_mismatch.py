@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from posttrain.core.config.alarm_section import AlarmsSection
+from posttrain.core.config.sections import AlarmsSection
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.plugin_manager import PluginManager
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config

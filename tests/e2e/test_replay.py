@@ -12,8 +12,8 @@ import yaml
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 
-from posttrain.core.artifacts import file_digest, tree_digests
-from posttrain.core.training.retention import newest_checkpoint
+from posttrain.core.store.artifacts import file_digest, tree_digests
+from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
     Finished,
     prepared,

@@ -342,7 +342,7 @@ def test_a_kubernetes_pool_takes_a_deployment(services: Services, config: Path) 
         "timezone": "Europe/Berlin",
         "day_or": True,
     }
-    assert made["entrypoint"] == "posttrain.pipelines.deployed.continual"
+    assert made["entrypoint"] == "posttrain.pipelines.deploy.flows.continual"
     assert made["global_concurrency_limit"]["limit"] == 1
 
 

@@ -35,19 +35,17 @@ from posttrain.core.contracts import (
     TokenLoss,
 )
 from posttrain.core.math import groups
-from posttrain.core.math.correction_metrics import share
+from posttrain.core.math.correction import mismatch_metrics, perplexity_metrics, share
 from posttrain.core.math.groups import outcome_rewards
 from posttrain.core.math.masking import row_means
-from posttrain.core.math.mismatch import mismatch_metrics, perplexity_metrics
 from posttrain.core.math.preference import FDivergence
-from posttrain.core.math.returns import rewards_to_go
+from posttrain.core.math.returns import rewards_to_go, value_loss
 from posttrain.core.math.shaping import (
     repetition_penalty,
     resampling_weights,
     shaped_rewards,
     soft_overlong,
 )
-from posttrain.core.math.values import value_loss
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
     clip_rewards,
@@ -60,17 +58,15 @@ from posttrain.core.training.logprobs import entropy_of_logits
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm, MicroLoss, Objective, PreparedMini
 from posttrain.core.training.preference_objective import (
-    PreferenceMicro,
-    PreferenceObjective,
-    PreferenceTerm,
-    with_margin,
-)
-from posttrain.core.training.preference_scores import (
     LabelTokens,
     MiniCounts,
     PairTokens,
+    PreferenceMicro,
+    PreferenceObjective,
+    PreferenceTerm,
     Scoring,
     Tokens,
+    with_margin,
 )
 from posttrain.core.training.reward_model import reward_loss
 from posttrain.plugins.policy_losses.clip_cov import ClipCovLoss

@@ -38,9 +38,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config  # n
 from posttrain.core.batch import RolloutBatch  # noqa: E402
 from posttrain.core.config.sections import OptimizerSection  # noqa: E402
 from posttrain.core.contracts import Aggregator, PolicyLoss  # noqa: E402
-from posttrain.core.models.autocast import use_autocast  # noqa: E402
-from posttrain.core.models.checkpointing import use_checkpointing  # noqa: E402
-from posttrain.core.models.compiling import compile_layers  # noqa: E402
+from posttrain.core.models.layers import compile_layers, use_checkpointing  # noqa: E402
+from posttrain.core.models.sharded import use_autocast  # noqa: E402
 from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 from posttrain.core.training.learner import Learner  # noqa: E402

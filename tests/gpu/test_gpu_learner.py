@@ -22,13 +22,13 @@ from transformers import (
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.data.packing import response_batch
-from posttrain.core.models import flex_stream, stream_attention
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.data.tokens import response_batch
+from posttrain.core.models import stream_attention
+from posttrain.core.models import stream_attention as flex_stream
+from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_states
-from posttrain.core.training.head_blocks import why_plain
-from posttrain.core.training.logprobs import token_logprobs
+from posttrain.core.training.logprobs import token_logprobs, why_plain
 from posttrain.core.training.optim import MasterOptimizer
 
 pytestmark = [

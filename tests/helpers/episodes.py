@@ -16,7 +16,7 @@ from posttrain.core.contracts import (
     Tool,
     ToolResult,
 )
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig

@@ -14,15 +14,15 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, EngineSetup, PolicyLoss, RolloutCorrection
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import SamplingParams
 from tests.helpers.engines import AnyEngine, make_engine

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from posttrain.core.runtime.schema_file import create_database
+from posttrain.core.runtime.files import create_database
 from posttrain.core.tracking.mlflow_store import prepare_database
-from posttrain.pipelines.prefect_program import SCHEMA
+from posttrain.pipelines.run.prefect_program import SCHEMA
 
 COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli"]
 

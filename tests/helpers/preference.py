@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import PairLoss, PairScores
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.preference_scores import PairTokens
+from posttrain.core.training.preference_objective import PairTokens
 
 MANAGER = PluginManager()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.types import Completion, Problem
 
 PROBLEM = Problem("k", "p", "a", "w")

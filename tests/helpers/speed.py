@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import LoraSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss
-from posttrain.core.models.checkpointing import use_checkpointing
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.layers import compile_layers, use_checkpointing
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sharded import shard, whole
 from posttrain.core.models.stream_attention import use_stream_attention

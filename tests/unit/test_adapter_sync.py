@@ -13,15 +13,15 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.contracts import RolloutEngine
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.sync_check import SyncCheck, make_probe
 from posttrain.core.rollout.weight_sync import send_policy, takes_adapter, weights_sent
-from posttrain.pipelines.engines import engine_fields
+from posttrain.core.training.sync_check import SyncCheck, make_probe
+from posttrain.pipelines.stage.engines import engine_fields
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import make_setup
 from tests.helpers.tiny import make_tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.alarms import RULES, Row, Seen, judge
-from posttrain.core.config.alarm_section import AlarmsSection
+from posttrain.core.analysis.alarms import RULES, Row, Seen, judge
+from posttrain.core.config.sections import AlarmsSection
 
 LIMITS = AlarmsSection()
 STEADY = [{"step": float(i), "grad/norm": 1.0} for i in range(1, 6)]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.runtime import allocator
-from posttrain.core.runtime.allocator import find_allocator, preloaded, use_allocator
+from posttrain.core.runtime import startup as allocator
+from posttrain.core.runtime.startup import find_allocator, preloaded, use_allocator
 
 PROGRAM = """
 import os, sys
 print("before", os.getpid(), flush=True)
-from posttrain.core.runtime.allocator import is_used, release_free_memory, use_allocator
-from posttrain.core.runtime.heap import trim_heap
+from posttrain.core.runtime.startup import is_used, release_free_memory, use_allocator
+from posttrain.core.runtime.memory import trim_heap
 use_allocator(sys.argv[1:])
 mapped = "tcmalloc" in open("/proc/self/maps").read()
 print("after", os.getpid(), is_used(), mapped, release_free_memory(), sys.argv[1:])

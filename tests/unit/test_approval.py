@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.approval import (
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.store.approval import (
     Answer,
     ApprovalRequest,
     first_asked,
@@ -18,9 +19,8 @@ from posttrain.core.approval import (
     utc_now,
     write_answer,
 )
-from posttrain.core.errors import ConfigError, DataError
 from posttrain.pipelines.cli.run import answering_command, given_answers
-from posttrain.pipelines.gates import Gates
+from posttrain.pipelines.run.gates import Gates
 
 YES = Answer(True, "ada@host", "fine", "2026-01-01T00:00:00+00:00", "command line")
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.artifacts import (
+from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.store.artifacts import (
     MANIFEST,
     Artifact,
     ArtifactStore,
@@ -18,17 +20,15 @@ from posttrain.core.artifacts import (
     digests_below,
     tree_digests,
 )
-from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.identity import identity_of, stage_parts
+from posttrain.core.store.identity import identity_of, stage_parts
 from posttrain.core.training.checkpoint import (
     LoopState,
     load_checkpoint,
+    newest_checkpoint,
     read_step,
     save_checkpoint,
 )
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.retention import newest_checkpoint
 
 
 def stored(store: ArtifactStore, identity: str = "a" * 64) -> Path:

@@ -149,7 +149,7 @@ def test_the_installed_command_ends_with_the_same_codes(
 ) -> None:
     given = [*arguments, write(tmp_path, text)] if text else ["run", "--no-such-option"]
     done = subprocess.run(
-        [sys.executable, "-m", "posttrain.pipelines.cli.main", *given],
+        [sys.executable, "-m", "posttrain.pipelines.cli", *given],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -164,7 +164,7 @@ def test_the_installed_command_ends_with_the_same_codes(
 def test_with_debug_the_traceback_shows(tmp_path: Path) -> None:
     # The boundary prints to the process's own stderr, as Python does.
     done = subprocess.run(
-        [sys.executable, "-m", "posttrain.pipelines.cli.main", "validate", "none", "--debug"],
+        [sys.executable, "-m", "posttrain.pipelines.cli", "validate", "none", "--debug"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

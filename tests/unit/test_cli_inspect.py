@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from posttrain.core.analysis.evidence import FOLDER, StepEvidence, tensors_path, write_step
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.run_record import RunRecorder
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.store.run_record import RunRecorder
 from posttrain.core.training.splitting import mini_rows
 from posttrain.pipelines.cli.main import app
-from posttrain.pipelines.stage_files import checkpoint_folder
+from posttrain.pipelines.stage.files import checkpoint_folder
 from tests.helpers.microscope import meta_of, synthetic_evidence, weights_of
 
 RUN = "0123456789abcdef"

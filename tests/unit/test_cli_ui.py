@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.serving.guard import GRACE_S
+from posttrain.core.runtime.process_guard import GRACE_S
 from posttrain.pipelines.cli.ui import Server, ServerSpec, stop_all
 from posttrain.pipelines.services.layout import answers
 
@@ -99,7 +99,7 @@ def test_both_pages_answer_an_artifact_can_be_seen_and_ctrl_c_stops_all(tmp_path
     run = client.create_run(experiment)
     client.log_text(run.info.run_id, "seen through the page", "note.txt")
     mlflow, prefect = free_port(), free_port()
-    command = [sys.executable, "-m", "posttrain.pipelines.cli.main", "ui", "--home", str(home)]
+    command = [sys.executable, "-m", "posttrain.pipelines.cli", "ui", "--home", str(home)]
     command += ["--mlflow-port", str(mlflow), "--prefect-port", str(prefect)]
     shown = tmp_path / "shown"
     with shown.open("w") as stream:
@@ -130,7 +130,7 @@ def test_both_pages_answer_an_artifact_can_be_seen_and_ctrl_c_stops_all(tmp_path
 
 @pytest.mark.slow
 def test_ui_check_starts_both_sees_them_answer_and_ends_with_0(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "posttrain.pipelines.cli.main", "ui", "--check"]
+    command = [sys.executable, "-m", "posttrain.pipelines.cli", "ui", "--check"]
     command += ["--home", str(tmp_path), "--mlflow-port", str(free_port())]
     command += ["--prefect-port", str(free_port()), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.rollout_sampling import common_start
+from posttrain.core.rollout.sampling import common_start
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines import transformers
 from posttrain.plugins.engines.transformers import TransformersEngine

@@ -11,9 +11,9 @@ import pytest
 from posttrain.core.analysis.approval_page import chosen, evidence
 from posttrain.core.analysis.statistics import Outcome, compare, read_outcomes
 from posttrain.core.errors import RunError
-from posttrain.core.evaluation import EvaluatedProblem, Evaluation
+from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
 from posttrain.core.types import Problem, Verdict
-from posttrain.pipelines.stages.context import write_evaluation
+from posttrain.pipelines.stage.context import write_evaluation
 
 
 def outcomes(pattern: str, sampled: Sequence[float] | None = None) -> list[Outcome]:

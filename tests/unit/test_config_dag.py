@@ -7,7 +7,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from posttrain.core.config import dag
-from posttrain.core.config.marks import Loc
+from posttrain.core.config.positions import Loc
 from posttrain.core.config.schema import Stage
 from posttrain.core.errors import ConfigError
 

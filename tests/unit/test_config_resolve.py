@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.config.components import merge_fields
 from posttrain.core.config.loading import load_config
+from posttrain.core.config.presets import merge_fields
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError

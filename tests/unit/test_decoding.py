@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.models import decoding
-from posttrain.core.models.decoding import DecodingMemory
-from posttrain.core.models.grouped_attention import use_grouped_attention
+from posttrain.core.models.decoding import DecodingMemory, use_grouped_attention
 from tests.unit.training import test_stream
 from tests.unit.training.test_stream import FAMILIES
 

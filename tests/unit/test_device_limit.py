@@ -13,14 +13,14 @@ from tests.helpers.pipeline import environment, prepared
 PROGRAM = """
 import sys
 from pathlib import Path
-from posttrain.pipelines.prefect_env import configure_prefect
+from posttrain.pipelines.run.prefect_env import configure_prefect
 home = Path(sys.argv[1])
 configure_prefect(home)
-from posttrain.pipelines.prefect_server import OwnServer
+from posttrain.pipelines.run.prefect_server import OwnServer
 server = OwnServer(home)
 server.begin()
 from prefect.client.orchestration import get_client
-from posttrain.pipelines.device_limit import device_tags
+from posttrain.pipelines.run.flow import device_tags
 server.wait()
 for limit in (None, "posttrain-cuda", "posttrain-cpu"):
     if limit:
@@ -28,7 +28,7 @@ for limit in (None, "posttrain-cuda", "posttrain-cpu"):
             client.create_concurrency_limit(limit, 1)
     print(device_tags("cpu"))
 """
-ELSEWHERE = 'from posttrain.pipelines.device_limit import device_tags; print(device_tags("cpu"))'
+ELSEWHERE = 'from posttrain.pipelines.run.flow import device_tags; print(device_tags("cpu"))'
 
 
 @pytest.mark.timeout(300)

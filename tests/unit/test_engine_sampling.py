@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from posttrain.core import rollout_sampling as sampling
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.math.nucleus import FIRST_NUCLEUS_WIDTH
-from posttrain.core.models.grouped_attention import LONG_PROMPT, grouped_attention
+from posttrain.core.models.decoding import LONG_PROMPT, grouped_attention
+from posttrain.core.rollout import sampling
 from posttrain.core.types import SamplingParams
 
 PROBABILITIES = [0.5, 0.25, 0.15, 0.1]

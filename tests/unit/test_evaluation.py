@@ -9,10 +9,10 @@ import pytest
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, PromptGroup, Task
-from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.evaluation import Evaluation, evaluate_policy
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.types import Problem, Split, Verdict
-from posttrain.pipelines.engines import largest_request
+from posttrain.pipelines.stage.engines import largest_request
 from tests.helpers.engines import make_engine, make_setup
 from tests.helpers.tiny import make_tiny_model
 

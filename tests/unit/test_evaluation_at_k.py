@@ -12,14 +12,14 @@ import torch
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, PromptGroup
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
-from posttrain.core.evaluation import EvaluatedProblem, evaluate_policy
-from posttrain.core.math.mismatch import effective_sample_size
-from posttrain.core.math.subsets import pass_at_k, pass_at_k_scores
+from posttrain.core.evaluation.accuracy import EvaluatedProblem, evaluate_policy
+from posttrain.core.math.correction import effective_sample_size
+from posttrain.core.math.groups import pass_at_k, pass_at_k_scores
 from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.types import Problem, Verdict
-from posttrain.pipelines.summary import pass_sizes, with_error
+from posttrain.pipelines.run.summary import pass_sizes, with_error
 from tests.helpers.engines import make_engine, make_setup
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_evaluation import PROBLEMS, EvenLength

@@ -7,8 +7,8 @@ import uuid
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from posttrain.pipelines import flow_records
-from posttrain.pipelines.flow_records import FlowProgress, tag_flow_run
+from posttrain.pipelines.run import flow_records
+from posttrain.pipelines.run.flow_records import FlowProgress, tag_flow_run
 from tests.helpers.services import free_ports
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from posttrain.core.config.loading import load_config
-from posttrain.core.config.registered import RegisteredName
 from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.sections import RegisteredName
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.gates import check_answers
-from posttrain.pipelines.planning import parts_of_stage
-from posttrain.pipelines.rounds import begin, look
+from posttrain.pipelines.run.gates import check_answers
+from posttrain.pipelines.run.planning import parts_of_stage
+from posttrain.pipelines.run.rounds import begin, look
 from tests.helpers.pipeline import write_config
 from tests.helpers.promotion import common, gated_config, sft_stage
 from tests.unit.test_approval import YES

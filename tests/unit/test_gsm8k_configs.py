@@ -13,8 +13,8 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.plan import stage_rows
-from posttrain.pipelines.inputs import check_inputs
-from posttrain.pipelines.planning import plan_stages
+from posttrain.pipelines.run.checks import check_inputs
+from posttrain.pipelines.run.planning import plan_stages
 
 MANAGER = PluginManager()
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "gsm8k"

@@ -17,7 +17,7 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
-from posttrain.core.training.ptx import PtxTerm
+from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.updates import KlGuard, UpdateSettings
 from posttrain.pipelines.rl.build import in_optimizer_steps
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch

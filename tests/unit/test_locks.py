@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.locks import locked
+from posttrain.core.store.locks import locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from posttrain.core.locks import locked
+from posttrain.core.store.locks import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)

@@ -6,21 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.pipelines.prefect_server import FLUSH_INTERVAL
+from posttrain.pipelines.run.prefect_server import FLUSH_INTERVAL
 from tests.helpers.pipeline import environment, prepared
 
 PROGRAM = """
 import sqlite3, sys
 from pathlib import Path
-from posttrain.pipelines.prefect_env import configure_prefect
+from posttrain.pipelines.run.prefect_env import configure_prefect
 home = Path(sys.argv[1])
 configure_prefect(home)
-from posttrain.pipelines.prefect_server import OwnServer
+from posttrain.pipelines.run.prefect_server import OwnServer
 server = OwnServer(home)
 server.begin()
 from prefect import flow
 from prefect.runtime import flow_run
-from posttrain.pipelines.flow_records import announce
+from posttrain.pipelines.run.flow_records import announce
 
 @flow
 def told():

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.models import packed_linear, wide_products
+from posttrain.core.models import linear as packed_linear
+from posttrain.core.models import linear as wide_products
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.linear import can_pack, packed_bytes, why_no_packing
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
-from posttrain.core.models.packed_linear import can_pack, packed_bytes, why_no_packing
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig

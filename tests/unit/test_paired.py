@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from posttrain.core.math.intervals import newcombe_difference
-from posttrain.core.math.paired import (
+from posttrain.core.math.intervals import (
     lost_share,
+    newcombe_difference,
     paired_means,
     paired_proportions,
     tango_score,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from posttrain.core.artifacts import Artifact, RunResult, StageResult
-from posttrain.core.runtime.report import Reporter
-from posttrain.pipelines import progress, summary
-from posttrain.pipelines.progress import PlainReporter, RichReporter, describe, duration
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
+from posttrain.pipelines.run import progress, summary
+from posttrain.pipelines.run.progress import PlainReporter, RichReporter, describe, duration
 
 
 def plain() -> tuple[PlainReporter, io.StringIO]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.runtime.provenance import code_commit, environment_lock, source_tags
+from posttrain.core.store.provenance import code_commit, environment_lock, source_tags
 
 
 def git(folder: Path, *arguments: str) -> str:

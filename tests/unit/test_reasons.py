@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.core.identity import stage_parts
-from posttrain.core.reasons import Change, explain
+from posttrain.core.store.identity import Change, explain, stage_parts
 
 RUN = {
     "seed": 0,

@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.plan import stage_rows
-from posttrain.pipelines.planning import plan_stages
+from posttrain.pipelines.run.planning import plan_stages
 
 REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "configs" / "recipes" / "README.md").read_text("utf-8")

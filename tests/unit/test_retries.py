@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.core.config.problems import STAGE_KINDS
+from posttrain.core.config.loading import STAGE_KINDS
 from posttrain.core.errors import RunError
-from posttrain.pipelines.retries import REPEATABLE, lost_connection, options_for
+from posttrain.pipelines.run.flow import REPEATABLE, lost_connection, options_for
 
 
 def test_no_stage_that_trains_or_asks_or_promotes_is_tried_again() -> None:

@@ -10,10 +10,10 @@ import torch
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import NoConfig, Reward, Task
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rewards.failures import check_failure_rate
+from posttrain.core.rewards.checking import check_failure_rate
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.scoring import OnMissing, WeightedReward, rollout_metrics, score_batch
 from posttrain.core.tracking.metric_names import check_names

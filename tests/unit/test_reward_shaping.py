@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.math.groups import outcome_rewards
-from posttrain.core.math.running import RunningMoments
+from posttrain.core.math.shaping import RunningMoments
 from posttrain.core.rewards.shaping import RewardShaping, filter_overlong, place_on_last_token
 from posttrain.core.training.groups import drop_groups
 from posttrain.core.types import Problem

@@ -22,7 +22,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.episodes import generate_groups
 from posttrain.core.types import Completion, Problem, RewardSample, SamplingParams, Verdict
 
 MANAGER = PluginManager()

@@ -18,8 +18,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.sandbox import runner, unit_tests
-from posttrain.core.sandbox.levels import LEVELS
-from posttrain.core.sandbox.model import SandboxResult
+from posttrain.core.sandbox.model import LEVELS, SandboxResult
 from posttrain.core.sandbox.runner import Probe, Sandbox, levels_available
 from posttrain.core.types import Problem, RewardSample, Score, Verdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.core.errors import RunError
-from posttrain.core.promotion import Past, earlier_champion
+from posttrain.pipelines.run.rollback import Past, earlier_champion
 
 
 def history(*versions: Past) -> dict[str, Past]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.rollout.same_rows import NextRows, next_rows
-from posttrain.core.rollout_sampling import of_rows
+from posttrain.core.models.prefixes import NextRows, next_rows
+from posttrain.core.rollout.sampling import of_rows
 from posttrain.core.types import Completion, SamplingParams
 from posttrain.plugins.engines import transformers
 from posttrain.plugins.engines.transformers import TransformersEngine

@@ -18,7 +18,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.group_json import groups_from_json, groups_to_json
+from posttrain.core.rollout.episodes import groups_from_json, groups_to_json
 from posttrain.core.types import Completion, Problem, SamplingParams
 from posttrain.plugins.samplers.dynamic import round_size
 

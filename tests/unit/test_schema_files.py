@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from posttrain.core.runtime.schema_file import create_database
+from posttrain.core.runtime.files import create_database
 from tests.conftest import REPO
 
 LIBRARIES = ["prefect", "mlflow"]

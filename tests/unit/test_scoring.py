@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (

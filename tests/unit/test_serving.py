@@ -28,13 +28,24 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.serving.completions import read_completion, read_scores
-from posttrain.core.serving.dispatch import MAX_FAILURES_IN_A_ROW, Limits, serve_all
-from posttrain.core.serving.process import ServerProcess, free_ports
-from posttrain.core.serving.replicas import LoopThread, Replica, wait_until_ready
-from posttrain.core.serving.vllm_command import ServerOptions, server_command, server_environment
-from posttrain.core.serving.vllm_model import count_loaded
-from posttrain.core.serving.weight_files import digest_of, write_weights
+from posttrain.core.rollout.replicas import (
+    MAX_FAILURES_IN_A_ROW,
+    Limits,
+    LoopThread,
+    Replica,
+    serve_all,
+    wait_until_ready,
+)
+from posttrain.core.rollout.vllm_model import count_loaded
+from posttrain.core.rollout.vllm_server import (
+    ServerOptions,
+    read_completion,
+    read_scores,
+    server_command,
+    server_environment,
+)
+from posttrain.core.rollout.weight_sync import digest_of, write_weights
+from posttrain.core.runtime.processes import ServerProcess, free_ports
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEngine
 from tests.helpers.engines import make_setup
@@ -320,7 +331,7 @@ def test_however_one_of_them_ends_no_process_of_a_server_is_left(
             "from pathlib import Path\n"
             "import threading, os\n"
             "from posttrain.core.serving import guard\n"
-            "from posttrain.core.serving.process import ServerProcess\n"
+            "from posttrain.core.runtime.processes import ServerProcess\n"
             f"made = []\n"
             f"start = lambda: made.append(ServerProcess([sys.executable, '-c', {STUBBORN!r}], "
             f"os.environ, Path({str(log)!r})))\n"

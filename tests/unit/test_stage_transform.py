@@ -17,11 +17,11 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.report import SilentReporter
-from posttrain.pipelines.assembly import assemble
+from posttrain.core.runtime.reporter import SilentReporter
 from posttrain.pipelines.cli.plan import stage_rows
-from posttrain.pipelines.pipeline import Pipeline
-from posttrain.pipelines.planning import plan_stages
+from posttrain.pipelines.run.assembly import assemble
+from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.planning import plan_stages
 from posttrain.pipelines.stages.rl import build_loop
 from tests.helpers.tiny import make_tiny_model
 

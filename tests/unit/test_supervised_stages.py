@@ -11,14 +11,13 @@ import torch
 
 from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
-from posttrain.core.data.packing import response_batch
 from posttrain.core.data.preference import Pair
-from posttrain.core.data.tokenization import ChatTokenizer
-from posttrain.core.models import wide_products
+from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.models import device
+from posttrain.core.models import linear as wide_products
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model, save_model
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime import device
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.reward_model import (
     pair_hits,

@@ -18,10 +18,10 @@ import pytest
 from pyarrow import parquet
 
 from posttrain.core.contracts import Task
-from posttrain.core.data.json_lines import stream_json_lines
 from posttrain.core.data.tables import parquet_rows
 from posttrain.core.errors import DataError, ResourceError
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.json_files import stream_json_lines
 
 MANAGER = PluginManager()
 ROWS = [{"q": f"What is {i} + 1?", "a": i + 1, "unread": "x" * 50} for i in range(200)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.core.contracts import Reward, Task
-from posttrain.core.data.packing import response_batch
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import WeightedReward, score_batch
 from posttrain.core.types import StepVerdict

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pyarrow import Table, parquet
 
 from posttrain.core.contracts import Task
-from posttrain.core.data.json_lines import read_json_lines
-from posttrain.core.data.marked_solutions import solutions_of
+from posttrain.core.data.preference import solutions_of
 from posttrain.core.errors import ConfigError, DataError, ResourceError
-from posttrain.core.math.final_numbers import number_after
+from posttrain.core.math.answers import number_after
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.json_files import read_json_lines
 from posttrain.core.types import Problem
 
 REPO = Path(__file__).resolve().parents[2]

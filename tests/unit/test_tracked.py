@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.evaluation import EvaluatedProblem
+from posttrain.core.evaluation.accuracy import EvaluatedProblem
 from posttrain.core.types import Problem
 from posttrain.pipelines.rl.recording import TRACKED_FILE, TRACKED_PROMPTS, tracked_rows
 

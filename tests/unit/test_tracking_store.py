@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.runtime.alive import owner
+from posttrain.core.runtime.processes import owner
 from posttrain.core.tracking import mlflow_store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_tracker import (

@@ -13,9 +13,8 @@ import pytest
 from mlflow import MlflowClient
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.tracking.journal import Journal, JournalRow, journal_path, read_journal
+from posttrain.core.tracking.journal import Journal, JournalRow, Writer, journal_path, read_journal
 from posttrain.core.tracking.metric_names import METRICS, PREFIXES, check_names, find_metric
-from posttrain.core.tracking.writer import Writer
 
 CHILD = """
 import os, sys

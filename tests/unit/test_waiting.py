@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from posttrain.core.runtime.waiting import SPIN_COUNT, SPINS, WAIT_POLICY, bounded_waiting
+from posttrain.core.runtime.startup import SPIN_COUNT, SPINS, WAIT_POLICY, bounded_waiting
 
 
 def test_the_bound_is_set_where_nothing_was_chosen() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.pipelines.watchdog import SIGNAL, Watchdog
+from posttrain.pipelines.run.stops import SIGNAL, Watchdog
 
 HANG = """
 import sys, time
 from pathlib import Path
-from posttrain.pipelines.watchdog import Stalled, Watchdog
+from posttrain.pipelines.run.stops import Stalled, Watchdog
 
 def waits_for_ever():
     time.sleep(300)

@@ -15,15 +15,20 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection, ModelSection
-from posttrain.core.models import wide_products
-from posttrain.core.models.checkpointing import use_checkpointing
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models import linear as wide_products
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.layers import compile_layers, use_checkpointing
+from posttrain.core.models.linear import (
+    WideLinear,
+    linear,
+    packed_bytes,
+    product,
+    product_type,
+    widen,
+)
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import add_adapter
-from posttrain.core.models.packed_linear import packed_bytes
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_outputs import outputs_reused
-from posttrain.core.models.wide_products import WideLinear, linear, product, product_type, widen
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig

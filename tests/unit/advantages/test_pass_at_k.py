@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import AdvantageEstimator
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.math import subsets
+from posttrain.core.math import groups as subsets
 from tests.helpers.advantages import MANAGER, estimate, outcome_batch, per_row
 
 NAME = "pass_at_k"

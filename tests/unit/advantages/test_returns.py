@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.math.gaps import close_gaps, reopen_gaps
+from posttrain.core.math.masking import close_gaps, reopen_gaps
 from posttrain.core.math.returns import rewards_to_go
 from tests.helpers.advantages import estimate, outcome_batch
 from tests.helpers.batches import build_batch

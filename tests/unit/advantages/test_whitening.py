@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.math.whitening import whiten_row_means, whiten_rows, whiten_tokens
+from posttrain.core.math.masking import whiten_row_means, whiten_rows, whiten_tokens
 from tests.helpers.advantages import estimate, outcome_batch, per_row
 from tests.helpers.batches import build_batch
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.artifacts import ArtifactStore
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.config.spec import Spec
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.run_record import RunRecord
+from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.run_record import RunRecord
 from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.analysis.variants import Wanted, build_variants
 from tests.helpers.pipeline import tiny_config, write_config

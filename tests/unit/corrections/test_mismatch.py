@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.math.mismatch import (
+from posttrain.core.math.correction import (
     effective_sample_size,
     mismatch_metrics,
     perplexity_metrics,

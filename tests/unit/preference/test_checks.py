@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.supervised_stages import PreferenceStage
+from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app

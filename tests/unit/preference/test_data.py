@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.data.json_lines import read_json_lines
+from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, read_preference_rows
 from posttrain.core.data.preference import (
     LabelledAnswer,
     Pair,
@@ -22,10 +22,10 @@ from posttrain.core.data.preference import (
     tokenise_labelled,
     tokenise_pairs,
 )
-from posttrain.core.data.preference_rows import Kind, PreferenceRow, read_preference_rows
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import held_out_keys
+from posttrain.core.runtime.json_files import read_json_lines
 from tests.helpers.tiny import make_tiny_tokenizer
 
 ANY: tuple[Kind, ...] = ("pairs", "labels", "completions")

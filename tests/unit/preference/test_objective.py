@@ -24,16 +24,14 @@ from posttrain.core.math.preference import (
 from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.preference_objective import (
-    PreferenceMicro,
-    PreferenceObjective,
-    PreferenceTerm,
-    with_margin,
-)
-from posttrain.core.training.preference_scores import (
     LabelTokens,
     MiniCounts,
     PairTokens,
+    PreferenceMicro,
+    PreferenceObjective,
+    PreferenceTerm,
     Scoring,
+    with_margin,
 )
 from tests.helpers.preference import MANAGER, column, made_pairs, mask_of
 

@@ -17,8 +17,11 @@ from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answ
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import BothFallingAlarm, PreferenceLearner, Ranking, Rows
-from posttrain.core.training.preference_objective import PreferenceObjective, PreferenceTerm
-from posttrain.core.training.preference_scores import Scoring
+from posttrain.core.training.preference_objective import (
+    PreferenceObjective,
+    PreferenceTerm,
+    Scoring,
+)
 from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()

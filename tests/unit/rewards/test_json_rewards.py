@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.data.strict_json import NotJson, loads
 from posttrain.core.errors import ConfigError
+from posttrain.core.runtime.json_files import NotJson, loads
 from posttrain.core.types import Score
 from tests.helpers.judge_server import judge_server
 from tests.helpers.rewards import sample, score

@@ -5,8 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
-from posttrain.core.judging.cache import ReplyCache, key_of
-from posttrain.core.judging.prompts import chat, score_by_pattern, score_in_json
+from posttrain.core.rewards.judge import ReplyCache, chat, key_of, score_by_pattern, score_in_json
 
 
 def write_often(folder: Path, writer: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import math_verify
 import pytest
 
-from posttrain.core.math.final_answers import after_marker, as_latex, bracket_depth, last_boxed
+from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, last_boxed
 from posttrain.core.types import Score
 from tests.helpers.rewards import sample, score, scores
 

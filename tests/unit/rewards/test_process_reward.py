@@ -12,7 +12,7 @@ from transformers import LlamaForSequenceClassification, LlamaForTokenClassifica
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
-from posttrain.core.data.tokenization import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import RewardSample, Score

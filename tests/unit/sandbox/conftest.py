@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.sandbox.levels import CAPABILITIES, LEVELS, Level
-from posttrain.core.sandbox.model import SandboxLimits, SandboxResult
+from posttrain.core.sandbox.model import CAPABILITIES, LEVELS, Level, SandboxLimits, SandboxResult
 from posttrain.core.sandbox.runner import Interpreter, Sandbox, probe
 
 Run = Callable[..., SandboxResult]

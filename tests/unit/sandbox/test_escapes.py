@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.sandbox.levels import CAPABILITIES, Level
-from posttrain.core.sandbox.model import SandboxResult
+from posttrain.core.sandbox.model import CAPABILITIES, Level, SandboxResult
 
 REPO = Path(__file__).resolve().parents[3]
 Claims = Callable[[str], None]

@@ -21,8 +21,7 @@ from pydantic import ValidationError
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.sandbox import runner
 from posttrain.core.sandbox.job import Job
-from posttrain.core.sandbox.levels import LEVELS, Level, table
-from posttrain.core.sandbox.model import SandboxResult, SandboxSettings
+from posttrain.core.sandbox.model import LEVELS, Level, SandboxResult, SandboxSettings, table
 from posttrain.core.sandbox.runner import Interpreter, Probe, Sandbox
 from tests.unit.sandbox.conftest import SMALL, interpreter_at, running_with, wait_until_gone
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posttrain.core.contracts import AdvantageEstimator, RolloutRequest, SampledGroup, Sampler
-from posttrain.core.data.packing import rollout_batch
+from posttrain.core.data.tokens import rollout_batch
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Completion, SamplingParams

@@ -12,10 +12,10 @@ import yaml
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.supervised_stages import EvaluateStage
+from posttrain.core.config.stages import EvaluateStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.planning import parts_of_stage
+from posttrain.pipelines.run.planning import parts_of_stage
 
 MANAGER = PluginManager()
 

@@ -9,11 +9,10 @@ import torch
 
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, SampledGroup, Task
-from posttrain.core.data.packing import ResponseTexts, response_texts, rollout_batch
-from posttrain.core.evaluation import evaluate_policy
+from posttrain.core.data.tokens import ResponseTexts, response_texts, rollout_batch
+from posttrain.core.evaluation.accuracy import evaluate_policy
 from posttrain.core.rewards.scoring import reward_samples, score_batch
-from posttrain.core.rollout.episodes import episode_metrics
-from posttrain.core.rollout.generation import generate_groups
+from posttrain.core.rollout.episodes import episode_metrics, generate_groups
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Completion, Problem, SamplingParams, Split, Verdict
 from tests.helpers.episodes import PROBLEMS, Tiny

@@ -19,7 +19,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout.stop_strings import StopStrings
+from posttrain.core.rollout.sampling import StopStrings
 from posttrain.core.types import Problem, RewardSample, Verdict
 
 MANAGER = PluginManager()

@@ -14,11 +14,11 @@ from posttrain.core.errors import RunError
 from posttrain.core.training.checkpoint import (
     LoopState,
     load_checkpoint,
+    newest_checkpoint,
     read_step,
     save_checkpoint,
 )
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.retention import newest_checkpoint
 
 STATE = LoopState(
     step=3,

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss, RolloutCorrection
-from posttrain.core.math.mismatch import mismatch_metrics
+from posttrain.core.math.correction import mismatch_metrics
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.rollout_sampling import draw_tokens
+from posttrain.core.rollout.sampling import draw_tokens
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.learner import Learner

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ConfigError, ResourceError, RunError
-from posttrain.core.math.rounding import round_stochastically
 from posttrain.core.training import compact_adamw
 from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
-from posttrain.core.training.eight_bit import why_missing
+from posttrain.core.training.compact_adamw import round_stochastically, why_missing
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.inputs import check_optimizers
+from posttrain.pipelines.run.checks import check_optimizers
 
 Rounding = Literal["masters", "stochastic"]
 Moments = Literal["float32", "8bit"]

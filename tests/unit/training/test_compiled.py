@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
-from posttrain.core.models.compiling import compile_layers
-from posttrain.core.models.runtime import ModelRuntime
-from posttrain.core.training.fisher import Fisher, WeightedTokens
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.layers import compile_layers
 from posttrain.core.training.forward import response_states
+from posttrain.core.training.natural_gradient import Fisher, WeightedTokens
 from tests.helpers.speed import (
     SPEED_FAMILIES,
     Options,

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model, load_value_model, save_model
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.critic import Critic, CriticSettings, response_values
 from posttrain.core.training.metrics import MetricSums

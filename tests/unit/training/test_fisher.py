@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.training.exact_kl import kl_to_policy
-from posttrain.core.training.fisher import (
+from posttrain.core.training.natural_gradient import (
     Fisher,
     FlatParameters,
     WeightedTokens,

@@ -9,8 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.packing import response_batch
-from posttrain.core.models import flex_stream, stream_attention
+from posttrain.core.data.tokens import response_batch
+from posttrain.core.models import stream_attention
+from posttrain.core.models import stream_attention as flex_stream
 from posttrain.core.models.layers import decoder_layers
 from posttrain.core.models.stream_attention import StreamLayout, use_stream_attention
 from posttrain.core.training import forward

@@ -9,17 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.loading import load_policy
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_outputs import FoundOutputs
 from posttrain.core.training import logprobs
 from posttrain.core.training.forward import forward_only, logits_in_order
-from posttrain.core.training.head_blocks import PLAIN, BlockMath, block_math, why_plain
-from posttrain.core.training.head_targets import KnownLogits
-from posttrain.core.training.logprobs import cut_logprobs, token_logprobs
+from posttrain.core.training.logprobs import (
+    PLAIN,
+    BlockMath,
+    KnownLogits,
+    block_math,
+    cut_logprobs,
+    token_logprobs,
+    why_plain,
+)
 from tests.helpers.tiny import make_tiny_model
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection, ModelSection, OptimizerSection
 from posttrain.core.errors import ConfigError
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import (
     add_adapter,
@@ -23,7 +24,6 @@ from posttrain.core.models.lora import (
     merged_weights,
     save_adapter,
 )
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.optim import MasterOptimizer

@@ -9,17 +9,19 @@ import torch
 from torch import nn
 
 from posttrain.core.config.sections import KeepSection, OptimizerSection
-from posttrain.core.training.checkpoint import DamagedCheckpoint, LoopState, save_checkpoint
-from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.retention import (
+from posttrain.core.training.checkpoint import (
+    DamagedCheckpoint,
+    LoopState,
     is_due,
     kept_checkpoints,
     newest_whole,
+    save_checkpoint,
     settle,
     starting_points,
     step_folder,
     trim,
 )
+from posttrain.core.training.optim import MasterOptimizer
 
 
 def save(root: Path, *steps: int) -> None:

@@ -18,11 +18,11 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models import sampled_outputs
-from posttrain.core.models.compiling import compile_layers
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.layers import compile_layers
+from posttrain.core.models.linear import why_no_packing
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
-from posttrain.core.models.packed_linear import why_no_packing
-from posttrain.core.models.runtime import ModelRuntime
 from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.training.columns import ColumnFiller

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.checkpointing import is_checkpointed, use_checkpointing
-from posttrain.core.models.sharing import why_no_shared_keys, why_no_stream
+from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
+from posttrain.core.models.layers import is_checkpointed, use_checkpointing
 from posttrain.core.models.stream_attention import use_stream_attention
 from tests.unit.training.test_stream import (
     SIZES,

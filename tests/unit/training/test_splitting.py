@@ -6,7 +6,7 @@ import torch
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.splitting import micro_rows, mini_batches
 from tests.helpers.rollouts import ragged_batch

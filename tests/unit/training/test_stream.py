@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.packing import response_batch
+from posttrain.core.data.tokens import response_batch
 from posttrain.core.models import stream_attention
-from posttrain.core.models.sharing import why_no_stream
+from posttrain.core.models.decoding import why_no_stream
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training import forward
 from posttrain.core.training.forward import response_states

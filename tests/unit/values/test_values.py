@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.core.math.values import explained_variance, value_loss
+from posttrain.core.math.returns import explained_variance, value_loss
 
 NAN = float("nan")
 numbers = st.lists(st.floats(-3, 3), min_size=4, max_size=4)

@@ -1,0 +1,220 @@
+"""Every stage of the YAML except `rl`: supervised, preference, evaluation, and gates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from posttrain.core.config.base import TASK_DATA, Component, StageBase, one_or_many
+from posttrain.core.config.sections import (
+    EnvironmentComponent,
+    EvaluationSection,
+    GenerationSection,
+    LoraSection,
+    OptimizerSection,
+)
+
+
+class EvaluateStage(StageBase):
+    """Greedy and sampled accuracy on held-out problems, with 95 % intervals. Reads `model`."""
+
+    kind: Literal["evaluate"]
+    evaluation: EvaluationSection | None = Field(
+        default=None, description="null = the run's own `evaluation` section"
+    )
+    environment: EnvironmentComponent | None = Field(
+        default=None, description="answers in several turns, as in the rl stage that has it"
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        return {} if self.environment is None else self.environment.paths()
+
+
+class SftStage(StageBase):
+    """Supervised fine-tuning on worked answers, loss on the response only. Reads `model`."""
+
+    kind: Literal["sft"]
+    steps: int = Field(default=10, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    micro_batch_size: int = Field(default=32, ge=1)
+    optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+
+
+class PreferenceDataStage(StageBase):
+    """What stages that learn from preferences share: where these come from, and how they are cut.
+
+    They come from a file, from the task, or the model answers the task's problems and its right
+    answers are paired with its wrong ones.
+    """
+
+    kind: Literal["reward_model", "preference"]
+    data: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON Lines with `prompt`, `chosen`, `rejected`, or `prompt`, `completion`, "
+        "`label`; `task` = pairs that the task brings (gsm8k with `solutions`); null = the model's "
+        "own answers",
+    )
+    num_prompts: int = Field(
+        default=64, ge=2, description="training problems sampled for pairs, when there is no file"
+    )
+    num_generations: int = Field(default=8, ge=2, description="answers sampled per problem")
+    pairs_per_prompt: int = Field(default=2, ge=1, description="at most, per problem")
+    generation: GenerationSection = GenerationSection()
+    held_out_fraction: float = Field(
+        default=0.2, gt=0, lt=1, description="of prompts, not of pairs; never trained on"
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="tokens of prompt and answer together; longer rows of a file are left out; "
+        "null = model.max_model_len",
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over the training rows")
+    batch_size: int = Field(
+        default=16, ge=1, description="pairs or labelled rows per optimizer step, at most"
+    )
+    micro_batch_size: int = Field(
+        default=16, ge=1, description="of these per forward and backward; memory only, never maths"
+    )
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+
+    def outside_paths(self) -> dict[str, str]:
+        """The file of preferences; what a task brings is in the task's own digest."""
+        return {} if self.data in (None, TASK_DATA) else {"data": str(self.data)}
+
+
+class RewardModelStage(PreferenceDataStage):
+    """Bradley-Terry reward model on pairs of answers. Reads `model`."""
+
+    kind: Literal["reward_model"]
+    preference_loss: Component = Component(name="bradley_terry")
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class PreferenceComponent(Component):
+    """A preference loss with its factor in the sum."""
+
+    coef: float = Field(default=1.0, description="factor of this term in the loss")
+
+
+PreferenceTerms = Annotated[
+    Annotated[PreferenceComponent, Tag("one")]
+    | Annotated[tuple[PreferenceComponent, ...], Tag("many"), Field(min_length=1)],
+    Discriminator(one_or_many),
+]
+"""One preference loss, or a list of them that are added."""
+
+
+class PreferenceStage(PreferenceDataStage):
+    """Learning from preferences without sampling: DPO, IPO, KTO and their relatives. Reads `model`.
+
+    The reference policy of losses that need one is the stage's input model, frozen.
+    """
+
+    kind: Literal["preference"]
+    algorithm: Component = Component(name="dpo")
+    preference_loss: PreferenceTerms = PreferenceComponent(name="dpo")
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
+        default="reverse_kl", description="divergence from the reference that scores mean; pairs"
+    )
+    f_alpha: float = Field(
+        default=0.5, description="coefficient of the alpha-divergence (TRL: 0.5); 1 = reverse_kl"
+    )
+    ld_alpha: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="weight of tokens past the shorter answer of a pair (LD-DPO); null = 1",
+    )
+    wpo: bool = Field(
+        default=False, description="weigh pairs by how likely the policy itself is to say them"
+    )
+    reference_free: bool = Field(
+        default=False, description="scores are the policy's own log-probs; pairs"
+    )
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    evaluate_every: int = Field(
+        default=0, ge=0, description="steps between rankings of the held-out rows; 0 = at the end"
+    )
+    both_falling_alarm: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="warn when the share of pairs that lose probability in both answers stays "
+        "above it; 1 = never",
+    )
+    both_falling_window: int = Field(default=10, ge=1, description="steps in a row that make it")
+
+    @property
+    def loss_terms(self) -> tuple[PreferenceComponent, ...]:
+        terms = self.preference_loss
+        return terms if isinstance(terms, tuple) else (terms,)
+
+
+class ApproveStage(StageBase):
+    """Asks a person whether the model may go on. Reads `model`, `evaluation`, maybe `baseline`.
+
+    Passes the model on: what reads this stage waits for the answer. The answer is kept for this
+    very model with these very evaluations, and is never taken for another.
+    """
+
+    kind: Literal["approve"]
+    question: str = Field(default="May this model go on?", min_length=1)
+    samples: int = Field(default=6, ge=0, description="problems with answers that are shown")
+    timeout_hours: float | None = Field(
+        default=168.0, gt=0, description="how long an answer is waited for; null = for ever"
+    )
+    on_timeout: Literal["reject", "approve"] = Field(
+        default="reject", description="what no answer in that time means"
+    )
+
+
+class PromoteStage(StageBase):
+    """Makes `model` the champion if it is better. Reads `model`, `evaluation`, maybe `baseline`.
+
+    The champion of the registry is measured as the evaluation was, on the same problems, or its
+    evaluation is taken from `baseline`. The alias moves if the 95 % interval of the paired
+    difference lies above `min_improvement`, or if there is no champion yet.
+    """
+
+    kind: Literal["promote"]
+    registered_name: str = Field(default="posttrain", min_length=1, pattern=r"^[^/:]+$")
+    alias: str = Field(default="champion", pattern=r"^[a-z][a-z0-9_-]*$")
+    min_improvement: float = Field(
+        default=0.0, ge=-1, lt=1, description="share of problems; below 0 allows a small loss"
+    )
+    measure: Literal["greedy", "sampled"] = Field(
+        default="greedy", description="right greedy answers, or the share of right samples"
+    )
+
+
+class NewDataStage(StageBase):
+    """Training problems that no earlier run of this config was trained on. Makes a `dataset`.
+
+    Rows count as trained on once a run has finished with them. With fewer than `min_rows` the run
+    ends at once.
+    """
+
+    kind: Literal["new_data"]
+    min_rows: int = Field(default=1, ge=1, description="fewer new rows than this are left to wait")
+    max_rows: int | None = Field(
+        default=None, ge=1, description="of one run; the others are for the next. null = all"
+    )
+
+    @model_validator(mode="after")
+    def _room(self) -> NewDataStage:
+        if self.max_rows is not None and self.max_rows < self.min_rows:
+            raise ValueError(
+                f"max_rows ({self.max_rows}) is below min_rows ({self.min_rows}): no run could "
+                "ever begin; raise one or lower the other"
+            )
+        return self

@@ -1,0 +1,210 @@
+"""Chat template to token ids and back, and token lists to the tensors of a `RolloutBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import SampledGroup
+from posttrain.core.errors import ResourceError
+from posttrain.core.types import Completion, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatTokenizer:
+    """A tokenizer with what training needs: prompts, responses with their end, padding."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        if tokenizer.eos_token_id is None:
+            raise ResourceError(
+                f"the tokenizer of '{tokenizer.name_or_path}' has no end-of-sequence token: set "
+                "eos_token in its tokenizer_config.json"
+            )
+        self.eos_token_id: int = int(tokenizer.eos_token_id)
+        pad = tokenizer.pad_token_id
+        self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
+        # Late: transformers takes seconds, and commands that only read a config import this module.
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ResourceError(
+                f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
+            ) from error
+        return cls(tokenizer, system_prompt)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token id by itself; of a special token its name."""
+        if token not in self._token_texts:
+            self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return self._token_texts[token]
+
+    def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of the prompt, up to where the assistant's answer begins."""
+        return self.encode_chat([{"role": "user", "content": problem.prompt}])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant's next answer begins.
+
+        A model without a chat template gets the messages' texts, a line each. The system prompt of
+        the run is put first unless the messages bring their own.
+        """
+        if self.tokenizer.chat_template is None:
+            text = "".join(message["content"] + "\n" for message in messages)
+            return tuple(self.tokenizer(text)["input_ids"])
+        chat_messages = [dict(message) for message in messages]
+        if self.system_prompt is not None and chat_messages[0]["role"] != "system":
+            chat_messages.insert(0, {"role": "system", "content": self.system_prompt})
+        chat = self.tokenizer.apply_chat_template(
+            chat_messages, add_generation_prompt=True, tokenize=False
+        )
+        # The template writes the special tokens itself.
+        return tuple(self.tokenizer(str(chat), add_special_tokens=False)["input_ids"])
+
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Token ids of a whole response, its end-of-sequence token included."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return (*ids, self.eos_token_id)
+
+    def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Token ids of `text` alone, in which special tokens are plain text unless `special`.
+
+        The piece is never joined to what stands before it, so that nobody's tokens change.
+        """
+        found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return tuple(found["input_ids"])
+
+    def decode_response(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids [B, L] and mask [B, L] (int64), real tokens at the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids [B, T] and mask [B, T] (int64), real tokens at the left."""
+    width = max(1, *map(len, rows))
+    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
+
+
+def response_batch(
+    *,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    group_ids: Sequence[int],
+    pad_token_id: int,
+    problems: Sequence[Problem],
+    texts: Sequence[str] = (),
+    response_logprobs: Sequence[Sequence[float]] | None = None,
+    policy_versions: Sequence[int] | None = None,
+    truncated: Sequence[bool] | None = None,
+    sampled: Sequence[Sequence[bool]] = (),
+    node_ids: Sequence[Sequence[int]] = (),
+    transcripts: Sequence[str] = (),
+    turns: Sequence[tuple[str, ...]] = (),
+) -> RolloutBatch:
+    """A batch of one row per response. Rows of one group share a prompt.
+
+    Log-probs that nobody gave are NaN, so that nothing can take them for real. `sampled` says of
+    each token whether the policy sampled it (an empty row = all of them): the others, observations,
+    are in no mask. Tokens without a tree node, padding too, have node -1.
+    """
+    num_rows = len(responses)
+    prompt_ids, prompt_mask = pad_left(prompts, pad_token_id)
+    response_ids, response_mask = pad_right(responses, pad_token_id)
+    logprobs = torch.full(response_ids.shape, float("nan"))
+    if response_logprobs is not None:
+        logprobs = torch.zeros(response_ids.shape)
+        for row, values in enumerate(response_logprobs):
+            logprobs[row, : len(values)] = torch.tensor(values, dtype=torch.float32)
+    for row, own in enumerate(sampled):
+        response_mask[row, : len(own)] *= torch.tensor(own, dtype=torch.int64)
+    versions = torch.tensor(policy_versions or [0] * num_rows)
+    batch = RolloutBatch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        response_ids=response_ids,
+        response_mask=response_mask,
+        mask=response_mask.clone(),
+        rollout_logprobs=logprobs,
+        policy_version=versions[:, None].expand(response_ids.shape).contiguous(),
+        group_id=torch.tensor(group_ids, dtype=torch.int64),
+        seq_id=torch.arange(num_rows),
+        truncated=torch.tensor(truncated or [False] * num_rows),
+        problems=tuple(problems),
+        texts=tuple(texts),
+        transcripts=tuple(transcripts),
+        turns=tuple(turns),
+    )
+    if any(node_ids):
+        nodes = torch.full(response_ids.shape, -1, dtype=torch.int64)
+        for row, ids in enumerate(node_ids):
+            nodes[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        batch = batch.with_columns(node_id=nodes)
+    batch.validate()
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTexts:
+    """What verifiers read of a response: its last turn, all turns of the policy, and all of it."""
+
+    last: str
+    turns: tuple[str, ...]
+    transcript: str
+
+
+def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> ResponseTexts:
+    """The texts of a response; the last turn is empty when an observation is the end."""
+    ids = completion.token_ids
+    transcript = tokenizer.decode_response(ids)
+    if not completion.sampled:
+        return ResponseTexts(transcript, (transcript,), transcript)
+    runs = groupby(zip(ids, completion.sampled, strict=True), key=itemgetter(1))
+    turns = [tokenizer.decode_response([i for i, _ in run]) for own, run in runs if own]
+    last = turns[-1] if completion.sampled[-1] else ""
+    return ResponseTexts(last, tuple(turns), transcript)
+
+
+def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:
+    rows = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
+    texts = [response_texts(c, tokenizer) for _, _, c in rows]
+    return response_batch(
+        prompts=[group.prompt.prompt_ids for _, group, _ in rows],
+        responses=[c.token_ids for _, _, c in rows],
+        group_ids=[g for g, _, _ in rows],
+        pad_token_id=tokenizer.pad_token_id,
+        problems=[group.prompt.problem for _, group, _ in rows],
+        texts=[text.last for text in texts],
+        transcripts=[text.transcript for text in texts],
+        turns=[text.turns for text in texts],
+        response_logprobs=[c.logprobs for _, _, c in rows],
+        policy_versions=[c.policy_version for _, _, c in rows],
+        truncated=[c.finish_reason == "length" for _, _, c in rows],
+        sampled=[c.sampled for _, _, c in rows],
+        node_ids=[c.node_ids for _, _, c in rows],
+    )

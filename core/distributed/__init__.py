@@ -1,1 +1,0 @@
-"""The processes of a learner with several ranks: started by torchrun, called like an object."""

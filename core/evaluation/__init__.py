@@ -1,0 +1,1 @@
+"""Held-out accuracy of a policy, and paired comparison of two evaluations."""

@@ -1,0 +1,175 @@
+"""Greedy and sampled accuracy of a policy on held-out problems, with 95 % intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from posttrain.core.config.sections import EvaluationSection
+from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
+from posttrain.core.data.tokens import ChatTokenizer, response_texts
+from posttrain.core.math.groups import pass_at_k
+from posttrain.core.math.intervals import mean_interval, standard_error, wilson
+from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.types import Problem, SamplingParams, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedProblem:
+    """One problem with the greedy answer and the verdicts on the sampled ones, in their order."""
+
+    problem: Problem
+    greedy_text: str
+    parsed: str | None
+    greedy_correct: float
+    truncated: bool
+    response_tokens: int
+    sampled: tuple[Verdict, ...] = ()
+
+    @property
+    def sampled_accuracy(self) -> float | None:
+        if not self.sampled:
+            return None
+        return sum(verdict.correct for verdict in self.sampled) / len(self.sampled)
+
+    def pass_at(self, k: int) -> float:
+        """Unbiased chance that k answers hold a fully right one (arXiv:2107.03374)."""
+        right = sum(verdict.correct >= 1 for verdict in self.sampled)
+        return pass_at_k(len(self.sampled), right, k)
+
+    def avg_at(self, k: int) -> float:
+        """Mean verdict of the first k answers (DAPO's avg@32)."""
+        return sum(verdict.correct for verdict in self.sampled[:k]) / k
+
+    def maj_at(self, k: int) -> float:
+        """Whether the answer read most often among the first k is right; the earlier wins a tie.
+
+        Answers that could not be read have no vote; with none at all it is wrong.
+        """
+        read = [verdict for verdict in self.sampled[:k] if verdict.parsed is not None]
+        if not read:
+            return 0.0
+        winner, _ = Counter(verdict.parsed for verdict in read).most_common(1)[0]
+        return float(next(v for v in read if v.parsed == winner).correct >= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The rows of an evaluation and its summary metrics."""
+
+    rows: tuple[EvaluatedProblem, ...]
+    metrics: dict[str, float]
+
+
+def evaluate_policy(
+    engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    task: Task[Any],
+    prompts: Sequence[PromptGroup],
+    section: EvaluationSection,
+    seed: int,
+    progress: Callable[[int], None] = lambda done: None,
+    episodes: EpisodeRunner | None = None,
+) -> Evaluation:
+    """Evaluate the engine's current weights on the problems of `prompts`.
+
+    Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
+    avg@k: the mean over problems of the share of `num_samples` answers that were right; its
+    interval is over problems, since answers to one problem are not independent. `progress`
+    is told how many problems are done. With `episodes`, answers take several turns.
+    """
+    rows: list[EvaluatedProblem] = []
+    for start in range(0, len(prompts), section.batch_size):
+        part = prompts[start : start + section.batch_size]
+        rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes)
+        progress(len(rows))
+    return Evaluation(tuple(rows), _summary(rows, section))
+
+
+def _evaluate_part(
+    engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    task: Task[Any],
+    prompts: Sequence[PromptGroup],
+    section: EvaluationSection,
+    seed: int,
+    episodes: EpisodeRunner | None,
+) -> list[EvaluatedProblem]:
+    draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
+    greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
+    verdicts: list[tuple[Verdict, ...]] = [()] * len(prompts)
+    if section.num_samples:
+        # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
+        sampled = draw(
+            SamplingParams(
+                num_generations=section.num_samples,
+                max_tokens=section.max_response_length,
+                temperature=section.temperature,
+                top_p=section.top_p,
+                seed=derive_seed(seed, "evaluate"),
+            ),
+        )
+        for i, group in enumerate(sampled):
+            texts = [response_texts(c, tokenizer).last for c in group.completions]
+            verdicts[i] = tuple(task.verify(group.prompt.problem, text) for text in texts)
+    rows = []
+    for group, sampled_verdicts in zip(greedy, verdicts, strict=True):
+        problem = group.prompt.problem
+        (completion,) = group.completions
+        said = response_texts(completion, tokenizer)
+        verdict = task.verify(problem, said.last)
+        rows.append(
+            EvaluatedProblem(
+                problem,
+                said.transcript,
+                verdict.parsed,
+                verdict.correct,
+                completion.finish_reason == "length",
+                sum(completion.sampled) if completion.sampled else len(completion.token_ids),
+                sampled_verdicts,
+            )
+        )
+    return rows
+
+
+def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
+    num = len(rows)
+    right = sum(1 for row in rows if row.greedy_correct >= 1.0)
+    low, high = wilson(right, num)
+    metrics = {
+        "eval/greedy_accuracy": right / num,
+        "eval/greedy_low": low,
+        "eval/greedy_high": high,
+        "eval/num_problems": float(num),
+        "resp_len/mean": sum(row.response_tokens for row in rows) / num,
+        "resp_len/truncated_frac": sum(row.truncated for row in rows) / num,
+    }
+    if section.num_samples:
+        shares = [row.sampled_accuracy for row in rows if row.sampled_accuracy is not None]
+        mean, low, high = mean_interval(shares)
+        metrics |= {
+            "eval/sampled_accuracy": mean,
+            "eval/sampled_low": max(0.0, low),
+            "eval/sampled_high": min(1.0, high),
+        }
+        metrics |= _at_k(rows, section)
+    return metrics
+
+
+def _at_k(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
+    """pass@k, avg@k and, if asked for, maj@k, each with its standard error over problems."""
+    metrics: dict[str, float] = {}
+    for k in section.pass_at:
+        found = {"pass": [row.pass_at(k) for row in rows], "avg": [row.avg_at(k) for row in rows]}
+        if section.majority:
+            found["maj"] = [row.maj_at(k) for row in rows]
+        for name, values in found.items():
+            metrics[f"eval/{name}_at/{k}"] = sum(values) / len(values)
+            error = standard_error(values)
+            if error is not None:
+                metrics[f"eval/{name}_at_se/{k}"] = error
+    return metrics

@@ -1,1 +1,0 @@
-"""Asking a model behind an HTTP endpoint for a judgement: requests, limits, cache."""

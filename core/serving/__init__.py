@@ -1,1 +1,0 @@
-"""Model servers: processes that cannot outlive us, requests that cannot get lost, weight files."""

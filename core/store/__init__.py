@@ -1,0 +1,1 @@
+"""Artifacts and what identifies them: digests, stage identity, locks, run records, approvals."""

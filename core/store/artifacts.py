@@ -1,0 +1,265 @@
+"""Artifacts: what stages make and read, each with a digest, never half-written.
+
+A stage writes into a private `.partial-*` folder. The manifest, with a digest for every file, is
+written last and the folder is renamed into place, so a folder with its final name is complete.
+One process at a time computes a stage of one identity; others wait for what it makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.processes import is_left_behind, owner
+from posttrain.core.store.locks import locked
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+NEVER = "never computed"
+_PARTIAL = ".partial-"
+
+ArtifactKind = Literal[
+    "model",
+    "reward_model",
+    "evaluation",
+    "registration",
+    "report",
+    "rollouts",
+    "dataset",
+    "approval",
+]
+StageStatus = Literal["ran", "cached", "resumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One thing a stage made: where it is, what it holds (sha256), where it comes from."""
+
+    kind: ArtifactKind
+    uri: str
+    digest: str
+    stage: str
+    parents: tuple[str, ...] = ()
+    mlflow_run_id: str = ""
+    mlflow_model_id: str = ""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.uri)
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a finished stage hands on: artifacts by role and final metrics."""
+
+    name: str
+    kind: str
+    status: StageStatus
+    artifacts: tuple[Artifact, ...]
+    metrics: Mapping[str, float]
+    seconds: float
+    mlflow_run_id: str = ""
+
+    def artifact(self, kind: ArtifactKind) -> Artifact:
+        """The artifact of this kind, or `RunError` naming what there is."""
+        for item in self.artifacts:
+            if item.kind == kind:
+                return item
+        made = [item.kind for item in self.artifacts]
+        raise RunError(f"stage '{self.name}' made {made}, no '{kind}'")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a pipeline run leaves behind, and where to look at it."""
+
+    run_id: str
+    status: str
+    stages: Mapping[str, StageResult]
+    mlflow_uri: str
+    mlflow_run_id: str
+    mlflow_experiment_id: str
+    prefect_flow_run_id: str
+    home: Path
+    seconds: float
+    warnings: tuple[str, ...] = field(default=())
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tree_digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file below `folder` but the manifest, by relative path."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+
+
+def digests_below(files: Mapping[str, str], path: str) -> dict[str, str]:
+    """The part of `files` (of `tree_digests`) that is the file or folder at relative `path`."""
+    if path in files:
+        return {Path(path).name: files[path]}
+    start = f"{path}/"
+    return {n.removeprefix(start): digest for n, digest in files.items() if n.startswith(start)}
+
+
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """One sha256 over names and digests, independent of their order."""
+    lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def check_free_disk(folder: Path, needed_bytes: float, reserve_gb: float, what: str) -> None:
+    """Raise `ResourceError` unless `needed_bytes` fit on `folder`'s disk beside the reserve."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    needed = needed_bytes + reserve_gb * 1e9
+    if free < needed:
+        raise ResourceError(
+            f"not enough disk space for {what}: {free / 1e9:.1f} GB free at {existing}, "
+            f"{needed / 1e9:.1f} GB needed (limits.min_free_gb {reserve_gb:g} included); "
+            "free some space, or choose another --home"
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that results go to, or raise `ResourceError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot make the folder {folder}: {error.strerror}; choose another --home or --store"
+        ) from error
+
+
+class ArtifactStore:
+    """Finished stages under `root`, each in a folder named after its stage and identity."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, stage: str, identity: str) -> Path:
+        return self.root / f"{stage}-{identity[:16]}"
+
+    @contextmanager
+    def computing(
+        self,
+        stage: str,
+        identity: str,
+        *,
+        waits: Callable[[str], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Be the only process that computes this stage; `waits` and `check` as of `locked`."""
+        lock = self.root / f".lock-{stage}-{identity[:16]}"
+        with locked(lock, waits=waits, check=check):
+            yield
+
+    def begin(self, stage: str) -> Path:
+        """A private folder for a stage to write into, with its owner in its name."""
+        folder = self.root / f"{_PARTIAL}{stage}-{uuid.uuid4().hex[:8]}@{owner()}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def remove_partial(self) -> None:
+        """Remove private folders that killed runs of this machine left behind.
+
+        Those of runs that go on, here or on another machine that shares the store, are not touched.
+        """
+        for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
+            if is_left_behind(folder.name.partition("@")[2]):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def discard(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def commit(
+        self,
+        partial: Path,
+        result: StageResult,
+        identity: str,
+        why: Mapping[str, str],
+        files: Mapping[str, str],
+    ) -> Path:
+        """Write the manifest (last) and rename `partial` into place; returns the final folder."""
+        final = self.folder(result.name, identity)
+        moved = [
+            asdict(item) | {"uri": Path(item.uri).relative_to(partial).as_posix()}
+            for item in result.artifacts
+        ]
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "identity": identity,
+            "parts": dict(why),
+            "stage": result.name,
+            "kind": result.kind,
+            "metrics": dict(result.metrics),
+            "seconds": result.seconds,
+            "mlflow_run_id": result.mlflow_run_id,
+            "artifacts": moved,
+            "files": dict(files),
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        # In place of one that `--no-cache` computed again, or whose files are damaged.
+        put_in_place(partial, final)
+        return final
+
+    def lookup(self, stage: str, identity: str) -> tuple[StageResult | None, str]:
+        """The finished stage of this identity, or None and why it cannot be used."""
+        folder = self.folder(stage, identity)
+        if not (folder / MANIFEST).is_file():
+            return None, NEVER
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return None, f"damaged: {folder / MANIFEST} is not what was written"
+        if manifest.get("version") != MANIFEST_VERSION or manifest.get("identity") != identity:
+            return None, "its manifest is of another version"
+        if tree_digests(folder) != manifest["files"]:
+            return None, f"damaged: files under {folder} differ from their digests"
+        artifacts = tuple(
+            Artifact(
+                **(item | {"uri": str(folder / item["uri"]), "parents": tuple(item["parents"])})
+            )
+            for item in manifest["artifacts"]
+        )
+        return (
+            StageResult(
+                name=stage,
+                kind=manifest["kind"],
+                status="cached",
+                artifacts=artifacts,
+                metrics=manifest["metrics"],
+                seconds=manifest["seconds"],
+                mlflow_run_id=manifest["mlflow_run_id"],
+            ),
+            "cached",
+        )
+
+    def previous_parts(self, stage: str) -> list[dict[str, str]]:
+        """The named identity parts of all finished runs of this stage, newest first."""
+        folders = sorted(
+            self.root.glob(f"{stage}-*/{MANIFEST}"), key=lambda p: p.stat().st_mtime, reverse=True
+        )
+        manifests = (read_manifest(path.parent) for path in folders)
+        return [m["parts"] for m in manifests if m is not None and m.get("stage") == stage]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:  # Any: JSON
+    """The manifest of a finished stage, or None when it is not one."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    needed = {"identity", "parts", "stage", "files", "artifacts"}
+    return found if isinstance(found, dict) and needed <= set(found) else None

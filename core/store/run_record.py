@@ -1,0 +1,89 @@
+"""What a home keeps of each run beside its artifacts: its resolved config, and its results.
+
+`HOME/runs/<run id>/` holds `config.yaml`, complete as it was run, and `run.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.runtime.files import write_text
+
+CONFIG = "config.yaml"
+RECORD = "run.json"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run of this home: `stages` maps the name of each stage that began to its identity."""
+
+    run_id: str
+    name: str
+    folder: Path
+    began: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Path:
+        return self.folder / CONFIG
+
+
+class RunRecorder:
+    """Writes a run's record; stages may be added from several threads."""
+
+    def __init__(self, home: Path, run_id: str, name: str, began: str, config_yaml: str) -> None:
+        self._folder = home / "runs" / run_id
+        self._row: dict[str, object] = {"run_id": run_id, "name": name, "began": began}
+        self._stages: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / CONFIG).write_text(config_yaml)
+        self._write()
+
+    def stage(self, name: str, identity: str) -> None:
+        """Note the identity of a stage that begins, or whose result is reused."""
+        with self._lock:
+            self._stages[name] = identity
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(self._row | {"stages": self._stages}, indent=2)
+        write_text(self._folder / RECORD, text)
+
+
+def find_run(home: Path, wanted: str) -> RunRecord:
+    """The run whose id is, or begins with, `wanted`."""
+    folders = sorted(
+        (path.parent for path in (home / "runs").glob(f"*/{RECORD}")),
+        key=lambda folder: (folder / RECORD).stat().st_mtime,
+        reverse=True,
+    )
+    found = [folder for folder in folders if wanted and folder.name.startswith(wanted)]
+    if len(found) == 1 or any(folder.name == wanted for folder in found):
+        return _read(next((f for f in found if f.name == wanted), found[0]))
+    if found:
+        names = ", ".join(folder.name for folder in found[:_SHOWN])
+        raise ConfigError(f"'{wanted}' begins {len(found)} run ids: {names}; give more of it")
+    newest = ", ".join(folder.name for folder in folders[:_SHOWN])
+    known = f"the newest of {len(folders)} are {newest}" if folders else "it has none"
+    raise ConfigError(
+        f"no run '{wanted}' in {home} ({known}); `posttrain run` prints the id of a run, and --home"
+        " says where it was"
+    )
+
+
+def _read(folder: Path) -> RunRecord:
+    path = folder / RECORD
+    try:
+        row = json.loads(path.read_text())
+        return RunRecord(row["run_id"], row["name"], folder, row["began"], dict(row["stages"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} is not the record that a run wrote ({error}): nothing can be told of this run"
+        ) from error

@@ -1,0 +1,1 @@
+"""Config as Prefect deployments: served, scheduled, suspended at gates."""

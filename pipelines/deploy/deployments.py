@@ -1,0 +1,136 @@
+"""Deployments of the flows in `deployed.py`: to a work pool, or served by this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.schemas.schedules import construct_schedule
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.schedules import Cron, Schedule
+from prefect.settings import get_current_settings
+from prefect.types.entrypoint import EntrypointType
+
+from posttrain.core.errors import ConfigError, ResourceError, nearest
+from posttrain.pipelines.deploy import flows as deployed
+from posttrain.pipelines.deploy.requests import RunRequest
+
+FLOWS: dict[str, Flow[..., Any]] = {
+    "train": deployed.train,
+    "evaluate": deployed.evaluate,
+    "continual": deployed.continual,
+}
+
+
+TAGS = ["posttrain"]
+# A run that falls due while another one goes on is left out.
+ONE_AT_A_TIME = ConcurrencyLimitConfig(
+    limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    flow: str
+    name: str
+    request: RunRequest
+    cron: str | None = None
+    timezone: str | None = None
+    job_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(wanted: Wanted) -> None:
+    """Raises `ConfigError` for a flow or a schedule that there is not."""
+    flow_named(wanted.flow)
+    if wanted.cron is None:
+        if wanted.timezone is not None:
+            raise ConfigError("--timezone is of a schedule, and there is none: add --cron")
+        return
+    cron, timezone = wanted.cron, wanted.timezone
+    try:
+        construct_schedule(cron=cron, timezone=timezone)
+    except ValueError as error:
+        problem = str(error).splitlines()[-1].strip()
+        raise ConfigError(
+            f"--cron '{cron}' (timezone {timezone or 'UTC'}) is no schedule: {problem}; five "
+            "fields are expected, such as '0 2 * * *' for two o'clock each night"
+        ) from error
+
+
+def flow_named(name: str) -> Flow[..., Any]:
+    """The flow of that name. Raises `ConfigError` with those there are."""
+    if name not in FLOWS:
+        raise ConfigError(f"no flow '{name}'{nearest(name, FLOWS)} (flows: {', '.join(FLOWS)})")
+    return FLOWS[name]
+
+
+def _schedule(wanted: Wanted) -> Schedule | None:
+    return None if wanted.cron is None else Cron(wanted.cron, timezone=wanted.timezone or "UTC")
+
+
+def _parameters(wanted: Wanted) -> dict[str, Any]:
+    return {"request": wanted.request.model_dump(mode="json", exclude_defaults=True)}
+
+
+def deploy(wanted: Wanted, pool: str) -> str:
+    """Make or change the deployment; returns its page. Raises `ResourceError` without the pool."""
+    flow = flow_named(wanted.flow)
+    variables = dict(wanted.job_variables)
+    if _pool_type(pool) == "process":
+        # Paths in a config are relative to where the command runs; elsewhere the image decides.
+        variables.setdefault("working_dir", str(Path.cwd()))
+    made = RunnerDeployment.from_flow(
+        flow,
+        wanted.name,
+        schedule=_schedule(wanted),
+        parameters=_parameters(wanted),
+        description=flow.description,
+        tags=TAGS,
+        concurrency_limit=ONE_AT_A_TIME,
+        work_pool_name=pool,
+        job_variables=variables or None,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return f"{get_current_settings().ui_url}/deployments/deployment/{made.apply()}"
+
+
+def _pool_type(pool: str) -> str:
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_work_pool(pool).type
+        except ObjectNotFound:
+            known = [item.name for item in client.read_work_pools()]
+    raise ResourceError(
+        f"no work pool '{pool}' on the server{nearest(pool, known)} (pools: "
+        f"{', '.join(known) or 'none'}); `posttrain services up` makes the pool of its worker, "
+        f"`prefect work-pool create {pool} --type process` another one"
+    )
+
+
+def serve(wanted: Wanted) -> None:
+    """Serve the deployment until interrupted; each run is a process of its own."""
+    flow = flow_named(wanted.flow)
+    logging.getLogger("prefect.runner.process_manager").addFilter(_is_news)
+    flow.serve(
+        wanted.name,
+        schedule=_schedule(wanted),
+        parameters=_parameters(wanted),
+        description=flow.description,
+        tags=TAGS,
+        global_limit=ONE_AT_A_TIME,
+        limit=1,
+        print_starting_message=False,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line is worth reading: at its end Prefect fails to kill runs that have ended."""
+    return not (record.exc_info and isinstance(record.exc_info[1], ProcessLookupError))

@@ -1,0 +1,1 @@
+"""One pipeline run from start to end: assembly, Prefect flow, gates, progress, summary."""

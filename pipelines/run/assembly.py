@@ -1,0 +1,177 @@
+"""Libraries that would talk between our own lines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from posttrain.core.config.dag import PASSES_ON, makes
+from posttrain.core.config.differences import changes_yaml, differing_settings
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.contracts import Task
+from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
+from posttrain.core.models.source import BaseModel, obtain
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.memory import keep_freed_memory
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.approval import approvals
+from posttrain.core.store.artifacts import Artifact, ArtifactStore, check_free_disk
+from posttrain.core.store.provenance import environment_lock, source_tags
+from posttrain.core.store.run_record import RunRecorder
+from posttrain.core.tracking.mlflow_store import prepare_database
+from posttrain.core.tracking.mlflow_tracker import PipelineTracker
+from posttrain.core.training.checkpoint import kept_checkpoints
+from posttrain.pipelines.run.gates import Gates
+from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.stage.engines import EnginePool
+
+
+def quiet_libraries() -> None:
+    """Our own progress display is the only one: libraries' bars and notices would break it up."""
+    disable_progress_bars()
+    # Prefect's sender of logs writes to stderr itself when its server cannot store them (a full
+    # disk), after the run's own last line. Python advises the switch for what users run.
+    logging.raiseExceptions = False
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def assemble(
+    resolved: ResolvedRun,
+    home: Path,
+    manager: PluginManager,
+    reporter: Reporter,
+    *,
+    no_cache: bool,
+    fresh: bool,
+    store_root: Path | None = None,
+    gates: Gates | None = None,
+) -> Pipeline:
+    """Everything a run needs, opened. Raises `PosttrainError` before MLflow's run is opened.
+
+    `store_root` is the folder of finished stages, if it is not the home's own. Without `gates` a
+    gate that nobody answered ends the run.
+    """
+    config = resolved.config
+    set_threads(config.limits.num_threads)
+    keep_freed_memory()
+    quiet_libraries()
+    runtime = ModelRuntime.from_config(config.model)
+    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    reporter.say(f"model: {config.model.source}")
+    base = obtain(config.model, home / "models")
+    reporter.say(f"model: {base.origin}, digest {base.digest[:12]}")
+    needed = expected_bytes(base.path, resolved)
+    check_free_disk(home, needed, config.limits.min_free_gb, "this run's models and checkpoints")
+    engines = EnginePool(config, manager, runtime)
+    store = ArtifactStore(store_root or home / "artifacts")
+    store.remove_partial()
+    title = config.title(datetime.now(UTC).date())
+    tracker = start_tracking(resolved, manager, home, title, run_tags(base, engines, runtime))
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    record = RunRecorder(home, tracker.run_id, config.name, began, resolved.to_yaml())
+    if tracker.killed_runs:
+        reporter.say(f"{len(tracker.killed_runs)} runs of a dead process were marked as killed")
+    return Pipeline(
+        resolved=resolved,
+        home=home,
+        manager=manager,
+        task=task,
+        runtime=runtime,
+        engines=engines,
+        store=store,
+        tracker=tracker,
+        reporter=reporter,
+        base=base_artifact(base),
+        title=title,
+        record=record,
+        no_cache=no_cache,
+        fresh=fresh,
+        gates=gates or Gates(approvals(home)),
+    )
+
+
+def start_tracking(
+    resolved: ResolvedRun, manager: PluginManager, home: Path, title: str, tags: dict[str, str]
+) -> PipelineTracker:
+    """MLflow's parent run, on the server that the environment names or in the home.
+
+    Its files say what was asked for, what of that is not a default, which plugins do it, and what
+    was installed.
+    """
+    tracker = PipelineTracker.start(
+        uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
+        experiment=resolved.config.name,
+        run_name=title,
+        config_yaml=resolved.to_yaml(),
+        params=resolved.config.model_dump(mode="json", exclude={"stages"}),
+        tags=tags,
+        source=source_tags(),
+        journal=home / "runs",
+    )
+    tracker.log_text(environment_lock(), "environment.txt")
+    tracker.log_text(changes_yaml(differing_settings(resolved, manager)), "config_changes.yaml")
+    tracker.log_text(plugins_yaml(resolved), "plugins.yaml")
+    return tracker
+
+
+def plugins_yaml(resolved: ResolvedRun) -> str:
+    """The plugins of each stage with their packages' versions; `auto` engines are in the tags."""
+    found = {
+        stage: {f"{use.kind} {use.name}": f"{use.package} {use.version}" for use in uses}
+        for stage, uses in resolved.plugins.items()
+    }
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
+    """Disk a run may need: a copy per stage that makes a model, and checkpoints.
+
+    A checkpoint holds float32 masters and two moments; the oldest one that does not stay is removed
+    after the new one.
+    """
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    half = choose_dtype(resolved.config.model) == torch.bfloat16
+    per_checkpoint = weights * (6 if half else 3)
+    makers = [
+        stage
+        for stage in resolved.config.stages.values()
+        if makes(stage) in ("model", "reward_model") and stage.kind not in PASSES_ON
+    ]
+    keep = resolved.config.keep
+    saves = any(getattr(stage, "checkpoint_every", 0) or keep.every for stage in makers)
+    passing = (1 + keep.checkpoints) * per_checkpoint if saves else 0
+    staying = sum(kept_checkpoints(getattr(stage, "steps", 0), keep) for stage in makers)
+    return float(weights * len(makers) + passing + staying * per_checkpoint)
+
+
+def base_artifact(base: BaseModel) -> Artifact:
+    """The base model as an artifact that no stage made."""
+    return Artifact(kind="model", uri=str(base.path), digest=base.digest, stage="base")
+
+
+def run_tags(base: BaseModel, engines: EnginePool, runtime: ModelRuntime) -> dict[str, str]:
+    """What made this run: versions, engine, precision, base model."""
+    return {
+        "posttrain.version": importlib.metadata.version("posttrain"),
+        "posttrain.engine": engines.name,
+        "posttrain.dtype": str(runtime.dtype).removeprefix("torch."),
+        "posttrain.device": str(runtime.device),
+        "posttrain.base_model": base.origin,
+        "posttrain.base_digest": base.digest,
+        "posttrain.python": platform.python_version(),
+        "posttrain.torch": torch.__version__,
+        "posttrain.transformers": transformers.__version__,
+        "posttrain.command": " ".join(sys.argv[1:]),
+    }

@@ -1,0 +1,180 @@
+"""The card of a run: what was done, whether it helped, what it cost, as a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from mlflow import MlflowClient
+
+from posttrain.core.analysis.report import Cell, Picture, Report, Row, Table, table, write_page
+from posttrain.core.config.dag import stage_kind
+from posttrain.core.config.differences import differing_settings
+from posttrain.core.store.artifacts import StageResult
+from posttrain.core.tracking.lineage import headline
+from posttrain.core.tracking.mlflow_store import connect
+from posttrain.pipelines.run.blame import data_read
+from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.summary import evaluations, gain
+
+WATTS_PER_THREAD, WATTS_PER_GPU = 10.0, 500.0
+"""Power that the energy estimate assumes for a busy thread and a busy GPU; not measured."""
+_SHOWN = 60
+
+
+def write_card(pipeline: Pipeline, status: str, folder: Path) -> list[Path]:
+    """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed."""
+    report = card(pipeline, status)
+    path = folder / "run_card.md"
+    path.write_text(report.markdown(), encoding="utf-8")
+    return [path, write_page(folder / "run_card.html", report.html())]
+
+
+def card(pipeline: Pipeline, status: str) -> Report:
+    """The card as a report."""
+    config, results = pipeline.config, pipeline.results
+    client = connect(pipeline.tracker.uri)
+    about = (config.description or f"Pipeline {config.name}").rstrip(".")
+    ended = {"FINISHED": "finished", "FAILED": "failed"}[status]
+    return Report(
+        f"Run card: {pipeline.title}",
+        [verdict(results), f"{about}; the run {ended}.", *pipeline.warnings],
+        [
+            Table("What", ["", ""], list(_what(pipeline))),
+            evaluations(results.values()),
+            table(
+                "Stages",
+                [_stage(pipeline, result) for result in results.values()],
+                "cached: not computed again; digest: sha256 of what the stage made",
+            ),
+            *_curves(results),
+            table(
+                "Settings",
+                [
+                    {"setting": s.place, "default": _value(s.default), "value": _value(s.value)}
+                    for s in differing_settings(pipeline.resolved, pipeline.manager)[:_SHOWN]
+                ],
+                "all that are not what the algorithm's preset and the defaults make them",
+            ),
+            table("Data", list(_data(client, results))),
+            Table("Cost", ["", "", "how it is counted"], list(_cost(client, pipeline))),
+        ],
+    )
+
+
+def verdict(results: Mapping[str, StageResult]) -> str:
+    """What the last evaluation against a baseline shows, and no more than its interval does."""
+    measured = [r for r in results.values() if r.kind == "evaluate"]
+    compared = [r for r in measured if "eval/gain_low" in r.metrics]
+    if not compared:
+        return "Whether the model is better was not measured: no evaluation has a baseline."
+    metrics, name = compared[-1].metrics, compared[-1].name
+    measured_gain = f"held-out accuracy, {name}: {gain(metrics)}"
+    if metrics["eval/gain_low"] > 0:
+        return f"Better: {measured_gain}."
+    if metrics["eval/gain_high"] < 0:
+        return f"Worse: {measured_gain}."
+    return f"No difference is shown: {measured_gain}; the interval holds 0."
+
+
+def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
+    config = pipeline.config
+    yield ["run", pipeline.tracker.run_id]
+    if pipeline.prefect_flow_run_id:
+        yield ["Prefect flow run", pipeline.prefect_flow_run_id]
+    yield ["base model", f"{config.model.source}, sha256 {pipeline.base.digest[:12]}"]
+    yield ["task", config.task.name]
+    yield ["seed", str(config.seed)]
+    device, dtype = pipeline.runtime.device, str(pipeline.runtime.dtype).removeprefix("torch.")
+    yield ["engine, device, precision", f"{pipeline.engines.name}, {device}, {dtype}"]
+    for name, stage in config.stages.items():
+        algorithm = getattr(stage, "algorithm", None)
+        if algorithm is not None:
+            yield [f"algorithm of {name}", algorithm.name]
+
+
+def _stage(pipeline: Pipeline, result: StageResult) -> Row:
+    return {
+        "stage": result.name,
+        "kind": result.kind,
+        "status": result.status,
+        "reads": ", ".join(pipeline.config.stages[result.name].inputs.values()),
+        "result": headline(result.metrics),
+        "seconds": round(result.seconds, 1),
+        "digest": result.artifacts[0].digest[:12] if result.artifacts else "",
+    }
+
+
+def _curves(results: Mapping[str, StageResult]) -> Iterator[Picture]:
+    """The learning curves that stages saved."""
+    for result in results.values():
+        for item in result.artifacts:
+            for path in sorted(item.path.glob("*.png")) if item.kind == "report" else ():
+                title = f"{result.name}: {path.stem.replace('_', ' ')}"
+                yield Picture(title, path.read_bytes())
+
+
+def _value(value: object) -> Cell:
+    return value if isinstance(value, str | int | float) or value is None else str(value)
+
+
+def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[Row]:
+    for result in results.values():
+        for data in data_read(client, result.mlflow_run_id):
+            yield {
+                "stage": result.name,
+                "data set": data.name,
+                "context": data.context,
+                "rows": data.num_rows,
+                "sha256": data.sha256[:12],
+                "from": data.source,
+            }
+
+
+def _cost(client: MlflowClient, pipeline: Pipeline) -> Iterator[list[Cell]]:
+    computed = [r for r in pipeline.results.values() if r.status != "cached"]
+    seconds = sum(result.seconds for result in computed)
+    yield ["seconds", round(seconds, 1), "of stages that were computed in this run"]
+    peaks = [r.metrics["memory/peak_gb"] for r in computed if "memory/peak_gb" in r.metrics]
+    if peaks:
+        yield ["peak memory, GB", max(peaks), "of the process, at the end of a step"]
+    sampled = _sum(client, computed, "tokens/response")
+    if sampled:
+        trained = sampled * max((getattr(s, "epochs", 1) for s in _rl(pipeline)), default=1)
+        weights = _weights(pipeline)
+        yield ["tokens sampled in training", sampled, "tokens/response of all rl steps"]
+        if weights:
+            flops = 2 * weights * sampled + 6 * weights * trained
+            how = f"2 x {weights:,} weights a token sampled, 6 x a token trained"
+            yield ["FLOPs, rl", flops, how]
+    device = pipeline.runtime.device.type
+    watts = WATTS_PER_GPU if device == "cuda" else WATTS_PER_THREAD * torch.get_num_threads()
+    how = f"{watts:g} W assumed for {device} while stages ran; not measured"
+    yield ["energy, Wh", round(seconds * watts / 3600, 2), how]
+
+
+def _rl(pipeline: Pipeline) -> Iterator[object]:
+    return (stage for stage in pipeline.config.stages.values() if stage_kind(stage) == "rl")
+
+
+def _sum(client: MlflowClient, results: list[StageResult], metric: str) -> float:
+    return sum(
+        point.value
+        for result in results
+        if result.kind == "rl"
+        for point in client.get_metric_history(result.mlflow_run_id, metric)
+    )
+
+
+def _weights(pipeline: Pipeline) -> int:
+    """Weights of the base model, by the headers of its files."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in pipeline.base.path.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as stored:
+            shapes = [stored.get_slice(name).get_shape() for name in stored.keys()]  # noqa: SIM118
+        total += sum(math.prod(shape) for shape in shapes)
+    return total

@@ -1,0 +1,176 @@
+"""`execute`: from a resolved config to a finished run, everything closed and recorded."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.approval import Answer, approvals
+from posttrain.core.store.artifacts import RunResult, check_free_disk, make_folder
+from posttrain.pipelines.rl.live import Live
+from posttrain.pipelines.run.gates import Ask, Gates, check_answers
+from posttrain.pipelines.run.prefect_env import configure_prefect, inside_a_flow_run
+from posttrain.pipelines.run.prefect_server import OwnServer
+from posttrain.pipelines.run.progress import FileReporter, Reporters
+from posttrain.pipelines.run.rounds import Begun, begin
+from posttrain.pipelines.run.settling import nothing_new, raise_if_closed, settle, take_up
+from posttrain.pipelines.run.stops import STOPS, follows_a_stop, never, noted_stops
+
+if TYPE_CHECKING:
+    from posttrain.pipelines.run.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line adds to a config.
+
+    `answers` are given to gates beforehand, by stage or for all; `ask` asks a person at a gate that
+    has none. Without it such a gate ends the run. `server` is the run's own Prefect server if it
+    was started already.
+    """
+
+    home: Path
+    store: Path
+    fresh: bool = False
+    no_cache: bool = False
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    ask: Ask | None = None
+    server: OwnServer | None = None
+
+
+def execute(
+    resolved: ResolvedRun, manager: PluginManager, options: RunOptions, reporter: Reporter
+) -> RunResult:
+    """Run the pipeline. Raises `PosttrainError` for what a user can mend.
+
+    `ApprovalNeeded` and `ApprovalRefused` end a run whose gate is not passed, with everything
+    before it kept. Without new data for a stage that needs some nothing is run: the status is then
+    `no_new_data`.
+
+    Whatever happens, MLflow runs are ended with the right status (KILLED after Ctrl-C or SIGTERM),
+    and nothing half-written keeps its final name.
+    """
+    began = time.perf_counter()
+    for folder in (options.home, options.store):
+        check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
+        make_folder(folder)
+    check_answers(resolved, options.answers)
+    begun = begin(resolved, manager, options.home, fresh=options.fresh)
+    try:
+        if begun.nothing_new:
+            reporter.say(begun.nothing_new)
+            return nothing_new(begun, options.home, time.perf_counter() - began)
+        return _execute(begun, manager, options, reporter, began)
+    finally:
+        begun.close()
+
+
+def _execute(
+    begun: Begun,
+    manager: PluginManager,
+    options: RunOptions,
+    reporter: Reporter,
+    began: float,
+) -> RunResult:
+    resolved = begun.resolved
+    # Inside a deployed run Prefect is at work already, with the settings of its worker.
+    server = None
+    if not inside_a_flow_run():
+        configure_prefect(options.home)
+        # Prefect reads its settings at import, so everything that imports it comes after.
+        server = options.server or OwnServer(options.home)
+        server.begin()
+    from posttrain.core.runtime.memory import sparing_what_is_loaded
+    from posttrain.pipelines.run.assembly import assemble
+    from posttrain.pipelines.run.settling import close_run
+
+    pipeline = assemble(
+        resolved,
+        options.home,
+        manager,
+        reporter,
+        no_cache=options.no_cache,
+        gates=Gates(approvals(options.home), options.answers, options.ask),
+        fresh=options.fresh,
+        store_root=options.store,
+    )
+    pipeline.deployed = inside_a_flow_run()
+    log = FileReporter(options.home / "runs" / pipeline.tracker.run_id / "log.txt")
+    pipeline.reporter = Reporters([reporter, log])
+    take_up(pipeline, begun)
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        if server is not None:
+            server.wait()
+        with sparing_what_is_loaded(), pipeline.watchdog:
+            _run_flow(pipeline)
+        status = settle(pipeline, begun)
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        pipeline.engines.close()
+        close_run(pipeline, status, log)
+        # A killed run has to end at once.
+        if server is not None and status != "KILLED" and pipeline.prefect_flow_run_id:
+            server.wait_for_events(pipeline.prefect_flow_run_id)
+    raise_if_closed(pipeline)
+    return pipeline.result(time.perf_counter() - began)
+
+
+def _run_flow(pipeline: Pipeline) -> None:
+    """Run the Prefect flow in this thread; SIGINT and SIGTERM both end in `KeyboardInterrupt`."""
+    from prefect.exceptions import CancelledRun, TerminationSignal
+
+    from posttrain.pipelines.run.flow import flow_for
+
+    config = pipeline.config
+    flow = flow_for(config.limits.max_parallel_stages)
+    with stop_on_signals(pipeline):
+        try:
+            flow(pipeline.title, config.model_dump(mode="json"), Live(pipeline))
+        except CancelledRun:
+            if not pipeline.closed:
+                raise
+        except TerminationSignal as error:
+            pipeline.stop_requested.set()
+            raise KeyboardInterrupt from error
+        except Exception as error:
+            # An interrupt can strike inside a library that makes an error of its own of it.
+            if pipeline.stop_requested.is_set() or follows_a_stop(error):
+                raise KeyboardInterrupt from error
+            raise
+
+
+@contextmanager
+def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
+    """On SIGINT or SIGTERM tell stage threads to stop, and interrupt this (the main) thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        pipeline.stop_requested.set()
+        raise KeyboardInterrupt
+
+    previous = {n: signal.signal(n, stop) for n in STOPS}
+    try:
+        with noted_stops() as came:
+            pipeline.stop_came = came
+            try:
+                yield
+            finally:
+                pipeline.stop_came = never
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,404 @@
+"""What a stage made, put into the store: digested, linked in MLflow, moved to its final place.
+
+Over 300 lines: it is where all that surrounds a stage meets (store, locks, gates, checkpoints,
+tracking, Prefect), each of which is a module of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.config.base import BASE_MODEL, StageBase
+from posttrain.core.config.dag import PASSES_ON, makes
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.stages import ApproveStage, PromoteStage
+from posttrain.core.contracts import Task
+from posttrain.core.errors import ApprovalRefused
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.memory import release_memory
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.approval import Answer, ApprovalNeeded, read_answer
+from posttrain.core.store.artifacts import (
+    Artifact,
+    ArtifactStore,
+    RunResult,
+    StageResult,
+    check_free_disk,
+    combine_digests,
+    digests_below,
+    tree_digests,
+)
+from posttrain.core.store.identity import identity_of
+from posttrain.core.store.provenance import environment, with_plugins
+from posttrain.core.store.run_record import RunRecorder
+from posttrain.core.tracking.mlflow_run import FinalStatus, KnownModel
+from posttrain.core.tracking.mlflow_stage import StageTracker
+from posttrain.core.tracking.mlflow_tracker import PipelineTracker
+from posttrain.core.training.checkpoint import read_step
+from posttrain.core.training.step_record import StepRecorder
+from posttrain.core.types import Problem
+from posttrain.pipelines.run import flow_records
+from posttrain.pipelines.run.gates import Gates, check_passed
+from posttrain.pipelines.run.planning import parts_of_stage, why_missed
+from posttrain.pipelines.run.progress import Reporters
+from posttrain.pipelines.run.stops import Stop, Watchdog, follows_a_stop, never
+from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.engines import EnginePool
+from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
+from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
+from posttrain.pipelines.stages.runners import stage_runner
+
+MODELS = ("model", "reward_model")
+"""Kinds of artifacts that MLflow has an entry of."""
+
+
+def store_result(
+    store: ArtifactStore,
+    name: str,
+    kind: str,
+    output: StageOutput,
+    inputs: Mapping[str, Artifact],
+    identity: str,
+    parts: dict[str, str],
+    partial: Path,
+    tracker: StageTracker,
+    began: float,
+) -> StageResult:
+    """Digest what was made, link it in MLflow, move it to its final place."""
+    final = store.folder(name, identity)
+    files = tree_digests(partial)
+    artifacts = []
+    for made_kind, path in output.made.items():
+        relative = path.relative_to(partial).as_posix()
+        digest = combine_digests(digests_below(files, relative))
+        uri = str(final / relative)
+        model_id = ""
+        if made_kind in MODELS:
+            model_id = tracker.log_model_output(name=name, uri=uri, digest=digest, step=0)
+        artifacts.append(
+            Artifact(
+                kind=made_kind,
+                uri=str(path),
+                digest=digest,
+                stage=name,
+                parents=tuple(artifact.digest for artifact in inputs.values()),
+                mlflow_run_id=tracker.run_id,
+                mlflow_model_id=model_id,
+            )
+        )
+    result = StageResult(
+        name=name,
+        kind=kind,
+        status="resumed" if output.resumed else "ran",
+        artifacts=tuple(artifacts),
+        metrics=dict(output.metrics),
+        seconds=time.perf_counter() - began,
+        mlflow_run_id=tracker.run_id,
+    )
+    # Once the result is in place the stage is never run again: its record must be whole.
+    tracker.flush()
+    folder = store.commit(partial, result, identity, parts, files)
+    moved = tuple(
+        replace(item, uri=str(folder / Path(item.uri).relative_to(partial)))
+        for item in result.artifacts
+    )
+    return replace(result, artifacts=moved)
+
+
+TRAINING = ("sft", "reward_model", "preference", "rl")
+
+
+@dataclass
+class Pipeline:
+    """Shared by all stages of a run; `results` fills as they finish."""
+
+    resolved: ResolvedRun
+    home: Path
+    manager: PluginManager
+    task: Task[Any]
+    runtime: ModelRuntime
+    engines: EnginePool
+    store: ArtifactStore
+    tracker: PipelineTracker
+    reporter: Reporter
+    base: Artifact
+    title: str
+    record: RunRecorder
+    no_cache: bool
+    fresh: bool
+    gates: Gates
+    deployed: bool = False
+    rows: tuple[Problem, ...] = ()
+    rows_digest: str = ""
+    results: dict[str, StageResult] = field(default_factory=dict)
+    stop_requested: threading.Event = field(default_factory=threading.Event)
+    stop_came: Callable[[], bool] = never
+    watchdog: Watchdog = field(init=False)
+    prefect_flow_run_id: str = ""
+    warnings: list[str] = field(default_factory=list)
+    closed: dict[str, ApprovalNeeded | ApprovalRefused] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limit = 60.0 * self.config.limits.stall_minutes
+        self.watchdog = Watchdog(limit, self.home / "runs")
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved config."""
+        return self.resolved.config
+
+    def warn(self, text: str) -> None:
+        """Show a warning now, and again in the run's summary."""
+        self.warnings.append(text)
+        self.reporter.warn(text)
+
+    def check(self) -> None:
+        """Raise `Stop` once somebody asked to stop; called between pieces of work.
+
+        A run from which no call comes for long is taken to hang.
+        """
+        self.watchdog.sign()
+        if self.stop_came():
+            self.stop_requested.set()
+        if self.stop_requested.is_set():
+            raise Stop
+
+    def joined_flow(self, flow_run_id: str) -> None:
+        """Note which Prefect flow run this is, on the MLflow side too, and report to it."""
+        self.prefect_flow_run_id = flow_run_id
+        self.tracker.set_tags({"prefect.flow_run_id": flow_run_id})
+        device = self.runtime.device.type
+        tags = ["posttrain", self.config.name, f"seed:{self.config.seed}", f"device:{device}"]
+        flow_records.tag_flow_run(flow_run_id, tags)
+        reporters = [self.reporter, flow_records.FlowProgress()]
+        if not self.deployed:  # whose own log has the lines
+            reporters.append(flow_records.FlowLog(flow_run_id))
+        self.reporter = Reporters(reporters)
+
+    def announce(self, event: str, stage: str, payload: Mapping[str, Any]) -> None:
+        """Tell Prefect's automations."""
+        flow_records.announce(event, self.tracker.run_id, stage, payload)
+
+    def result(self, seconds: float) -> RunResult:
+        """The finished run."""
+        return RunResult(
+            run_id=self.tracker.run_id,
+            status="completed",
+            stages={n: self.results[n] for n in self.resolved.order if n in self.results},
+            mlflow_uri=self.tracker.uri,
+            mlflow_run_id=self.tracker.run_id,
+            mlflow_experiment_id=self.tracker.experiment_id,
+            prefect_flow_run_id=self.prefect_flow_run_id,
+            home=self.home,
+            seconds=seconds,
+            warnings=tuple(self.warnings),
+        )
+
+    def run_stage(
+        self, name: str, upstream: Mapping[str, StageResult | None]
+    ) -> StageResult | None:
+        """Reuse the stage's result when its identity is known, else compute and store it.
+
+        None for a gate that is closed, which `closed` then holds, and for all that is behind it.
+        """
+        self.check()
+        reached = {source: made for source, made in upstream.items() if made is not None}
+        if len(reached) < len(upstream):
+            return None
+        stage = self.config.stages[name]
+        inputs = self._inputs(stage, reached)
+        try:
+            result = self._reuse_or_compute(name, stage, inputs)
+            check_passed(result)
+        except (ApprovalNeeded, ApprovalRefused) as closed:
+            self.closed[name] = closed
+            return None
+        if result.kind in PASSES_ON:
+            result = replace(result, artifacts=(*result.artifacts, inputs["model"]))
+        self.results[name] = result
+        return result
+
+    def _reuse_or_compute(
+        self, name: str, stage: StageBase, inputs: dict[str, Artifact]
+    ) -> StageResult:
+        digests = {role: artifact.digest for role, artifact in inputs.items()}
+        digests |= outside_digests_of(stage, self.rows_digest)
+        parts = parts_of_stage(
+            self.resolved, name, digests, self.engines.name, self.task.fingerprint()
+        )
+        identity = identity_of(parts)
+        self.record.stage(name, identity)
+        files = self._files(name, identity)
+        with self.store.computing(
+            name, identity, waits=partial(self._wait, name), check=self.check
+        ):
+            # What a person said is never asked again because other stages are computed again.
+            if not self.no_cache or isinstance(stage, ApproveStage):
+                found, reason = self.store.lookup(name, identity)
+                if found is not None and not self._outdated(name, found, inputs):
+                    # Killed after the result was in place, a run leaves the checkpoints behind.
+                    files.settle()
+                    return self._reuse(found)
+                if reason.startswith("damaged"):
+                    self.warn(f"{name}: computed again, because its stored result is {reason}")
+                else:
+                    self._say_why(name, stage, parts)
+            with self.watchdog.resting():
+                answer = self.gates.answer(name, stage, inputs, identity)
+            return self._compute(name, stage, inputs, identity, parts, files, answer)
+
+    def _outdated(self, name: str, found: StageResult, inputs: Mapping[str, Artifact]) -> bool:
+        """Whether a person has decided otherwise since."""
+        if found.kind == "approve":
+            return self.gates.overrides(name, read_answer(found.artifact("approval").path))
+        return no_longer_true(found, inputs)
+
+    def _wait(self, name: str, holder: str) -> None:
+        self.reporter.say(f"{name}: {holder} is computing it; waiting for its result")
+
+    def _inputs(self, stage: StageBase, upstream: Mapping[str, StageResult]) -> dict[str, Artifact]:
+        inputs = {}
+        for role, source in stage.inputs.items():
+            if source == BASE_MODEL:
+                inputs[role] = self.base
+            else:
+                inputs[role] = upstream[source].artifact(makes(self.config.stages[source]))
+        if isinstance(stage, PromoteStage):
+            inputs |= champion_input(self.tracker.uri, stage)
+        return inputs
+
+    def _files(self, name: str, identity: str) -> StageFiles:
+        root = checkpoint_folder(self.home, name, identity)
+        return StageFiles(root, self.config.keep, self.warn)
+
+    def _say_why(self, name: str, stage: StageBase, parts: Mapping[str, str]) -> None:
+        """In one line, why the stage runs although it did before."""
+        reason = why_missed(self.store, name, stage, parts)
+        if reason.changes:
+            self.reporter.say(f"{name}: runs again, {reason}")
+
+    def _reuse(self, found: StageResult) -> StageResult:
+        models = [item for item in found.artifacts if item.kind in MODELS]
+        run_id = self.tracker.cached_stage(
+            found.name, found.kind, found.mlflow_run_id, found.metrics
+        )
+        # Another machine's MLflow may have made them: here they need entries of their own.
+        known = [KnownModel(m.mlflow_model_id, m.uri, m.digest) for m in models]
+        linked = self.tracker.known_models(run_id, found.name, known)
+        ids = dict(zip((model.uri for model in models), linked, strict=True))
+        artifacts = (
+            replace(item, mlflow_model_id=ids.get(item.uri, item.mlflow_model_id))
+            for item in found.artifacts
+        )
+        found = replace(found, artifacts=tuple(artifacts))
+        self.reporter.stage_finished(found.name, "cached", 0.0, found.metrics)
+        self._tell_listeners(found.name, "cached", found.metrics)
+        return found
+
+    def _compute(
+        self,
+        name: str,
+        stage: StageBase,
+        inputs: Mapping[str, Artifact],
+        identity: str,
+        parts: dict[str, str],
+        files: StageFiles,
+        answer: Answer | None,
+    ) -> StageResult:
+        began = time.perf_counter()
+        kind = str(getattr(stage, "kind"))  # noqa: B009 - declared by each stage class
+        check_free_disk(self.home, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
+        check_free_disk(self.store.root, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
+        if self.fresh:
+            files.forget()
+        newest = files.resume_from()
+        tracker = self.tracker.stage(
+            name,
+            kind,
+            stage.model_dump(mode="json"),
+            identity=identity,
+            resumed_step=None if newest is None else read_step(newest),
+        )
+        out = self.store.begin(name)
+        try:
+            for artifact in inputs.values():
+                if artifact.mlflow_model_id:
+                    tracker.log_model_input(artifact.mlflow_model_id)
+            recorder = self._recorder(name, files, newest) if kind in TRAINING else None
+            context = self._context(
+                name, stage, inputs, out, files.root, tracker, answer, newest, recorder
+            )
+            with kept_evidence(files, newest, kind) as evidence:
+                output = stage_runner(kind)(replace(context, evidence=evidence))
+            files.hand_over(out)
+            release_memory()
+            result = store_result(
+                self.store, name, kind, output, inputs, identity, parts, out, tracker, began
+            )
+        except BaseException as error:  # Ctrl-C too: the run is ended and the error goes on
+            stopped = self.stop_requested.is_set() or follows_a_stop(error)
+            killed = stopped or not isinstance(error, Exception)
+            status: FinalStatus = "KILLED" if killed else "FAILED"
+            self.store.discard(out)
+            tracker.finish(status)
+            self.reporter.stage_finished(name, status.lower(), time.perf_counter() - began, {})
+            self._tell_listeners(name, status.lower(), {})
+            raise
+        files.settle()
+        tracker.finish("FINISHED")
+        self.reporter.stage_finished(name, result.status, result.seconds, result.metrics)
+        self._tell_listeners(name, result.status, result.metrics)
+        return result
+
+    def _recorder(self, name: str, files: StageFiles, found: Path | None) -> StepRecorder | None:
+        runtime = self.runtime
+        here = environment(runtime.device, runtime.dtype, self.engines.name)
+        return files.recorder(found, with_plugins(here, self.resolved.plugins[name]))
+
+    def _context(
+        self,
+        name: str,
+        stage: StageBase,
+        inputs: Mapping[str, Artifact],
+        out: Path,
+        checkpoints: Path,
+        tracker: StageTracker,
+        answer: Answer | None = None,
+        resume_from: Path | None = None,
+        steps: StepRecorder | None = None,
+    ) -> StageContext:
+        return StageContext(
+            run=self.config,
+            name=name,
+            stage=stage,
+            inputs=inputs,
+            out=out,
+            checkpoints=checkpoints,
+            resume_from=resume_from,
+            steps=steps,
+            manager=self.manager,
+            task=self.task,
+            runtime=self.runtime,
+            engines=self.engines,
+            tracker=tracker,
+            mlflow_uri=self.tracker.uri,
+            reporter=self.reporter,
+            warn=self.warn,
+            check=self.check,
+            announce=lambda event, payload: self.announce(event, name, payload),
+            answer=answer,
+            rows=self.rows,
+        )
+
+    def _tell_listeners(self, name: str, status: str, metrics: Mapping[str, float]) -> None:
+        self.manager.hooks.hook.posttrain_on_stage_end(
+            stage=name, status=status, metrics=dict(metrics)
+        )

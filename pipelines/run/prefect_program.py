@@ -1,0 +1,83 @@
+"""The process of a run's own Prefect server.
+
+Protocol: it loads Prefect, waits for a line on standard input, makes the database, and writes its
+port when it answers. The end of standard input, which is the end of its owner, ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from pathlib import Path
+
+from posttrain.core.runtime.files import create_database
+from posttrain.core.store.locks import locked
+
+SCHEMA = Path(__file__).with_name("prefect_schema.sql")
+GRACE_S = 4.0
+
+
+def main() -> None:
+    """Run the server until standard input ends."""
+    port_goes_to = os.dup(1)
+    os.dup2(2, 1)  # whatever is printed: the pipe takes the port alone
+    gc.disable()  # what is loaded stays
+    # The home is made later, and only if the run begins.
+    warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+    import prefect.server.api.server
+    import uvicorn
+
+    gc.freeze()
+    gc.enable()
+    if not os.read(0, 4096):
+        return
+    threading.Thread(target=_end_with_the_owner, daemon=True).start()
+    _prepare_database()
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            os.write(port_goes_to, f"{place.getsockname()[1]}\n".encode())
+            os.close(port_goes_to)
+
+    app = prefect.server.api.server.create_app
+    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on")
+    Server(config).run([place])
+
+
+def _end_with_the_owner() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+def _prepare_database() -> None:
+    """Make Prefect's tables, one process at a time.
+
+    From the schema file where the database is new and in its usual place, which takes 0.1 s; else,
+    or for a version of Prefect that is not the file's, by Prefect's migrations.
+    """
+    from prefect.server.database import provide_database_interface
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    database = settings.home / "prefect.db"
+    url = settings.server.database.connection_url
+    with locked(settings.home / ".lock-start"):
+        if url is not None and url.get_secret_value().endswith(f":///{database}"):
+            create_database(database, SCHEMA, "prefect")
+        asyncio.run(provide_database_interface().create_db())
+
+
+if __name__ == "__main__":
+    main()

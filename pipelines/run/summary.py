@@ -1,0 +1,176 @@
+"""The summary of a finished run: accuracies, stages, artifacts, links."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from posttrain.core.analysis.report import Table, show_table, table, table_markdown
+from posttrain.core.store.artifacts import RunResult, StageResult
+from posttrain.pipelines.run.progress import describe, duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+UI_MLFLOW = "http://127.0.0.1:5000"
+UI_PREFECT = "http://127.0.0.1:4200"
+
+
+def links(result: RunResult) -> dict[str, str]:
+    """Deep links to the run, on the servers it reported to.
+
+    A run in the home's own databases is shown by `posttrain ui`.
+    """
+    remote = result.mlflow_uri.startswith(("http://", "https://"))
+    base = result.mlflow_uri.rstrip("/") if remote else UI_MLFLOW
+    found = {}
+    if result.mlflow_run_id:
+        place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
+        found["mlflow"] = f"{base}/#/{place}"
+    if result.prefect_flow_run_id:
+        found["prefect"] = prefect_page(result.prefect_flow_run_id)
+    return found
+
+
+def prefect_page(flow_run_id: str) -> str:
+    """The page of a flow run, on the server in use or on that of `posttrain ui`."""
+    api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    return f"{api.removesuffix('/api') or UI_PREFECT}/runs/flow-run/{flow_run_id}"
+
+
+def to_json(result: RunResult) -> dict[str, object]:
+    """The run as one JSON object, the last line of `posttrain run --json`."""
+    return {
+        "run_id": result.run_id,
+        "status": result.status,
+        "stages": {name: _stage_json(stage) for name, stage in result.stages.items()},
+        "mlflow_uri": result.mlflow_uri,
+        "mlflow_run_id": result.mlflow_run_id,
+        "mlflow_experiment_id": result.mlflow_experiment_id,
+        "prefect_flow_run_id": result.prefect_flow_run_id,
+        "home": str(result.home),
+        "seconds": result.seconds,
+        "links": links(result),
+        "warnings": list(result.warnings),
+    }
+
+
+def _stage_json(stage: StageResult) -> dict[str, object]:
+    return {
+        "status": stage.status,
+        "kind": stage.kind,
+        "seconds": stage.seconds,
+        "artifacts": [
+            {"kind": item.kind, "uri": item.uri, "digest": item.digest} for item in stage.artifacts
+        ],
+        "metrics": dict(stage.metrics),
+        "mlflow_run_id": stage.mlflow_run_id,
+    }
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """`61.5 % [54.6, 68.0]` of `eval/<name>_accuracy`, or a dash when it was not measured."""
+    value = metrics.get(f"eval/{name}_accuracy")
+    if value is None:
+        return "-"
+    low, high = metrics.get(f"eval/{name}_low"), metrics.get(f"eval/{name}_high")
+    interval = "" if low is None or high is None else f" [{low * 100:.1f}, {high * 100:.1f}]"
+    return f"{value * 100:.1f} %{interval}"
+
+
+def pass_sizes(evaluations: Iterable[Mapping[str, float]]) -> list[int]:
+    """The k of every pass@k that an evaluation measured, in order."""
+    prefix = "eval/pass_at/"
+    names = {name for metrics in evaluations for name in metrics if name.startswith(prefix)}
+    return sorted(int(name.removeprefix(prefix)) for name in names)
+
+
+def with_error(metrics: Mapping[str, float], name: str, error: str) -> str:
+    """`61.5 % +- 3.1` of `eval/<name>` and its standard error, or a dash."""
+    value, spread = metrics.get(f"eval/{name}"), metrics.get(f"eval/{error}")
+    if value is None:
+        return "-"
+    return f"{value * 100:.1f} %" + ("" if spread is None else f" +- {spread * 100:.1f}")
+
+
+def gain(metrics: Mapping[str, float]) -> str:
+    """`+12.0 points [+5.1, +18.9]`, or a dash where there is no baseline."""
+    value = metrics.get("eval/gain")
+    if value is None:
+        return "-"
+    low, high = metrics.get("eval/gain_low"), metrics.get("eval/gain_high")
+    interval = "" if low is None or high is None else f" [{low * 100:+.1f}, {high * 100:+.1f}]"
+    return f"{value * 100:+.1f} points{interval}"
+
+
+def evaluations(stages: Iterable[StageResult]) -> Table:
+    """Held-out accuracies of the stages that measured them."""
+    measured = {stage.name: stage.metrics for stage in stages if stage.kind == "evaluate"}
+    sizes = pass_sizes(measured.values())
+    return table(
+        "Held-out accuracy, 95 % intervals",
+        [
+            {
+                "evaluation": name,
+                "greedy": with_interval(metrics, "greedy"),
+                "sampled": with_interval(metrics, "sampled"),
+                **{
+                    f"pass@{k}": with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}")
+                    for k in sizes
+                },
+                "gain over baseline": gain(metrics),
+            }
+            for name, metrics in measured.items()
+        ],
+    )
+
+
+def _stages(result: RunResult) -> Table:
+    return table(
+        "Stages",
+        [
+            {
+                "stage": stage.name,
+                "kind": stage.kind,
+                "status": stage.status,
+                "time": duration(stage.seconds),
+                "result": describe(stage.metrics),
+            }
+            for stage in result.stages.values()
+        ],
+    )
+
+
+def print_summary(result: RunResult, console: Console) -> None:
+    """Print the tables, the artifacts and the links of `result`."""
+    if not result.stages:  # there was nothing to do, as was said
+        return
+    accuracies = evaluations(result.stages.values())
+    for found in (*([accuracies] if accuracies.rows else []), _stages(result)):
+        show_table(found, console)
+    lines = [
+        f"{item.kind:<14} {item.uri}"
+        for stage in result.stages.values()
+        for item in stage.artifacts
+    ]
+    lines += [f"warning: {text}" for text in result.warnings]
+    addresses = links(result)
+    lines += [f"{name:<14} {link}" for name, link in addresses.items()]
+    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses.values())
+    how = f"; open the links with: posttrain ui --home {result.home}" if ours else ""
+    lines.append(f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+    for line in lines:  # never wrapped, so that paths and links can be copied
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def summary_markdown(result: RunResult) -> str:
+    """Stages with their main metrics as a table, then artifacts and warnings."""
+    made = [
+        f"- {item.kind} of {stage.name}: `{item.uri}`"
+        for stage in result.stages.values()
+        for item in stage.artifacts
+    ]
+    warnings = [f"- warning: {text}" for text in result.warnings]
+    return "\n".join([table_markdown(_stages(result)), "", *made, *warnings])

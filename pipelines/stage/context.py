@@ -1,0 +1,162 @@
+"""What a stage is given and what it returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.analysis.evidence import EvidenceKeeper
+from posttrain.core.config.sections import EvaluationSection
+from posttrain.core.contracts import PromptGroup
+from posttrain.core.data.row_task import problems_digest
+from posttrain.core.errors import DataError
+from posttrain.core.evaluation.accuracy import Evaluation
+from posttrain.core.rollout.prompts import PromptEncoder
+from posttrain.core.runtime.reporter import Reporter
+from posttrain.core.store.approval import Answer
+from posttrain.core.store.artifacts import ArtifactKind
+from posttrain.core.tracking.sink import StageSink
+from posttrain.core.training.step_record import StepSink
+from posttrain.core.types import Problem
+from posttrain.pipelines.stage.engines import EnginePool
+from posttrain.pipelines.stage.inputs import StageInputs
+
+CHECKPOINT_SAVED = "posttrain.checkpoint.saved"
+EVAL_IMPROVED = "posttrain.eval.improved"
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage made: files below its folder, by kind, and its final metrics."""
+
+    made: Mapping[ArtifactKind, Path]
+    metrics: Mapping[str, float]
+    resumed: bool = False
+
+
+def _to_nobody(event: str, payload: Mapping[str, Any]) -> None:
+    """Where no run is told of what happens, as in a replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext(StageInputs):
+    """Everything a stage may use. `out` is its private folder.
+
+    `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
+    `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
+    reinforcement learning was made of; `told` are metrics that a warning named. `answer` is
+    what a gate was answered, `rows` the new rows of a stage that is about them.
+    """
+
+    out: Path
+    checkpoints: Path
+    resume_from: Path | None
+    steps: StepSink | None
+    engines: EnginePool
+    tracker: StageSink
+    mlflow_uri: str
+    reporter: Reporter
+    warn: Callable[[str], None]
+    announce: Callable[[str, Mapping[str, Any]], None] = _to_nobody  # Any: JSON, an event's own
+    answer: Answer | None = None
+    rows: Sequence[Problem] = ()
+    evidence: EvidenceKeeper | None = None
+    told: set[str] = field(default_factory=set)
+
+    def started(self, total_steps: int) -> None:
+        """Tell the person watching that the stage begins."""
+        self.reporter.stage_started(self.name, self.stage.kind, total_steps)  # type: ignore[attr-defined]
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's metrics, show them, and tell the listeners."""
+        self._tell_left_out(step, self.tracker.log_step(step, metrics))
+        self.reporter.step_done(self.name, step, metrics)
+        self.manager.hooks.hook.posttrain_on_step_end(
+            stage=self.name, step=step, metrics=dict(metrics)
+        )
+
+    def _tell_left_out(self, step: int, names: Sequence[str]) -> None:
+        """Warn, once for each name, of metrics that a step has too many of to be recorded."""
+        fresh = sorted(set(names) - self.told)
+        if fresh:
+            self.told.update(fresh)
+            self.warn(
+                f"{self.name}: step {step} has {len(names)} metrics more than the 100 that are "
+                f"recorded; MLflow does not get {', '.join(fresh)}"
+            )
+
+    def saved_checkpoint(self, step: int, folder: Path) -> None:
+        """Tell automations that the stage can go on from here."""
+        self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
+
+    def training_problems(self, count: int) -> list[Problem]:
+        """As of `StageInputs`, recorded in MLflow."""
+        problems = StageInputs.training_problems(self, count)
+        self.record_dataset("train", problems)
+        return problems
+
+    def held_out_problems(self, section: EvaluationSection) -> list[Problem]:
+        """The run's held-out problems, recorded in MLflow."""
+        problems = self.held_out(section)
+        self.record_dataset("held_out", problems)
+        return problems
+
+    def record_dataset(self, split: str, problems: Sequence[Problem]) -> None:
+        """Show the problems in MLflow, with their digest, where they come from and its digest."""
+        made = self.inputs.get("dataset") if split == "train" else None
+        self.tracker.log_dataset(
+            name=f"{self.task.name}-{split}",
+            context=split,
+            digest=problems_digest(problems),
+            num_rows=len(problems),
+            source=self.task.source() if made is None else f"stage {made.stage}: {made.uri}",
+            of=self.task.fingerprint() if made is None else made.digest,
+        )
+
+    def encode_prompts(
+        self, encoder: PromptEncoder, problems: Sequence[Problem], max_response_length: int
+    ) -> list[PromptGroup]:
+        """Each problem's prompt; raises `DataError` for one that leaves no room for a response."""
+        limit = self.run.model.max_model_len
+        prompts = [PromptGroup(problem, encoder.encode_prompt(problem)) for problem in problems]
+        for prompt in prompts:
+            length = len(prompt.prompt_ids)
+            if length + max_response_length > limit:
+                raise DataError(
+                    f"the prompt {prompt.problem.prompt[:60]!r}... has {length} tokens; with "
+                    f"{max_response_length} for the response it exceeds model.max_model_len "
+                    f"{limit}: raise it, shorten the response, or drop the prompt"
+                )
+        return prompts
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = None) -> Path:
+    """Write an evaluation's metrics and rows; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(json.dumps(evaluation.metrics, indent=2))
+    with (folder / "rows.jsonl").open("w") as stream:
+        for row in evaluation.rows:
+            values = asdict(row) | {"sampled_accuracy": row.sampled_accuracy}
+            stream.write(json.dumps(values) + "\n")
+    return folder
+
+
+def evaluation_table(evaluation: Evaluation, limit: int = 100) -> list[dict[str, object]]:
+    """Rows for MLflow's table view."""
+    return [
+        {
+            "prompt": row.problem.prompt,
+            "answer": row.problem.answer,
+            "response": row.greedy_text,
+            "read": row.parsed,
+            "correct": row.greedy_correct,
+            "truncated": row.truncated,
+            "sampled_accuracy": row.sampled_accuracy,
+            "sampled_right": sum(verdict.correct >= 1 for verdict in row.sampled),
+            "sampled": len(row.sampled),
+        }
+        for row in evaluation.rows[:limit]
+    ]

@@ -1,0 +1,134 @@
+"""One rollout engine for a whole run: started once, given each stage's weights in turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig, TransformStage
+from posttrain.core.config.stages import EvaluateStage, PreferenceDataStage
+from posttrain.core.contracts import EngineSetup, RolloutEngine
+from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import ResourceError
+from posttrain.core.models.device import ModelRuntime, is_cuda
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.seeding import derive_seed
+
+
+def choose_engine(config: RunConfig, manager: PluginManager, runtime: ModelRuntime) -> str:
+    """Name of the engine to use. `auto`: vllm on CUDA where it is installed, else transformers.
+
+    On a CPU `transformers` wins at the lengths and batches a CPU can train on: it computes each
+    group's prompt once and starts in a second.
+    """
+    if not isinstance(config.engine, str):
+        return config.engine.name
+    vllm = manager.find("rollout_engine", "vllm").cls
+    assert issubclass(vllm, RolloutEngine)
+    if is_cuda(runtime.device) and vllm.unavailable_reason() is None:
+        return "vllm"
+    return "transformers"
+
+
+def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a model directory, one tensor in memory at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                yield name, tensors.get_tensor(name)
+
+
+def largest_request(config: RunConfig) -> int:
+    """Most sequences that any stage samples at once: what the engine makes room for."""
+    sizes = [config.evaluation.batch_size]
+    for stage in config.stages.values():
+        if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
+            sizes.append(stage.evaluation.batch_size)
+        elif isinstance(stage, PreferenceDataStage) and stage.data is None:
+            sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
+        elif isinstance(stage, TransformStage):
+            sizes.append(stage.batch_size * stage.num_solutions)
+        elif isinstance(stage, RlStage):
+            sizes.append(stage.prompts_per_step * stage.num_generations)
+    return max(sizes)
+
+
+def adapter_rank(config: RunConfig) -> int | None:
+    """Rank of the largest adapter that an rl stage gives its engine; None when none does."""
+    stages = [stage for stage in config.stages.values() if isinstance(stage, RlStage)]
+    return max((stage.lora.rank for stage in stages if stage.lora is not None), default=None)
+
+
+def engine_fields(config: RunConfig, manager: PluginManager, name: str) -> dict[str, object]:
+    """The engine's settings; room for the adapters of the run's stages, unless set otherwise."""
+    fields = {} if isinstance(config.engine, str) else dict(config.engine.fields())
+    rank, known = adapter_rank(config), manager.find("rollout_engine", name)
+    if rank is not None and "max_lora_rank" in known.cls.Config.model_fields:
+        # A resolved config has every field; null is the default.
+        fields["max_lora_rank"] = fields.get("max_lora_rank") or rank
+    return fields
+
+
+class EnginePool:
+    """Lends the run's engine to one stage at a time."""
+
+    def __init__(self, config: RunConfig, manager: PluginManager, runtime: ModelRuntime) -> None:
+        self.config, self.manager, self.runtime = config, manager, runtime
+        self.name = choose_engine(config, manager, runtime)
+        self._engine: RolloutEngine[Any] | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lease(self, model_dir: Path) -> Iterator[RolloutEngine[Any]]:
+        """The engine with the weights of `model_dir`, at policy version 0."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._start(model_dir)
+            else:
+                self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
+                self._check_weights(self._engine, model_dir)
+            yield self._engine
+
+    def _check_weights(self, engine: RolloutEngine[Any], model_dir: Path) -> None:
+        """Raise `RunError` unless `engine` has the weights of `model_dir`."""
+        # Late: it imports transformers' models, and a run may reuse every stage.
+        from posttrain.core.training.sync_check import check_stored
+
+        model = self.config.model
+        tokenizer = ChatTokenizer.load(model_dir, model.system_prompt)
+        check_stored(engine, model_dir, self.runtime, tokenizer, model.max_model_len)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _start(self, model_dir: Path) -> RolloutEngine[Any]:
+        fields = engine_fields(self.config, self.manager, self.name)
+        engine: RolloutEngine[Any] = self.manager.build(RolloutEngine, self.name, fields)
+        reason = type(engine).unavailable_reason()
+        if reason is not None:
+            raise ResourceError(f"engine '{self.name}' cannot run here: {reason}")
+        tokenizer = ChatTokenizer.load(model_dir, self.config.model.system_prompt)
+        engine.start(
+            EngineSetup(
+                model_dir=model_dir,
+                dtype=self.runtime.dtype,
+                device=self.runtime.device,
+                max_model_len=self.config.model.max_model_len,
+                max_batch_size=largest_request(self.config),
+                stop_token_ids=(tokenizer.eos_token_id,),
+                pad_token_id=tokenizer.pad_token_id,
+                seed=derive_seed(self.config.seed, "engine") % 2**31,
+            )
+        )
+        return engine

@@ -1,0 +1,86 @@
+"""A stage's files beside its artifact: checkpoints, and the record of its steps."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.core.analysis import evidence
+from posttrain.core.config.sections import KeepSection
+from posttrain.core.training import step_record
+from posttrain.core.training.checkpoint import newest_whole, read_step, settle
+from posttrain.core.training.step_record import StepRecorder
+from posttrain.pipelines.stage.own_answers import KEPT
+
+
+def checkpoint_folder(home: Path, stage: str, identity: str) -> Path:
+    """Where a stage of this identity has them."""
+    return home / "checkpoints" / f"{stage}-{identity[:16]}"
+
+
+class StageFiles:
+    """The folder of one stage; `warn` is told of a damaged checkpoint that is passed over."""
+
+    def __init__(self, root: Path, keep: KeepSection, warn: Callable[[str], None]) -> None:
+        self.root, self.keep, self._warn = root, keep, warn
+
+    def forget(self) -> None:
+        """Remove what an interrupted run left: the stage starts anew."""
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if path.name == "kept":
+                continue  # of a run that is done
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+    def resume_from(self) -> Path | None:
+        """The checkpoint to go on from, if there is one; raises `RunError` if all are damaged."""
+        return newest_whole(self.root, self._warn)
+
+    def recorder(self, found: Path | None, environment: Mapping[str, str]) -> StepRecorder | None:
+        """Records the steps that come after `found`, unless the run wants none."""
+        if not self.keep.records:
+            return None
+        return StepRecorder(
+            self.root / step_record.FOLDER,
+            every=self.keep.records,
+            values=self.keep.values,
+            environment=environment,
+            keep_through=0 if found is None else read_step(found),
+        )
+
+    def evidence(self, found: Path | None) -> evidence.EvidenceKeeper | None:
+        """Keeps the evidence of steps that come after `found`, unless the run wants none."""
+        if not self.keep.evidence_mb:
+            return None
+        behind = 0 if found is None else read_step(found)
+        folder, size = self.root / evidence.FOLDER, self.keep.evidence_mb * 1e6
+        return evidence.EvidenceKeeper(folder, size, behind)
+
+    def hand_over(self, out: Path) -> None:
+        """Copy record and evidence of steps into the stage's own folder; a kill may still come."""
+        if evidence.steps_in(self.root / evidence.FOLDER):
+            shutil.copytree(self.root / evidence.FOLDER, out / evidence.FOLDER)
+        record = self.root / step_record.FOLDER
+        if (record / step_record.STEPS).is_file() and step_record.read_record(record):
+            shutil.copytree(record, out / step_record.FOLDER)
+
+    def settle(self) -> None:
+        """The stage is done: only what a replay starts from stays."""
+        settle(self.root, self.keep, beside=(KEPT,))
+
+
+@contextmanager
+def kept_evidence(
+    files: StageFiles, found: Path | None, kind: str
+) -> Iterator[evidence.EvidenceKeeper | None]:
+    """What keeps the evidence of a stage's steps while it runs; of `rl` stages alone."""
+    keeper = files.evidence(found) if kind == "rl" else None
+    try:
+        yield keeper
+    finally:
+        if keeper is not None:
+            keeper.close()

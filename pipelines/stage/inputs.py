@@ -1,0 +1,114 @@
+"""What a stage's models, plugins and data are made from, in the run's process or in a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from posttrain.core.config.base import Component, StageBase
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import EvaluationSection
+from posttrain.core.contracts import Plugin, Task
+from posttrain.core.data.row_task import (
+    check_disjoint,
+    held_out_problems,
+    read_problems,
+    repeat_problems,
+    training_problems,
+)
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.store.artifacts import Artifact
+from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.types import Problem
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+
+PluginT = TypeVar("PluginT", bound=Plugin[Any])
+
+PROBLEMS_FILE = "problems.jsonl"
+"""The problems in an artifact of kind `dataset`."""
+
+
+class StagePlugins(Protocol):
+    """The plugins of a stage of a run, which may be over."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's complete config."""
+
+    @property
+    def name(self) -> str:
+        """The stage's."""
+
+    def build(self, contract: type[PluginT], component: Component) -> PluginT:
+        """The plugin that a component of the config names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInputs:
+    """A stage of a run with what it reads. `check` raises when told to stop.
+
+    `ranks` and `mesh` are of a rank among several, whose models are sharded over the mesh.
+    """
+
+    run: RunConfig
+    name: str
+    stage: StageBase
+    inputs: Mapping[str, Artifact]
+    manager: PluginManager
+    task: Task[Any]
+    runtime: ModelRuntime
+    check: Callable[[], None]
+    ranks: Ranks = ALONE
+    mesh: DeviceMesh | None = None
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory of the model this stage reads."""
+        return self.inputs["model"].path
+
+    @property
+    def trained_runtime(self) -> ModelRuntime:
+        """How a model that is trained is loaded: sharded weights are the float32 masters."""
+        if self.mesh is None:
+            return self.runtime
+        return replace(self.runtime, dtype=torch.float32, autocast=False)
+
+    def place(self, model: PreTrainedModel) -> None:
+        """Spread a model over the ranks, if there are several."""
+        if self.mesh is not None:
+            from posttrain.core.models.sharded import shard
+
+            shard(model, self.mesh, self.runtime.dtype)
+
+    def build(self, contract: type[PluginT], component: Component) -> PluginT:
+        """The plugin that a component of the config names."""
+        return self.manager.build(contract, component.name, component.fields())
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer of the model this stage reads."""
+        return ChatTokenizer.load(self.model_dir, self.run.model.system_prompt)
+
+    def training_problems(self, count: int) -> list[Problem]:
+        """Training problems for this stage, disjoint from the held-out ones."""
+        made = self.inputs.get("dataset")
+        if made is None:
+            problems = training_problems(self.task, count, self.run.seed, self.name)
+        else:
+            pool = read_problems(made.path / PROBLEMS_FILE)
+            problems = repeat_problems(pool, count, self.run.seed, self.name)
+        check_disjoint(problems, self.held_out(self.run.evaluation))
+        return problems
+
+    def held_out(self, section: EvaluationSection) -> list[Problem]:
+        """The run's held-out problems."""
+        return held_out_problems(self.task, section.num_problems, self.run.seed)

@@ -1,0 +1,64 @@
+"""What stages do with the model they train: an adapter put in before, weights saved after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.models.layers import compile_layers, use_checkpointing
+from posttrain.core.models.loading import load_policy, save_model
+from posttrain.core.models.lora import (
+    add_adapter,
+    frozen_twin,
+    is_adapted,
+    merge_adapter,
+    save_adapter,
+)
+from posttrain.core.runtime.seeding import derive_seed
+from posttrain.pipelines.stage.inputs import StageInputs
+
+if TYPE_CHECKING:
+    from posttrain.pipelines.stage.context import StageContext
+
+
+def reference_of(
+    stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None
+) -> PreTrainedModel:
+    """The stage's input model, frozen; `model` is what will be trained and has no adapter yet.
+
+    With `lora` it shares the weights of `model`, which stay as they are; not on several ranks, as
+    each sharded model has pieces of its own.
+    """
+    if lora is not None and stage.ranks.size == 1:
+        return frozen_twin(model)
+    reference = load_policy(stage.model_dir, stage.runtime)
+    reference.requires_grad_(False)
+    stage.place(reference)
+    return reference
+
+
+def start_training(
+    stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None, what: str = "policy"
+) -> None:
+    """Put the adapter in if the stage wants one; let layers be computed twice, or compiled."""
+    if stage.run.model.gradient_checkpointing:
+        use_checkpointing(model)
+    if lora is not None:
+        add_adapter(model, lora, derive_seed(stage.run.seed, stage.name, "lora", what))
+    if stage.run.model.compile:
+        compile_layers(model)
+    stage.place(model)
+
+
+def save_trained(
+    context: StageContext, model: PreTrainedModel, tokenizer: ChatTokenizer, kind: str
+) -> None:
+    """Write the model as a Hugging Face directory; an adapter merged, and alone in `adapter/`."""
+    folder = context.out / kind
+    if is_adapted(model):
+        save_adapter(model, folder / "adapter", context.run.model.source)
+        merge_adapter(model)
+    save_model(model, tokenizer.tokenizer, folder)
