@@ -1,4 +1,4 @@
-"""Errors a user can mend, one class per exit code; each takes one message, so all are picklable."""
+"""Errors a user can fix, one class per exit code; each takes one message, so all are picklable."""
 
 from __future__ import annotations
 

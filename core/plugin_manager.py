@@ -76,7 +76,8 @@ class PluginManager:
     def _add(self, cls: type[AnyPlugin], package: str, version: str) -> None:
         if not (inspect.isclass(cls) and issubclass(cls, Plugin)):
             raise ConfigError(
-                f"package '{package}' registers {cls!r}, which is no plugin class: derive it from "
+                f"package '{package}' registers {cls!r}, which is not a plugin class: derive it "
+                "from "
                 "one of the base classes in posttrain.core.contracts"
             )
         kind, name = getattr(cls, "kind", None), getattr(cls, "name", None)

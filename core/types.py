@@ -48,8 +48,8 @@ class SamplingParams:
 
     A response also ends with the token that completes one of `stop_strings` in its text; that token
     is kept. With `entropy`, each completion carries the entropy of every draw: of the model's own
-    next-token law at temperature 1, before top-k and top-p. `max_tokens_each` is a limit for each
-    prompt beside `max_tokens`, the largest of them; empty = the same for all.
+    next-token distribution at temperature 1, before top-k and top-p. `max_tokens_each` is a limit
+    for each prompt in addition to `max_tokens`, the largest of them; empty = the same for all.
     """
 
     num_generations: int = 1
@@ -72,7 +72,8 @@ class Completion:
     token is part of `token_ids` when it was sampled; `finish_reason` is `length` when the limit cut
     the response, `stop_string` when it ended with one of `SamplingParams.stop_strings`.
 
-    `entropies` are nats, one per token, when they were asked for: of the model's next-token law at
+    `entropies` are nats, one per token, when they were asked for: of the model's next-token
+    distribution at
     temperature 1 before any cut, exact or, from engines that know no more, over its 20 likeliest
     tokens, renormalised. In a response of several turns, `sampled` says of each token whether the
     policy sampled it (empty = all); the others are observations, with log-prob and entropy 0.
@@ -120,7 +121,7 @@ class Score:
     """The reward of one sample; `value` None means it could not be scored: never a zero.
 
     `status` says why: `unscored` (the reward has nothing to say of it), `error` (it raised, or
-    returned what is no score), `timeout`, `crashed` (its process died). `detail` is for people.
+    returned what is not a score), `timeout`, `crashed` (its process died). `detail` is for people.
     `components` are the named parts of the value; `steps` the scores of the response's steps, from
     rewards that give them.
     """

@@ -46,7 +46,8 @@ def services() -> Iterator[Services]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many of the peers' recorded answers our plugins give: one line beside pytest's own.
+    """How many of the peers' recorded answers our plugins give: one line in addition to pytest's
+    own.
 
     It stands here since the process that sums up several workers reads no conftest below `tests`.
     """

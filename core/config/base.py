@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 class Component(BaseModel):
-    """A plugin by name, with its own fields beside it: `name` or `{name: ..., field: ...}`."""
+    """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(description="registered plugin name")
@@ -50,7 +50,8 @@ class StageBase(Section):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """Files and folders that the stage reads beside its inputs, by the field that names them.
+        """Files and folders that the stage reads in addition to its inputs, by the field that
+        names them.
 
         Their contents are part of the stage's identity.
         """

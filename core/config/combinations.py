@@ -48,7 +48,7 @@ FILLED_BY: dict[str, str] = {
 def check_rl(
     name: str, stage: RlStage, loaded: LoadedConfig, manager: PluginManager
 ) -> Iterable[str]:
-    """One line (file, line, place, problem, mend) for each impossible combination of a stage."""
+    """One line (file, line, place, problem, fix) for each impossible combination of a stage."""
     check = _Check(name, stage, loaded, manager)
     yield from check.loss_terms()
     yield from check.advantage()
@@ -352,17 +352,17 @@ class _Check:
     def ranks(self) -> Iterable[str]:
         if self.loaded.config.limits.learner_ranks == 1:
             return
-        mend = "set limits.learner_ranks: 1"
+        fix = "set limits.learner_ranks: 1"
         for loss in self.losses:
             if loss.owns_update:
                 yield self.line(
                     "policy_loss",
                     f"'{loss.name}' solves for its step with whole weights, which no rank has; "
-                    f"{mend}",
+                    f"{fix}",
                 )
         if self.stage.kl.refresh_every:
             yield self.line(
                 "kl.refresh_every",
                 "a reference that moves is not kept in the checkpoints of several ranks; set "
-                f"refresh_every: 0, or {mend}",
+                f"refresh_every: 0, or {fix}",
             )

@@ -38,7 +38,7 @@ def differing_settings(resolved: ResolvedRun, manager: PluginManager) -> list[Se
     """Every setting that differs from its default, in the order of the config.
 
     The default is that of the same stages with the same algorithms and plugins and nothing else
-    set. A value that has no default (a required one) is told with None. Sections that decide no
+    set. A value that has no default (a required one) is listed with None. Sections that decide no
     result are left out.
     """
     used = resolved.config.model_dump(mode="json")

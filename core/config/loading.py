@@ -215,7 +215,7 @@ def _indexed(parts: Loc, raw: object) -> Loc:
 
 
 def shipped_folder() -> Path:
-    # In a checkout and in an installed wheel alike it lies beside the folder of `core`.
+    # In a checkout and in an installed wheel alike it lies next to the folder of `core`.
     return Path(posttrain.core.__file__).parents[1] / "configs"
 
 
@@ -239,12 +239,12 @@ def find_config(name: Path) -> Path:
         raise ConfigError(
             f"no config file {name}: the folder {folder} does not exist{nearest(wanted, shipped)}"
         )
-    beside = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
+    extra = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)
     recipe = f"recipes/{wanted}"
-    close = nearest(name.name, [*beside, *shipped])
+    close = nearest(name.name, [*extra, *shipped])
     guess = f"; did you mean '{recipe}'?" if recipe in shipped else close
     raise ConfigError(
-        f"no config file {name}{guess} (YAML files in {folder}: {beside or 'none'}; "
+        f"no config file {name}{guess} (YAML files in {folder}: {extra or 'none'}; "
         f"shipped configs: {list(shipped) or 'none'})"
     )
 
@@ -317,7 +317,7 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
-        raise ConfigError(f"--set {name}: '{text}' is no YAML ({problem}); quote it") from error
+        raise ConfigError(f"--set {name}: '{text}' is not YAML ({problem}); quote it") from error
     here: object = raw
     loc: Loc = ()
     for position, key in enumerate(keys):

@@ -27,7 +27,7 @@ def read_yaml(path: Path) -> tuple[dict[str, object], dict[Loc, str]]:
     except PermissionError as error:
         raise ConfigError(f"{path} may not be read by this user; change its permissions") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text ({error.reason}); save it as UTF-8") from error
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> tuple[dict[str, object], dict[Loc, str]]:
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax(path, error)) from error
     except yaml.YAMLError as error:  # control characters have a position but no mark
-        raise ConfigError(f"{path}: this is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from error
     except ValueError as error:  # a date such as 2024-13-45 is read and refused by the constructor
         raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes") from error
     return value, marks
@@ -54,7 +54,7 @@ def _syntax(path: Path, error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     line = f":{mark.line + 1}" if mark else ""
     hint = "indent with spaces, not tabs" if "\\t" in str(error) else "check indent, colons, quotes"
-    return f"{path}{line}: this is no YAML: {error.problem or error.context}; {hint}"
+    return f"{path}{line}: this is not YAML: {error.problem or error.context}; {hint}"
 
 
 def _walk(
@@ -82,7 +82,7 @@ def _walk(
             if key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(
-                    f"{path}:{line}: key {shown} of {dotted(loc) or 'the file'} is no text; "
+                    f"{path}:{line}: key {shown} of {dotted(loc) or 'the file'} is not text; "
                     "put it in quotes"
                 )
             if key.value in first:

@@ -16,7 +16,7 @@ from posttrain.core.errors import DataError
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
 
-# Fields that say how answers are sampled: without effect beside a file.
+# Fields that say how answers are sampled: without effect in addition to a file.
 _SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation")
 # Options of pairs, with the value that leaves them off.
 _PAIR_OPTIONS: dict[str, object] = {
@@ -97,10 +97,11 @@ class _Check:
         """A list of losses of which some read pairs and others labelled answers."""
         kinds = {term.name: self.loss(term).data for term in stage.loss_terms}
         if len(set(kinds.values())) > 1:
-            told = ", ".join(f"'{name}' reads {kind}" for name, kind in kinds.items())
+            reported = ", ".join(f"'{name}' reads {kind}" for name, kind in kinds.items())
             yield self.line(
                 "preference_loss",
-                f"all losses of a stage read one kind of data, but {told}; keep those of one kind",
+                f"all losses of a stage read one kind of data, but {reported}; keep those of "
+                "one kind",
             )
 
     def some_factor(self, stage: PreferenceStage) -> Iterator[str]:
@@ -111,7 +112,7 @@ class _Check:
             )
 
     def pair_options(self, stage: PreferenceStage) -> Iterator[str]:
-        """Options of pairs beside a loss of labelled answers."""
+        """Options of pairs in addition to a loss of labelled answers."""
         loss = stage.loss_terms[0]
         if self.loss(loss).data == "pairs":
             return
@@ -146,7 +147,7 @@ class _Check:
                 )
 
     def sampling(self) -> Iterator[str]:
-        """Sampling settings beside a file, where nothing is sampled."""
+        """Sampling settings in addition to a file, where nothing is sampled."""
         if self.stage.data is None:
             return
         for name in _SAMPLING:
@@ -193,10 +194,10 @@ class _Check:
             trained = "policy" if "policy" in self.loss(leading).trains else "reward_model"
             fits = [] if kind == "completions" else self.losses_like(trained, kind)
             choose = f", or choose one of {fits}" if fits else ""
-            told = self.line(
+            reported = self.line(
                 "data",
                 f"'{leading.name}' reads {EXAMPLES[wanted]}, but {rows[0].where} is of the form "
                 f"{EXAMPLES[kind]}; give another file{choose}",
             )
-            return Checked([*problems, told])
+            return Checked([*problems, reported])
         return Checked(problems)

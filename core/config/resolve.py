@@ -258,11 +258,11 @@ class _Resolver:
             return stage  # `component` reports it
         kind, made_for = dag.stage_kind(stage), str(getattr(entry.cls, "stage"))  # noqa: B009
         if made_for != kind:
-            told = (
+            reported = (
                 f"'{entry.name}' is an algorithm for a stage of kind '{made_for}', not '{kind}'; "
                 f"choose another algorithm, or set 'kind: {made_for}'"
             )
-            self.problems.append(self.loaded.problem(loc, told))
+            self.problems.append(self.loaded.problem(loc, reported))
             return stage
         expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
         stages = self.loaded.raw["stages"]
@@ -274,8 +274,10 @@ class _Resolver:
             title = f"a stage of kind '{kind}' (algorithm '{entry.name}' sets it)"
             prefix = ("stages", name)
             self.problems += explain(error, self.loaded.where, type(stage), prefix, title)
-            told = f"what '{entry.name}' of package {entry.package} sets does not fit this stage"
-            self.problems.append(self.loaded.problem(loc, f"{told}; choose another algorithm"))
+            reported = (
+                f"what '{entry.name}' of package {entry.package} sets does not fit this stage"
+            )
+            self.problems.append(self.loaded.problem(loc, f"{reported}; choose another algorithm"))
             return stage
 
 

@@ -55,7 +55,7 @@ class KlSection(Section):
 
 
 class CriticSection(Section):
-    """A value model beside the policy, for advantages that read `values`; its own optimizer."""
+    """A value model next to the policy, for advantages that read `values`; its own optimizer."""
 
     init: Literal["policy", "reward_model", "checkpoint"] = Field(
         default="policy",
@@ -179,7 +179,7 @@ class RlStage(StageBase):
     max_tokens_per_microbatch: int | None = Field(
         default=None,
         ge=1,
-        description="tokens per forward and backward, each prompt counted once, beside "
+        description="tokens per forward and backward, each prompt counted once, in addition to "
         "micro_batch_size: micro-batches of about equal work where lengths differ",
     )
     skip_idle_rows: bool = Field(
@@ -268,7 +268,9 @@ class RlStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """What its parts read beside their inputs, where the config names a file or folder."""
+        """What its parts read in addition to their inputs, where the config names a file or
+        folder.
+        """
         critic_path = None if self.critic is None else self.critic.path
         named = {"ptx.path": self.ptx.path, "critic.path": critic_path}
         for index, reward in enumerate(self.rewards):

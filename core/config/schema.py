@@ -135,7 +135,7 @@ class RunConfig(Section):
         try:
             places = [place for place in Formatter().parse(template) if place[1] is not None]
         except ValueError as error:
-            raise ValueError(f"is no template ({error}); {RUN_NAME_HELP}") from error
+            raise ValueError(f"is not a template ({error}); {RUN_NAME_HELP}") from error
         odd = [name for _, name, form, cast in places if name not in PLACES or form or cast]
         if odd or not template.strip():
             what = f"has {{{odd[0]}}}" if odd else "is empty"

@@ -40,7 +40,7 @@ def parse_spec(option: str, text: str) -> Spec:
         except yaml.YAMLError as error:
             problem = " ".join(str(error).split())
             raise ConfigError(
-                f"{option} '{text}': the value of '{key}' is no YAML ({problem}); quote it"
+                f"{option} '{text}': the value of '{key}' is not YAML ({problem}); quote it"
             ) from error
     if not name.strip() or "=" in name:
         raise ConfigError(

@@ -34,7 +34,9 @@ class Tool(Plugin[ConfigT]):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How an episode begins: its first state, and what the model is told beside the problem."""
+    """How an episode begins: its first state, and what the model is given in addition to the
+    problem.
+    """
 
     state: object
     suffix: str = ""
@@ -81,7 +83,7 @@ class Environment(Plugin[ConfigT]):
         """Take the tools that the config's field `tools` names; called once."""
 
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn, beside the end of the answer."""
+        """Strings that end a turn, in addition to the end of the answer."""
         return ()
 
     @abstractmethod

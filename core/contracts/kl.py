@@ -49,7 +49,9 @@ class KlController(StatefulPlugin[ConfigT]):
         """The coefficient in force."""
 
     def update(self, kl_per_token: float, kl_per_sequence: float, num_rows: int) -> None:
-        """Told the measured KL (nats) after each rollout batch; a fixed controller ignores it."""
+        """Receives the measured KL (nats) after each rollout batch; a fixed controller ignores
+        it.
+        """
 
     def target(self) -> tuple[Literal["token", "sequence"], float] | None:
         """The KL (nats per token, or per response) that it steers to; None if it does not."""

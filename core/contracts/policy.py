@@ -129,8 +129,8 @@ class PolicyLoss(StatefulPlugin[ConfigT]):
         """
 
     def on_phase_end(self, stats: Mapping[str, float]) -> None:
-        """Told the metrics of the last update on a rollout batch, with `kl/phase_k3` among them:
-        the token mean of k3 from the rollout's policy to the updated one."""
+        """Receives the metrics of the last update on a rollout batch, with `kl/phase_k3` among
+        them: the token mean of k3 from the rollout's policy to the updated one."""
 
     def wants_phase_kl(self) -> bool:
         """Whether `on_phase_end` needs `kl/phase_k3`; costs a forward pass per rollout batch."""

@@ -155,7 +155,7 @@ class RolloutEngine(Plugin[ConfigT]):
     @classmethod
     @abstractmethod
     def unavailable_reason(cls) -> str | None:
-        """None when the engine can run here, else one sentence with the mend."""
+        """None when the engine can run here, else one sentence with the fix."""
 
     @abstractmethod
     def start(self, setup: EngineSetup) -> None:
@@ -280,7 +280,7 @@ class RolloutRequest:
     `generate` draws `params.num_generations` responses to each prompt, whole episodes where the
     stage has an environment; `more_prompts(n)` takes n further prompts from the task; `verify`
     gives the verifier's raw verdict in [0, 1] on each response of a group, before any shaping;
-    `check` raises when the run was told to stop. `policy_version` is that of the engine's weights.
+    `check` raises when the run was asked to stop. `policy_version` is that of the engine's weights.
     `episodes` runs the stage's environment turn by turn, for samplers that act between turns.
     """
 
@@ -300,12 +300,12 @@ class Sampler(Plugin[ConfigT]):
 
     kind = "sampler"
     adds_columns: ClassVar[frozenset[str]] = frozenset()
-    """Columns of the batch that it fills beside the responses (`node_id` of a tree)."""
+    """Columns of the batch that it fills in addition to the responses (`node_id` of a tree)."""
     needs_environment: ClassVar[bool] = False
     """Whether it only works on episodes of several turns."""
 
     def refuses(self, num_generations: int) -> str:
-        """Why it cannot make groups of this size, with the mend; empty when it can."""
+        """Why it cannot make groups of this size, with the fix; empty when it can."""
         return ""
 
     @abstractmethod

@@ -29,7 +29,7 @@ class PinnedModel:
     path: str
     digest: str
     model_id: str
-    told: str
+    reported: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,9 @@ def read_problems(path: Path) -> list[Problem]:
         texts = {name: values.get(name) for name in ("key", "prompt", "answer", "worked")}
         plain = {name: text for name, text in texts.items() if isinstance(text, str)}
         if not isinstance(metadata, dict) or plain.keys() != texts.keys():
-            raise DataError(f"{row.where} is no problem: run the stage that made it again")
-        told = {str(name): str(value) for name, value in metadata.items()}
-        problems.append(Problem(**plain, metadata=told))
+            raise DataError(f"{row.where} is not a problem: run the stage that made it again")
+        reported = {str(name): str(value) for name, value in metadata.items()}
+        problems.append(Problem(**plain, metadata=reported))
     return problems
 
 
@@ -216,8 +216,8 @@ class RowTask(Task[RowConfigT]):
         """`count` distinct rows of `split` in an order decided by `seed`."""
         rows = list(self._splits[split])
         if len(rows) < count:
-            mend = "ask for fewer, add rows, or change how many are held out"
-            raise too_few(self.name, split, count, len(rows), mend)
+            fix = "ask for fewer, add rows, or change how many are held out"
+            raise too_few(self.name, split, count, len(rows), fix)
         # Every task of rows shuffles alike: the same rows in another format are the same run.
         random.Random(f"jsonl|{split}|{seed}").shuffle(rows)
         return rows[:count]
@@ -256,7 +256,7 @@ def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> s
             "field in the task's settings"
         )
     value = row[field]
-    # bool is an int in Python, but "True" is no answer anyone wrote.
+    # bool is an int in Python, but "True" is not an answer anyone wrote.
     if numbers and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value.strip():

@@ -43,9 +43,10 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
         try:
             known = pyarrow.parquet.read_schema(file).names
         except (pyarrow.ArrowException, OSError) as error:
-            told = str(error).splitlines()[0]
+            reported = str(error).splitlines()[0]
             raise DataError(
-                f"{file} is no Parquet file ({told}): correct {setting}, or use the task that "
+                f"{file} is not a Parquet file ({reported}): correct {setting}, or use the task "
+                "that "
                 "reads its format"
             ) from error
         for column in columns:
@@ -76,11 +77,11 @@ class HubSource:
         return f"{self.name}{subset}@{self.revision or 'cached'}"
 
 
-def resolve_revision(source: HubSource, mend: str) -> HubSource:
+def resolve_revision(source: HubSource, fix: str) -> HubSource:
     """The source with the commit that its revision stands for now.
 
     Without a hub it stays as it is, for a copy in the cache. Raises `DataError` for a data set that
-    the hub does not have; `mend` says what else can be done.
+    the hub does not have; `fix` says what else can be done.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -90,7 +91,7 @@ def resolve_revision(source: HubSource, mend: str) -> HubSource:
         found = HfApi().dataset_info(source.name, revision=source.revision, timeout=HUB_TIMEOUT)
     except RepositoryNotFoundError as error:
         raise DataError(
-            f"the hub has no data set '{source.name}', or it is private: {mend}"
+            f"the hub has no data set '{source.name}', or it is private: {fix}"
         ) from error
     except RevisionNotFoundError as error:
         raise DataError(
@@ -103,13 +104,13 @@ def resolve_revision(source: HubSource, mend: str) -> HubSource:
 
 
 def hub_rows(
-    source: HubSource, split: str, mend: str, *, streaming: bool = False, limit: int | None = None
+    source: HubSource, split: str, fix: str, *, streaming: bool = False, limit: int | None = None
 ) -> Iterator[JsonRow]:
     """Rows of one split of a data set on the hub, at most `limit` of them.
 
     Streaming downloads no more than is read; else the whole split lands in the cache of `datasets`
     and is found there when there is no network. `where` is `id@revision split:row`. Raises
-    `ResourceError` with `mend` when the hub cannot be reached and nothing is in the cache.
+    `ResourceError` with `fix` when the hub cannot be reached and nothing is in the cache.
     """
     library = _library()
     name = f"{source} {split}"
@@ -126,22 +127,22 @@ def hub_rows(
             yield JsonRow(f"{name}:{number}", dict(values))
     except (ValueError, FileNotFoundError, library.exceptions.DatasetsError) as error:
         if not source.reachable and not isinstance(error, ValueError):
-            raise _unreachable(source, mend, error) from error
-        told = " ".join(str(error).split())[:200]
+            raise _unreachable(source, fix, error) from error
+        reported = " ".join(str(error).split())[:200]
         raise DataError(
             f"data set '{source.name}', subset '{source.subset}', split '{split}' cannot be read "
-            f"({told}): correct these settings"
+            f"({reported}): correct these settings"
         ) from error
     except _network_errors() as error:
-        raise _unreachable(source, mend, error) from error
+        raise _unreachable(source, fix, error) from error
     finally:
         _set_offline(before)
 
 
-def _unreachable(source: HubSource, mend: str, error: Exception) -> ResourceError:
+def _unreachable(source: HubSource, fix: str, error: Exception) -> ResourceError:
     return ResourceError(
         f"data set '{source.name}' cannot be read, because the hub cannot be reached and no copy "
-        f"of it is in the cache ({type(error).__name__}): {mend}"
+        f"of it is in the cache ({type(error).__name__}): {fix}"
     )
 
 

@@ -20,11 +20,11 @@ from posttrain.core.types import Problem
 
 How = Literal["unchanged", "rule", "model"]
 REASONS: dict[str, str] = {
-    "no_rule": "its answer is no closed form that a rule knows, and no model may rewrite it",
+    "no_rule": "its answer is not a closed form that a rule knows, and no model may rewrite it",
     "unparsed": "the model's reply is not of the form that was asked for",
-    "not_integer": "the answer that the model claims is no integer",
+    "not_integer": "the answer that the model claims is not an integer",
     "same_question": "the model left the question as it was",
-    "too_long": "there is no room for a response beside the prompt",
+    "too_long": "there is no room for a response in addition to the prompt",
     "no_majority": "too few of the model's solutions agree with the answer it claims",
     "verifier": "the task's verifier refuses the new answer, or accepts another",
     "held_out": "the rewritten question is a held-out one",
@@ -148,8 +148,8 @@ class Transformer:
         share = sum(verdict.correct >= 1.0 for verdict in read) / len(read)
         if share > self.settings.agreement:
             return Outcome(outcome.original, made, "model", agreement=share)
-        told = Counter(str(verdict.parsed)[:20] for verdict in read).most_common(3)
-        detail = f"claimed {made.answer}, solved as {', '.join(f'{v} x {n}' for v, n in told)}"
+        reported = Counter(str(verdict.parsed)[:20] for verdict in read).most_common(3)
+        detail = f"claimed {made.answer}, solved as {', '.join(f'{v} x {n}' for v, n in reported)}"
         return Outcome(outcome.original, reason="no_majority", detail=detail, agreement=share)
 
     def _last_checks(self, outcome: Outcome) -> Outcome:

@@ -30,8 +30,8 @@ def estimate_run(
     """
     config, known = data.config, find_model(data.config.model, cache)
     if known is None:
-        told = f"{config.model.source}: its size is not known here, so there are no estimates"
-        return {"model": told}
+        reported = f"{config.model.source}: its size is not known here, so there are no estimates"
+        return {"model": reported}
     model = f"{config.model.source}: {known.shape.total / 1e6:,.1f} M parameters ({known.how})"
     if not names:
         return {"model": model}

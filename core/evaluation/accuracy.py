@@ -80,7 +80,7 @@ def evaluate_policy(
     Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
     avg@k: the mean over problems of the share of `num_samples` answers that were right; its
     interval is over problems, since answers to one problem are not independent. `progress`
-    is told how many problems are done. With `episodes`, answers take several turns.
+    receives how many problems are done. With `episodes`, answers take several turns.
     """
     rows: list[EvaluatedProblem] = []
     for start in range(0, len(prompts), section.batch_size):

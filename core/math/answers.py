@@ -135,7 +135,7 @@ def bracket_depth(text: str) -> int:
     return deepest
 
 
-# What stands around a number in LaTeX and in prices, and is no part of it.
+# What stands around a number in LaTeX and in prices, and is not part of it.
 _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$%]|\{,\}(?=\d)")
 
 

@@ -43,7 +43,7 @@ def is_antiderivative(answer: str, integrand: str, variable: str) -> bool:
     """Whether d `answer` / d `variable` equals `integrand`, to 1e-6 at points off the real line.
 
     Two analytic expressions that agree at all of them are equal where both are defined. `C` is the
-    constant of integration. False for a text that is no such expression.
+    constant of integration. False for a text that is not such an expression.
     """
     try:
         given, wanted = _parsed(answer), _parsed(integrand)
@@ -73,7 +73,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _dual(node: ast.expr, names: Mapping[str, Dual]) -> Dual:
-    """Value and derivative; `ValueError` for what is no expression of this kind."""
+    """Value and derivative; `ValueError` for what is not an expression of this kind."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return complex(number), 0
@@ -90,7 +90,7 @@ def _dual(node: ast.expr, names: Mapping[str, Dual]) -> Dual:
             function, derivative = FUNCTIONS[name]
             value, slope = _dual(argument, names)
             return function(value), derivative(value) * slope
-    raise ValueError(f"'{ast.unparse(node)[:40]}' is no such expression")
+    raise ValueError(f"'{ast.unparse(node)[:40]}' is not such an expression")
 
 
 def _combined(operator: ast.operator, left: Dual, right: Dual) -> Dual:

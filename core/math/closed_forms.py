@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.core.math.answers import is_number, numbers_in
 
 MAX_LENGTH = 200
-"""Characters of an answer that is looked at; a longer one is no closed form."""
+"""Characters of an answer that is looked at; a longer one is not a closed form."""
 MAX_DIGITS = 12
 """Digits of a number: a root of more could take long to simplify."""
 PRECISION = 30
@@ -32,7 +32,7 @@ _PLAIN = (
 
 
 class _NoForm(Exception):
-    """The text is no closed form of this grammar."""
+    """The text is not a closed form of this grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ def _rational(value: Number) -> tuple[IntegerQuestion, Number]:
     top, bottom = int(value.p), int(value.q)
     if bottom == 1:
         return IntegerQuestion("integer", "", top), value
-    told = (
+    reported = (
         "The answer can be written as m/n, where m and n are integers without a common factor and "
         "n > 0. Give the value of m + n."
     )
-    return IntegerQuestion("m/n", told, top + bottom), _ratio(top, bottom)
+    return IntegerQuestion("m/n", reported, top + bottom), _ratio(top, bottom)
 
 
 def _surd(value: Number) -> tuple[IntegerQuestion, Number] | None:
@@ -116,7 +116,7 @@ def _surd(value: Number) -> tuple[IntegerQuestion, Number] | None:
     form = top if bottom == 1 else f"({top})/d"
     names = [name for name, there in (("k", k), ("m", m), ("n", 1), ("d", bottom > 1)) if there]
     shared = "k, m and d" if k else "m and d"
-    told = (
+    reported = (
         f"The answer can be written as {form}, where {', '.join(names)} are integers, m > 0"
         + (f", d > 0, {shared} have no common factor" if bottom > 1 else "")
         + ", and n is divisible by no square but 1. "
@@ -124,7 +124,7 @@ def _surd(value: Number) -> tuple[IntegerQuestion, Number] | None:
     )
     answer = k + abs(m) + root + (bottom if bottom > 1 else 0)
     again = (k + m * sympy.sqrt(root)) / sympy.Integer(bottom)
-    return IntegerQuestion(form, told, answer), again
+    return IntegerQuestion(form, reported, answer), again
 
 
 def _ratio(top: int, bottom: int) -> Number:

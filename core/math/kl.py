@@ -16,7 +16,8 @@ def k2(gap: Tensor) -> Tensor:
 def k3(gap: Tensor, input_clamp: float | None, output_clamp: float | None) -> Tensor:
     """exp(-d) - 1 + d, with gradient 1 - exp(-d); exactly 0 beyond either clamp.
 
-    `input_clamp` bounds |d|, `output_clamp` the value (nats); None is no bound. Beyond the bound of
+    `input_clamp` bounds |d|, `output_clamp` the value (nats); None means no bound. Beyond the
+    bound of
     the value, which d < -2.6 reaches with 10, nothing pulls the policy back to the reference.
     """
     if input_clamp is not None:

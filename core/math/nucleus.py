@@ -12,7 +12,7 @@ from torch import Tensor
 
 # Tokens looked at first for top-p; a nucleus that is wider is searched for again in 8 x as many.
 FIRST_NUCLEUS_WIDTH = 256
-# Rows cut at once, so that what sorting takes is small beside a chunk of logits.
+# Rows cut at once, so that what sorting takes is small next to a chunk of logits.
 BLOCK_ROWS = 64
 
 
@@ -50,7 +50,7 @@ def nucleus(scores: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
 def log_kept_mass(logprobs: Tensor, targets: Tensor, cut: Cut) -> Tensor:
     """Log of the probability [N] that a cut keeps, of `logprobs` [N, V] over the whole vocabulary.
 
-    `targets` [N] were sampled, so they are in the support: one beyond the cut is kept beside it. A
+    `targets` [N] were sampled, so they are in the support: one beyond the cut is kept next to it. A
     target's log-prob under the cut distribution is its log-prob less this.
     """
     rows = zip(torch.split(logprobs, BLOCK_ROWS), torch.split(targets, BLOCK_ROWS), strict=True)

@@ -1,6 +1,6 @@
 """Returns over time, generalised advantages, and a critic's loss per token.
 
-A position where the mask is 0 (tool output in the middle of a response) is no time step: the
+A position where the mask is 0 (tool output in the middle of a response) is not a time step: the
 accumulators are carried past it, neither discounted nor reset, and 0 stands there. Everything is
 float64. Axes: B sequences, T tokens.
 """

@@ -39,9 +39,9 @@ def text_key(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-def too_few(task: str, split: Split, wanted: int, available: int, mend: str) -> DataError:
+def too_few(task: str, split: Split, wanted: int, available: int, fix: str) -> DataError:
     """The error of a task that is asked for more problems than it has."""
     return DataError(
         f"task '{task}' has {available} distinct problems in its {split} split, but {wanted} are "
-        f"asked for: {mend}"
+        f"asked for: {fix}"
     )

@@ -264,7 +264,9 @@ class DecodingMemory:
             self.prompts = self.prompts.select(rows)
 
     def next_token(self) -> dict[str, Any]:  # Any: keyword arguments of the model
-        """What the model is given beside one more token for each sequence; call it once a token."""
+        """What the model is given in addition to one more token for each sequence; call it once a
+        token.
+        """
         positions, self.positions = self.positions, self.positions + 1
         given = {"position_ids": positions, "past_key_values": self.cache}
         if self.prompts is not None:

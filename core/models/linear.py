@@ -187,7 +187,7 @@ def packs(size: int, dtype: torch.dtype, device: torch.device, when: When) -> bo
 
 @torch.no_grad()
 def pack(model: Any) -> None:  # Any: as above
-    """Keep the weights of linear layers packed beside what they are; again after they changed."""
+    """Keep the weights of linear layers packed next to what they are; again after they changed."""
     for layer in _linears(model):
         layer.__class__ = _PackedLinear
         weight = layer.weight.detach()

@@ -68,7 +68,9 @@ def _misfit(
         end = A if name.endswith(A) else B
         base = shapes.get(name.removeprefix(PREFIX).removesuffix(end) + ".weight")
         if not (name.startswith(PREFIX) and name.endswith(end)) or base is None:
-            return f"it changes '{name}', which is no weight of this model that engines can adapt"
+            return (
+                f"it changes '{name}', which is not a weight of this model that engines can adapt"
+            )
         rank, width = shape if end == A else reversed(shape)
         if len(base) != 2 or width != base[1 if end == A else 0]:
             return f"'{name}' is {list(shape)} for a weight of {list(base)}"
@@ -89,7 +91,7 @@ def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
-    """Freeze the backbone of `model` and put factors beside the weights that `section` names."""
+    """Freeze the backbone of `model` and put factors next to the weights that `section` names."""
     from peft import LoraConfig, inject_adapter_in_model
 
     names = _targets(model, section.targets)

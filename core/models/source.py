@@ -47,7 +47,8 @@ def obtain(section: ModelSection, cache: Path) -> BaseModel:
     if section.fallback == "bundled" and section.source == BUNDLED_ID:
         return _from_package(cache, reason)
     raise ResourceError(
-        f"model '{section.source}' is no directory and could not be had from the hub ({reason}): "
+        f"model '{section.source}' is not a directory and could not be had from the hub "
+        f"({reason}): "
         "give a directory with config.json and *.safetensors as model.source, or connect to the hub"
     )
 
@@ -104,7 +105,8 @@ def _check_directory(path: Path) -> None:
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ResourceError(
-            f"model.source '{path}' is no directory{nearest(path.name, siblings)}; expected a hub "
+            f"model.source '{path}' is not a directory{nearest(path.name, siblings)}; expected a "
+            "hub "
             "id like 'HuggingFaceTB/SmolLM2-135M-Instruct' or a directory with config.json and "
             "*.safetensors"
         )

@@ -67,7 +67,7 @@ def say_once(reason: str | None) -> None:
 def stream_mask(layout: StreamLayout) -> MaskMod:
     """Whether a query sees a key, by their places in the stream.
 
-    One number a query and two a key: the kernel loads them beside the keys, and tables of what is
+    One number a query and two a key: the kernel loads them next to the keys, and tables of what is
     in whose history take more shared memory than a GPU has at heads of 128.
     """
     numbers, last = layout.numbers, layout.last
@@ -291,7 +291,7 @@ def stream_attention(
     return _by_grids(query, key, value, scaling, stream_layout), None
 
 
-# Each shape of the grids would be compiled anew.
+# Each shape of the grids would be compiled again.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_grids(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, stream_layout: StreamLayout

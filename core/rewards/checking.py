@@ -33,7 +33,7 @@ def shortened(text: str) -> str:
 
 
 def failed(what: str) -> Score:
-    """The score of a sample whose reward returned `what`, which is no score."""
+    """The score of a sample whose reward returned `what`, which is not a score."""
     return Score(None, "error", shortened(f"the reward returned {what}"))
 
 
@@ -130,7 +130,7 @@ def check_failure_rate(batch: RolloutBatch, names: Sequence[str], limit: float) 
     raise RunError(
         f"rewards failed on {len(failed)} of {len(batch.scores)} responses ({share:.0%}), more "
         f"than reward_pool.max_failure_rate ({limit:.0%}) allows; the first are:{listed}\n"
-        "Mend the reward; if its limit is too short, raise reward_pool.timeout_s; if such failures "
+        "Fix the reward; if its limit is too short, raise reward_pool.timeout_s; if such failures "
         "are to be expected, raise reward_pool.max_failure_rate (failed responses are not trained "
         "on)."
     )

@@ -35,7 +35,7 @@ _CHUNK = 1 << 16
 
 
 class BadFrame(Exception):
-    """The other side sent what is no frame of this protocol."""
+    """The other side sent what is not a frame of this protocol."""
 
 
 class Closed(Exception):
@@ -169,7 +169,7 @@ class RewardSpec:
     def load(self) -> type[Reward[Any]]:
         found: object = attrgetter(self.qualname)(importlib.import_module(self.module))
         if not (isinstance(found, type) and issubclass(found, Reward)):
-            raise ConfigError(f"{self.module}.{self.qualname} is no reward")
+            raise ConfigError(f"{self.module}.{self.qualname} is not a reward")
         return found
 
     def build(self, context: RewardContext | None) -> Reward[Any]:

@@ -91,7 +91,7 @@ class WorkerHandle:
         if "failed" in fields:
             raise RunError(
                 "the reward pool could not start a worker: building its rewards failed with "
-                f"{fields['failed']}; mend the reward or its settings"
+                f"{fields['failed']}; fix the reward or its settings"
             )
         if "up" in fields:
             self.pid = int(fields["up"])
@@ -191,7 +191,7 @@ class ForkServerProcess:
         self._send(message(kill=number))
 
     def messages(self) -> list[dict[str, object]]:
-        """How workers ended, as far as told by now."""
+        """How workers ended, as far as known by now."""
         try:
             payloads, is_open = read_available(self.control, self._frames)
             found = [parse(payload) for payload in payloads]
@@ -201,7 +201,7 @@ class ForkServerProcess:
             if "failed" in fields:
                 raise RunError(
                     f"the reward pool did not start: importing a reward failed with "
-                    f"{fields['failed']}; mend its module"
+                    f"{fields['failed']}; fix its module"
                 )
             self.ready |= "ready" in fields
         if not is_open and not found:

@@ -87,7 +87,7 @@ def _made(cls: type[T], value: Mapping[str, Any]) -> T:
     except TypeError as error:
         raise RunError(
             f"a stored rollout does not fit this version ({error}): run with --fresh to start the "
-            "stage anew"
+            "stage again"
         ) from error
 
 

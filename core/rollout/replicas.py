@@ -284,5 +284,5 @@ def _none_left(replicas: Sequence[Replica], unfinished: int, total: int) -> str:
     ends = "\n".join(replica.obituary() for replica in replicas)
     return (
         f"no vLLM server is left ({len(replicas)} at the start), {unfinished} of {total} responses "
-        f"are unfinished: mend what ended them and start the run again, which resumes\n{ends}"
+        f"are unfinished: fix what ended them and start the run again, which resumes\n{ends}"
     )

@@ -184,7 +184,7 @@ def row_entropies(logits: Tensor) -> Tensor:
 def top_entropy(logprobs: Sequence[float], temperature: float) -> float:
     """Entropy (nats) at temperature 1 over a draw's likeliest `ENTROPY_TOKENS`, renormalised.
 
-    `logprobs` are those of some tokens under the law that was drawn from: softmax(logits /
+    `logprobs` are those of some tokens under the distribution that was drawn from: softmax(logits /
     temperature), of temperature 1 where that is 0. Times the temperature they are logits again.
     """
     best = np.sort(np.asarray(logprobs, dtype=np.float64))[::-1][:ENTROPY_TOKENS]

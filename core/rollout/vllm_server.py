@@ -227,7 +227,8 @@ def read_completion(
             raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RunError(
-            f"a vLLM server's answer is no completion with token ids and log-probs ({error}): use "
+            f"a vLLM server's answer is not a completion with token ids and log-probs ({error}): "
+            "use "
             "a server of the version that docs/engines.md names"
         ) from error
     return Completion(

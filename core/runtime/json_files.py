@@ -85,8 +85,8 @@ class NotJson(Exception):
 def loads(text: str) -> Any:  # Any: a JSON value
     """The JSON value that is the whole of `text`; raises `NotJson`.
 
-    Refused beside what Python refuses: NaN and Infinity, numbers beyond a float's range, a key that
-    stands twice, and nesting deeper than 200.
+    Refused in addition to what Python refuses: NaN and Infinity, numbers beyond a float's range, a
+    key that stands twice, and nesting deeper than 200.
     """
     try:
         value = json.loads(
@@ -103,7 +103,7 @@ def loads(text: str) -> Any:  # Any: a JSON value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
@@ -136,7 +136,7 @@ def _deeper_than(value: Any, limit: int) -> bool:  # Any: a JSON value
 def validator(schema: Mapping[str, Any] | bool) -> Validator:  # Any: a JSON schema
     """A validator of `schema`, which may refer only to itself; `ValueError` if it is wrong."""
     if not isinstance(schema, (Mapping, bool)):
-        raise ValueError("not a JSON schema: it is no object")
+        raise ValueError("not a JSON schema: it is not an object")
     cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         cls.check_schema(schema)
@@ -151,14 +151,14 @@ def complaint(held: Validator, value: Any) -> str | None:  # Any: a JSON value
     """The first thing that `value` breaks, with its place; None if it fits.
 
     `ValueError` says that the schema itself cannot be used: a reference that leads nowhere, or a
-    pattern that is no regular expression.
+    pattern that is not a regular expression.
     """
     try:
         found = next(held.iter_errors(value), None)
     except referencing.exceptions.Unresolvable as error:
         raise ValueError(f"the schema refers to '{error.ref}', which is not in it") from error
     except re.error as error:
-        raise ValueError(f"a pattern of the schema is no regular expression: {error}") from error
+        raise ValueError(f"a pattern of the schema is not a regular expression: {error}") from error
     except RecursionError:
         return "nested too deep to be held against the schema"
     return None if found is None else f"{found.json_path}: {found.message[:200]}"

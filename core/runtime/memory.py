@@ -64,8 +64,9 @@ class StepHeap:
     """Trims the heap after a step that left it larger than steps need.
 
     Buffers of ever new sizes leave holes that no later one fits, and resident memory grows by a
-    third over 30 steps. Trimming after every step would mend that, but the next step then has all
-    its pages mapped and zeroed anew, which took a third of the step on a virtual machine whose host
+    third over 30 steps. Trimming after every step would fix that, but the next step then has all
+    its pages mapped and zeroed again, which took a third of the step on a virtual machine whose
+    host
     takes free pages back. What steps need is seen in the first two, and after each one that follows
     a trim.
     """

@@ -15,7 +15,8 @@ from posttrain.core.runtime import process_guard as guard
 
 
 def process_start(pid: int) -> str:
-    """When the process began, in clock ticks since boot; empty if it is gone or cannot be told.
+    """When the process began, in clock ticks since boot; empty if it is gone or cannot be
+    determined.
 
     A zombie counts as gone. Elsewhere than on Linux it is empty for every process.
     """
@@ -32,12 +33,12 @@ def owner() -> str:
     return f"{socket.gethostname()}@{pid}@{process_start(pid)}"
 
 
-def is_left_behind(told: str) -> bool:
-    """Whether `told`, as `owner` gives it, is a process of this machine that has ended.
+def is_left_behind(reported: str) -> bool:
+    """Whether `reported`, as `owner` gives it, is a process of this machine that has ended.
 
     Nothing is known of a process of another machine, so it counts as running.
     """
-    machine, number, start = told.split("@")
+    machine, number, start = reported.split("@")
     return machine == socket.gethostname() and process_start(int(number)) != start
 
 

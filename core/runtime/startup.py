@@ -2,7 +2,7 @@
 
 glibc gives each new tensor the smallest hole of its heap that fits, cold memory found by walking
 lists that grow as a process gets older; tcmalloc gives what was freed last. An allocator can only
-be put in before a process starts, so the command starts itself anew, once, under the same process
+be put in before a process starts, so the command starts itself again, once, under the same process
 id. What it starts afterwards has glibc's again: sandboxes, compilers, servers.
 
 libgomp reads the variables once, when torch is loaded.
@@ -38,7 +38,7 @@ def is_used() -> bool:
 
 
 def use_allocator(arguments: Sequence[str]) -> None:
-    """Start the command anew with it, if `arguments` (without the program's name) are of one.
+    """Start the command again with it, if `arguments` (without the program's name) are of one.
 
     Returns in the new process, with the environment as it was, or where there is nothing to do.
     """

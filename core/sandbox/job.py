@@ -1,4 +1,4 @@
-"""What the guard is told: one JSON object, checked by nobody but written by `runner` only."""
+"""What the guard is given: one JSON object, checked by nobody but written by `runner` only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class Job(SimpleNamespace):
-    """One run. `prefixes` are folders beside /usr that the interpreter needs.
+    """One run. `prefixes` are folders in addition to /usr that the interpreter needs.
 
     No dataclass: the guard imports this module, and `dataclasses` would cost it 15 ms a run.
     """

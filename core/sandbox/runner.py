@@ -30,7 +30,7 @@ from posttrain.core.sandbox.model import (
 
 # The guard's own start, its kill and the way back, on a busy machine.
 _GRACE_S = 20.0
-# The guard's interpreter knows no installed packages: it is told where this one is.
+# The guard's interpreter knows no installed packages: it is given where this one is.
 _START = """import sys
 for name, path in (("posttrain", []), ("posttrain.core", [{core!r}])):
     sys.modules[name] = type(sys)(name)
@@ -43,7 +43,7 @@ _PROBE = "import sys; assert sys.version_info >= (3, 8); print('%d.%d.%d' % sys.
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python for the programs; `prefixes` are the folders beside /usr that it needs."""
+    """A Python for the programs; `prefixes` are the folders in addition to /usr that it needs."""
 
     path: str
     prefixes: tuple[str, ...]
@@ -115,13 +115,13 @@ class Sandbox:
     ) -> SandboxResult:
         """Run `source` as the main program; stdin is empty unless given.
 
-        `files` lie beside it, read-only. `wall_s` replaces the limit of that name. Never raises for
-        anything that the program does.
+        `files` lie next to it, read-only. `wall_s` replaces the limit of that name. Never raises
+        for anything that the program does.
         """
         limits = self.limits
         if wall_s is not None:
             limits = limits.model_copy(update={"wall_s": wall_s})
-        # A lone surrogate is no text Python could read either: the program gets a syntax error.
+        # A lone surrogate is not text Python could read either: the program gets a syntax error.
         contents = {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}
         if any("/" in name or name in ("", ".", "..") for name in contents):
             raise ValueError(f"files of a sandbox have plain names, got {sorted(contents)}")
@@ -207,8 +207,8 @@ def interpreters(python: str | None) -> list[Interpreter]:
     for path in [python] if python else [*filter(None, system), own]:
         # A virtual environment links to an interpreter elsewhere: both folders are needed.
         folders = {str(Path(name).parents[1]) for name in (path, os.path.realpath(path))}
-        beside = tuple(sorted(name for name in folders if not f"{name}/".startswith("/usr/")))
-        candidates.append(Interpreter(path, beside))
+        extra = tuple(sorted(name for name in folders if not f"{name}/".startswith("/usr/")))
+        candidates.append(Interpreter(path, extra))
     return candidates
 
 

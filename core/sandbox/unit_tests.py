@@ -1,4 +1,4 @@
-"""Programs against their tests: assertions that run beside the code, or input and output pairs.
+"""Programs against their tests: assertions that run next to the code, or input and output pairs.
 
 What the verdict rests on. Of a pair, the expected output never enters the sandbox: only the right
 output passes. Assertions run in one interpreter with the code; a test counts as passed only when
@@ -47,9 +47,9 @@ def read_tests(text: str) -> list[UnitTest]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON ({error})") from error
+        raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(rows, list) or not rows:
-        raise ValueError("is no list of at least one test")
+        raise ValueError("is not a list of at least one test")
     return [_read_test(row, number) for number, row in enumerate(rows, start=1)]
 
 
@@ -58,7 +58,7 @@ def _read_test(row: object, number: int) -> UnitTest:
         try:
             ast.parse(row)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"has a test {number} that is no Python: {error}") from error
+            raise ValueError(f"has a test {number} that is not Python: {error}") from error
         return UnitTest(code=row)
     if isinstance(row, dict) and set(row) == {"input", "output"}:
         if all(isinstance(value, str) for value in row.values()):

@@ -48,7 +48,7 @@ class Ancestor:
     """One thing in a model's past, and the stage that made it, if one of this store did.
 
     `role` is what the stage above it read it as; of the model itself it is empty. `seen` says that
-    it was told of before, so that its own past is not told again.
+    it was listed before, so that its own past is not listed again.
     """
 
     role: str
@@ -72,7 +72,7 @@ class Family:
             manifest = read_manifest(path.parent)
             if manifest is not None:
                 self.stages.append(_made(path.parent, manifest))
-        # Of two stages that made the same bytes the newest is told of.
+        # Of two stages that made the same bytes the newest is listed.
         self.stages.sort(key=lambda made: (made.folder / MANIFEST).stat().st_mtime)
         self._by_digest = {digest: made for made in self.stages for digest in made.artifacts}
 
@@ -99,21 +99,21 @@ class Family:
     def past_of(self, digest: str) -> Ancestor:
         return self._past("", digest, set())
 
-    def _past(self, role: str, digest: str, told: set[str]) -> Ancestor:
+    def _past(self, role: str, digest: str, reported: set[str]) -> Ancestor:
         made = self._by_digest.get(digest)
         kind = "from outside"
         if made is not None:
             kind = made.artifacts[digest]["kind"]
-        if digest in told:
+        if digest in reported:
             return Ancestor(role, digest, made, kind, seen=True)
-        told.add(digest)
+        reported.add(digest)
         parents = () if made is None else made.inputs.items()
         return Ancestor(
             role,
             digest,
             made,
             kind,
-            tuple(self._past(name, parent, told) for name, parent in parents),
+            tuple(self._past(name, parent, reported) for name, parent in parents),
         )
 
 

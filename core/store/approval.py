@@ -37,7 +37,7 @@ class Answer:
     def now(cls, approved: bool, by: str, reason: str, given: Given) -> Answer:
         return cls(approved, by, " ".join(reason.split())[:MAX_REASON], utc_now(), given)
 
-    def told(self) -> str:
+    def described(self) -> str:
         """`approved by ada@host at 2026-01-02T03:04:05+00:00: reads well`."""
         verb = "approved" if self.approved else "rejected"
         why = f": {self.reason}" if self.reason else ""
@@ -145,7 +145,7 @@ def _read_note(folder: Path, stage: str, key: str) -> dict[str, Any] | None:  # 
         note: dict[str, Any] = json.loads(path.read_text())
         datetime.fromisoformat(note["asked_at"])
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: remove it, and the gate asks anew") from error
+        raise DataError(f"{path} is damaged: remove it, and the gate asks again") from error
     return note
 
 

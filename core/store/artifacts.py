@@ -121,7 +121,9 @@ def combine_digests(digests: Mapping[str, str]) -> str:
 
 
 def check_free_disk(folder: Path, needed_bytes: float, reserve_gb: float, what: str) -> None:
-    """Raise `ResourceError` unless `needed_bytes` fit on `folder`'s disk beside the reserve."""
+    """Raise `ResourceError` unless `needed_bytes` fit on `folder`'s disk in addition to the
+    reserve.
+    """
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     needed = needed_bytes + reserve_gb * 1e9

@@ -15,7 +15,8 @@ import posttrain.core
 from posttrain.core.errors import ConfigError
 from posttrain.core.store.artifacts import combine_digests, file_digest, tree_digests
 
-# Sections of the run's config that decide results, by stage kind, beside the stage's own section.
+# Sections of the run's config that decide results, by stage kind, in addition to the stage's own
+# section.
 _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
     "evaluate": ("seed", "task", "engine", "model", "evaluation"),
     "sft": ("seed", "task", "model"),
@@ -162,9 +163,9 @@ class Reason:
     def __str__(self) -> str:
         if not self.changes:
             return self.fact
-        told = ", ".join(str(change) for change in self.changes[:SHOWN])
+        reported = ", ".join(str(change) for change in self.changes[:SHOWN])
         more = len(self.changes) - SHOWN
-        return f"changed: {told}" + (f" and {more} more" if more > 0 else "")
+        return f"changed: {reported}" + (f" and {more} more" if more > 0 else "")
 
 
 def explain(
@@ -219,7 +220,7 @@ def _changes(
         _input(name.removeprefix(_INPUT), sources) for name in facts if name.startswith(_INPUT)
     ]
     code = [_code(old.get(_CODE, ""), now.get(_CODE, ""))] if _CODE in facts else []
-    # A plugin that came or went with a setting is told by the setting.
+    # A plugin that came or went with a setting is reported by the setting.
     replaced = [change for change in plugins if change.before or not (own or shared)]
     return [*own, *shared, *files, *replaced, *inputs, *code]
 

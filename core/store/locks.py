@@ -24,15 +24,15 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock file `path`, which is there only while somebody holds it, or has died with it.
 
-    While another process holds it, `waits` is told once who does ("process 123"), and `check` is
+    While another process holds it, `waits` receives once who does ("process 123"), and `check` is
     called several times a second: it may raise to give up. Raises `ResourceError` where the folder
     cannot be written.
     """
-    told = False
+    reported = False
     while (descriptor := _acquired(path)) is None:
-        if waits is not None and not told:
+        if waits is not None and not reported:
             waits(_holder(path))
-        told = True
+        reported = True
         check()
         time.sleep(LOOK_AGAIN_S)
     try:

@@ -1,4 +1,4 @@
-"""What a home keeps of each run beside its artifacts: its resolved config, and its results.
+"""What a home keeps of each run in addition to its artifacts: its resolved config, and its results.
 
 `HOME/runs/<run id>/` holds `config.yaml`, complete as it was run, and `run.json`.
 """
@@ -85,5 +85,5 @@ def _read(folder: Path) -> RunRecord:
         return RunRecord(row["run_id"], row["name"], folder, row["began"], dict(row["stages"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} is not the record that a run wrote ({error}): nothing can be told of this run"
+            f"{path} is not the record that a run wrote ({error}): nothing can be read of this run"
         ) from error

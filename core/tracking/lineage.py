@@ -1,7 +1,7 @@
 """The lineage of a pipeline as a picture: which stage read what, with digests and main results.
 
 MLflow links runs and models but draws no graph, so every run stores this one as an artifact.
-Stages stand one below the other, each below everything it reads; arrows run beside the boxes.
+Stages stand one below the other, each below everything it reads; arrows run next to the boxes.
 """
 
 from __future__ import annotations

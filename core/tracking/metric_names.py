@@ -249,7 +249,7 @@ METRICS: dict[str, Metric] = {
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),
     # where the time goes
     "time/rollout_s": Metric("s", "sampling responses"),
-    "time/rollout_wait_s": Metric("s", "waiting for rollouts sampled beside the update"),
+    "time/rollout_wait_s": Metric("s", "waiting for rollouts sampled next to the update"),
     "time/score_s": Metric("s", "scoring responses"),
     "time/advantage_s": Metric("s", "computing advantages"),
     "time/update_s": Metric("s", "updating the policy"),
@@ -276,7 +276,7 @@ PREFIXES: dict[str, Metric] = {
     "reward/component/": Metric("reward", "mean of one reward before its weight"),
     "reward/failed_frac/": Metric("fraction", "responses one reward failed on"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
-    "loss/term/": Metric("loss", "one term of the loss beside the first, factor included"),
+    "loss/term/": Metric("loss", "one term of the loss in addition to the first, factor included"),
     "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased"),
     "eval/pass_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples"),
@@ -296,7 +296,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `RunError` for the first name that is no metric, with the nearest that is."""
+    """Raise `RunError` for the first name that is not a metric, with the nearest that is."""
     for name in names:
         if name not in METRICS and find_metric(name) is None:
             raise RunError(

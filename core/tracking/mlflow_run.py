@@ -95,18 +95,18 @@ class MlflowRun:
             return
         self.finished = True
         writer.drain()
-        told: RunError | None = None
+        reported: RunError | None = None
         try:
             writer.check()
         except RunError as error:
-            told = error
+            reported = error
         shown = "FAILED" if writer.failed and status == "FINISHED" else status
         try:
             writer.call("the end of a run", lambda: client.set_terminated(self.run_id, shown))
         except RunError as error:
-            told = told or error
-        if told is not None:
-            raise told
+            reported = reported or error
+        if reported is not None:
+            raise reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class StageTracker(MlflowRun):
     def log_traces(self, responses: Sequence[TracedResponse]) -> None:
         """Show single responses as traces of the run, in the background.
 
-        Training goes on without them: what a server does not take is a warning in the log, told
+        Training goes on without them: what a server does not take is a warning in the log, reported
         once, and no more is tried.
         """
         for traced in responses:

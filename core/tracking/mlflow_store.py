@@ -61,7 +61,7 @@ def connect(uri: str) -> MlflowClient:
 
 
 def artifact_root(uri: str) -> Path | None:
-    """The folder for artifacts beside a SQLite database; None lets a server decide."""
+    """The folder for artifacts next to a SQLite database; None lets a server decide."""
     if not uri.startswith(SQLITE):
         return None
     return Path(uri.removeprefix(SQLITE)).resolve().parent / "artifacts"

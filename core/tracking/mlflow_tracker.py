@@ -63,8 +63,8 @@ class PipelineTracker(MlflowRun):
     ) -> PipelineTracker:
         """Open the parent run and store the config as config.yaml.
 
-        `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie beside it.
-        `source` are tags that say which code runs and who started it, here and on every stage.
+        `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie next to
+        it. `source` are tags that say which code runs and who started it, here and on every stage.
         `journal` is the folder for write-ahead records; with None a kill loses the last steps.
         Runs that dead processes left open are ended first (their ids: `killed_runs`).
         Raises `ResourceError` when MLflow cannot be reached.
@@ -94,10 +94,10 @@ class PipelineTracker(MlflowRun):
     ) -> StageTracker:
         """Open a child run for a stage.
 
-        Journals are kept by name and `identity`, so that runs beside each other have their own.
+        Journals are kept by name and `identity`, so that runs next to each other have their own.
         `resumed_step` is the step of the checkpoint that an interrupted stage continues from: the
         journal's rows up to it are written to the new run, so its history is complete. With None
-        the stage starts anew and an old journal of it is dropped.
+        the stage starts again and an old journal of it is dropped.
         """
         session, folder = self._session, self._session.journal
         path = None if folder is None else journal_path(folder, name, identity)
@@ -190,7 +190,7 @@ class PipelineTracker(MlflowRun):
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id, made if it is new; beside a SQLite database its artifacts are too."""
+    """The experiment's id, made if it is new; next to a SQLite database its artifacts are too."""
     found = client.get_experiment_by_name(name)
     if found is None:
         root = store.artifact_root(uri)

@@ -59,20 +59,20 @@ class RegisteredVersion:
 
 def check_weights(found: RegisteredVersion) -> None:
     """Raise `ResourceError` unless the version's weights are on this disk, as they were made."""
-    told = f"'{found.name}' version {found.version}"
+    reported = f"'{found.name}' version {found.version}"
     if not found.digest:
         raise ResourceError(
-            f"{told} was not registered by posttrain: it has no tag '{TAG_DIGEST}' that says what "
-            "its weights are; register the model with a stage of kind 'register' or 'promote'"
+            f"{reported} was not registered by posttrain: it has no tag '{TAG_DIGEST}' that says "
+            "what its weights are; register the model with a stage of kind 'register' or 'promote'"
         )
     if not found.path.is_dir():
         raise ResourceError(
-            f"the weights of {told} are not on this machine: {found.path} is no folder; use the "
-            "--home that made them, or copy them there"
+            f"the weights of {reported} are not on this machine: {found.path} is not a folder; "
+            "use the --home that made them, or copy them there"
         )
     if combine_digests(tree_digests(found.path)) != found.digest:
         raise ResourceError(
-            f"the weights of {told} in {found.path} are not those that were registered (other "
+            f"the weights of {reported} in {found.path} are not those that were registered (other "
             "digest): restore them, or move the alias with `posttrain rollback`"
         )
 
@@ -130,8 +130,8 @@ def _show_on_model(client: MlflowClient, model_id: str, name: str, version: str)
     entry = {"name": name, "version": version}
     known = json.loads(client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
     if entry not in known:
-        told = json.dumps([*known, entry])
-        client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: told})
+        reported = json.dumps([*known, entry])
+        client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: reported})
 
 
 def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str]) -> str:

@@ -240,7 +240,7 @@ def newest_whole(root: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files are those that were written; None where there is none.
 
     A damaged one with another before it is moved aside, with a warning. Raises `DamagedCheckpoint`
-    when none is whole: a stage never starts anew unasked.
+    when none is whole: a stage never starts again unasked.
     """
     candidates = complete_checkpoints(root)
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
@@ -271,7 +271,7 @@ def trim(root: Path, keep: KeepSection) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
+def settle(root: Path, keep: KeepSection, extra: tuple[str, ...] = ()) -> None:
     """After the stage is done: what stays for replay moves to `kept/`, all else is removed."""
     kept = root / KEPT
     staying = [folder for folder in complete_checkpoints(root) if _stays(folder, keep)]
@@ -283,7 +283,7 @@ def settle(root: Path, keep: KeepSection, beside: tuple[str, ...] = ()) -> None:
         shutil.rmtree(root, ignore_errors=True)
         return
     for path in root.iterdir():
-        if path.name in beside:
+        if path.name in extra:
             path.replace(kept / path.name)
         elif path.is_dir() and path.name != KEPT:
             shutil.rmtree(path, ignore_errors=True)

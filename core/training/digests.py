@@ -74,7 +74,7 @@ def _hash(octets: Octets, tensor: Tensor | Block) -> str:
     row = 8 * _COLUMNS
     cut = len(octets) // row * row
     words: NDArray[Any] = np.frombuffer(octets[:cut].data, dtype=np.int64).reshape(-1, _COLUMNS)
-    told = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
-    told.update(words.sum(axis=0).tobytes())
-    told.update(octets[cut:].tobytes())
-    return told.hexdigest()
+    reported = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8)
+    reported.update(words.sum(axis=0).tobytes())
+    reported.update(octets[cut:].tobytes())
+    return reported.hexdigest()

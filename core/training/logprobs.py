@@ -237,8 +237,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies.append(spread)
                 normalisers.append(top + log_total)
                 if cut:
-                    law = scaled(block[own], inv_temperature).sub_(top[own]).sub_(log_total[own])
-                    masses[which] = log_kept_mass(law, ids, cut)
+                    distribution = (
+                        scaled(block[own], inv_temperature).sub_(top[own]).sub_(log_total[own])
+                    )
+                    masses[which] = log_kept_mass(distribution, ids, cut)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, torch.cat(normalisers), entropy)
         ctx.inv_temperature, ctx.targets, ctx.math = inv_temperature, targets, math

@@ -199,7 +199,7 @@ class _TokenStates(Module):
 
 
 Record = Callable[[MicroLoss, ResponseForward, RolloutBatch], None]
-"""Told each micro-batch's loss and forward pass at the weights the step starts from."""
+"""Receives each micro-batch's loss and forward pass at the weights the step starts from."""
 
 
 class TrustRegion(Protocol):

@@ -219,7 +219,7 @@ class MasterOptimizer:
         return precision_of(self.section)
 
     def state_dict(self) -> dict[str, Any]:  # Any: torch's optimizer state is untyped
-        """Masters, moments and step count: what a checkpoint must keep beside the model."""
+        """Masters, moments and step count: what a checkpoint must keep in addition to the model."""
         return {
             "step_count": self.step_count,
             "masters": [m.detach() for m in self._masters],

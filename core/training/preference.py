@@ -264,7 +264,7 @@ class BothFallingAlarm:
     """Tells when the loss falls only because rejected answers lose more than chosen ones do.
 
     It is `ringing` when `pref/both_falling` was above `limit` in each of the last `window` steps,
-    and is told of once.
+    and is reported once.
     """
 
     def __init__(self, limit: float, window: int) -> None:
@@ -273,7 +273,7 @@ class BothFallingAlarm:
         self._rung = self.ringing = False
 
     def after(self, metrics: Mapping[str, float]) -> str | None:
-        """What is to be told, if the step with these metrics is the first at which it rings."""
+        """What is to be reported, if the step with these metrics is the first at which it rings."""
         self._recent.append(metrics.get("pref/both_falling", 0.0))
         full = len(self._recent) == self._recent.maxlen
         self.ringing = full and min(self._recent) > self.limit

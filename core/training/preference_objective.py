@@ -36,7 +36,7 @@ from posttrain.core.math.preference import (
 from posttrain.core.training.metrics import MetricSums
 
 RowMetrics = Mapping[str, tuple[Tensor, Tensor]]
-"""Metrics by name: values [B] to be averaged over the mask [B] beside them."""
+"""Metrics by name: values [B] to be averaged over the mask [B] next to them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Not `Connection.send`, to which torch has added the sharing of tensors by file descriptor.
 
-The caller is no rank itself: an engine in its process may have a process group of its own. Calls
+The caller is not a rank itself: an engine in its process may have a process group of its own. Calls
 and answers are pickled and go through a Unix socket in a folder that only this user can enter, so
 each end reads only what the other wrote. Nothing listens on any other address than loopback.
 """
@@ -117,10 +117,10 @@ class RankProcesses:
                 break
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 try:
-                    told, value = receive(waiting.pop(rank))
+                    reported, value = receive(waiting.pop(rank))
                 except (EOFError, OSError) as gone:
                     raise self._lost("ended") from gone
-                failure = failure or told
+                failure = failure or reported
                 answer = value if rank == 0 else answer
         if failure is not None:
             self.close()  # the other ranks wait in vain for the one that failed

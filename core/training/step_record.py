@@ -105,7 +105,7 @@ class StepRecorder:
         environment: Mapping[str, str],
         keep_through: int,
     ) -> None:
-        """Keeps what is there of steps up to `keep_through`; 0 begins anew."""
+        """Keeps what is there of steps up to `keep_through`; 0 begins again."""
         self.folder, self.every, self.values = folder, every, values
         kept = read_record(folder) if keep_through else {}
         try:
@@ -161,7 +161,8 @@ def read_record(folder: Path) -> dict[int, StepRecord]:
             record = StepRecord(**row, environment=environment)
         except (ValueError, TypeError) as error:
             raise RunError(
-                f"{path}:{number}: this is no record of a step ({error}): it was changed after the "
+                f"{path}:{number}: this is not a record of a step ({error}): it was changed after "
+                "the "
                 "run; compute the stage again with --no-cache"
             ) from error
         found[record.step] = record

@@ -39,7 +39,7 @@ TEXTS = ("What is 17 + 26? 17 + 26 = 43.", "The train leaves at seven in the mor
 # A check that skips because too few log-probs moved would be one that never fails: half is enough
 # to know that the engine's cannot all have been rounded away.
 MOVED_SHARE = 0.5
-MEND = (
+FIX = (
     "correct its sync_weights, or take another engine (`engine: transformers`); where an engine "
     "rounds weights on purpose, set check_sync: never"
 )
@@ -101,7 +101,7 @@ class SyncCheck:
     when: When = "every"
     start: Answers | None = None
     trusted: Answers | None = None
-    _num_syncs: int = -1  # the stage's start is no sync
+    _num_syncs: int = -1  # the stage's start is not a sync
 
     def is_due(self) -> bool:
         """Whether this sync is one to look at; `first` looks at the start and the first sync."""
@@ -126,7 +126,7 @@ class SyncCheck:
         }
         if self.trusted is not None:
             metrics["sync/probe_change"] = _distance(now.trainer, self.trusted.trainer)
-        # An engine that stood still beside a trainer that hardly moved is not known to have
+        # An engine that stood still in addition to a trainer that hardly moved is not known to have
         # followed: small moves add up until it is.
         if self.trusted is None or not torch.equal(now.engine, self.trusted.engine):
             self.trusted = now
@@ -141,12 +141,12 @@ class SyncCheck:
         weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
-            beside = is_adapted(self.model) and takes_adapter(self.engine, self.model)
-            return differing is not None and not beside
+            extra = is_adapted(self.model) and takes_adapter(self.engine, self.model)
+            return differing is not None and not extra
         kept = "its old weights" if len(differing) > 0.9 * len(weights) else "some old weights"
         raise RunError(
             f"engine '{self.engine.name}' kept {kept} after {event}: {len(differing)} of "
-            f"{len(weights)} differ from the trainer's ({', '.join(differing[:3])}): {MEND}"
+            f"{len(weights)} differ from the trainer's ({', '.join(differing[:3])}): {FIX}"
         )
 
     def _check_followed(self, now: Answers, event: str) -> None:
@@ -155,15 +155,15 @@ class SyncCheck:
         if before is None:
             return
         moved = now.trainer != before.trainer
-        told = float(moved.double().mean()) >= MOVED_SHARE
+        reported = float(moved.double().mean()) >= MOVED_SHARE
         same = torch.equal(now.engine, before.engine)
         change = _distance(now.trainer, before.trainer)
         # A trainer that does not repeat itself has not necessarily moved.
-        if same and told and torch.equal(self._trainer_logprobs(), now.trainer):
+        if same and reported and torch.equal(self._trainer_logprobs(), now.trainer):
             raise RunError(
                 f"engine '{self.engine.name}' kept its old weights after {event}: its log-probs "
                 f"of {len(now.engine)} probe tokens are bit for bit those of before, while the "
-                f"trainer's moved by {change:.2g} nats on average: {MEND}"
+                f"trainer's moved by {change:.2g} nats on average: {FIX}"
             )
         noise = before.gap.mean() if self.start is None else self.start.gap.mean()
         new, old = now.gap.mean(), _distance(now.engine, before.trainer)
@@ -171,7 +171,7 @@ class SyncCheck:
             raise RunError(
                 f"engine '{self.engine.name}' kept old weights after {event}: on the probe it is "
                 f"{old:.2g} nats per token from the trainer of before and {float(new):.2g} from "
-                f"the present one: {MEND}"
+                f"the present one: {FIX}"
             )
 
     def _check_gap(self, now: Answers, event: str) -> None:
@@ -186,7 +186,7 @@ class SyncCheck:
             f"{event}: on {len(now.gap)} probe tokens the log-probs differ by {average:.2g} nats "
             f"on average and {float(now.gap.max()):.2g} at most, expected {mean:.2g} and "
             f"{bounds.largest:.2g} in {precision}{spared}; some weights may be old, or the engine "
-            f"runs in another precision: {MEND}"
+            f"runs in another precision: {FIX}"
         )
 
     @property
@@ -210,7 +210,7 @@ class SyncCheck:
         if lengths != [len(ids) - 1 for ids in self.probe]:
             raise RunError(
                 f"engine '{self.engine.name}' scored sequences of {[len(p) for p in self.probe]} "
-                f"tokens with {lengths} log-probs, expected one less than tokens: {MEND}"
+                f"tokens with {lengths} log-probs, expected one less than tokens: {FIX}"
             )
         return torch.tensor([value for values in scores for value in values], dtype=torch.float64)
 

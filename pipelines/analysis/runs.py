@@ -239,7 +239,7 @@ def compare_runs(runs: Sequence[PastRun], stage: str | None) -> Report:
                 {"key": key, "values": dict(zip([r.run_id for r in ordered], row, strict=True))}
                 for key, row in changed.items()
             ],
-            "tests": [asdict(t) | {"shown": t.shown, "told": t.describe()} for t in tests],
+            "tests": [asdict(t) | {"shown": t.shown, "reported": t.describe()} for t in tests],
             "notes": notes,
         },
     )

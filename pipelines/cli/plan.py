@@ -78,8 +78,8 @@ def plan(
     rows = stage_rows(resolved.config, resolved.order, status, data)
     todo = [name for name in resolved.order if not status[name][0]]
     found = _estimates(data, home, todo, device) if calibration or device else {}
-    if begun.nothing_new or begun.told:
-        console.print(begun.nothing_new or begun.told, markup=False)
+    if begun.nothing_new or begun.reported:
+        console.print(begun.nothing_new or begun.reported, markup=False)
     print_stages(rows, console, why=why)
     stages: Mapping[str, Mapping[str, Any]] = found.pop("stages", {})
     if found:

@@ -39,7 +39,7 @@ def rollback(
 ) -> Result:
     """Make the previous champion the champion again."""
     done = _roll_back(context.home, name, alias, to, reason)
-    context.console().print(done.told(), markup=False)
+    context.console().print(done.described(), markup=False)
     return Result({"status": "ok", **done.row()})
 
 

@@ -59,7 +59,7 @@ def check(wanted: Wanted) -> None:
     except ValueError as error:
         problem = str(error).splitlines()[-1].strip()
         raise ConfigError(
-            f"--cron '{cron}' (timezone {timezone or 'UTC'}) is no schedule: {problem}; five "
+            f"--cron '{cron}' (timezone {timezone or 'UTC'}) is not a schedule: {problem}; five "
             "fields are expected, such as '0 2 * * *' for two o'clock each night"
         ) from error
 

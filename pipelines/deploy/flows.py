@@ -48,7 +48,7 @@ def continual(request: RunRequest) -> State[None] | None:
 
 
 def _run(request: RunRequest) -> State[None] | None:
-    """One request from its form to its record; what a user can mend fails with one sentence."""
+    """One request from its form to its record; what a user can fix fails with one sentence."""
     cancelled = cancelled_before()
     if cancelled is not None:
         return Cancelled(message=f"the run that asked, {cancelled}, was cancelled or deleted")

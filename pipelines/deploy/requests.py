@@ -41,7 +41,7 @@ class RunRequest(BaseModel):
     fresh: bool = Field(
         default=False,
         title="Fresh",
-        description="Start anew instead of continuing an interrupted run.",
+        description="Start again instead of continuing an interrupted run.",
     )
     no_cache: bool = Field(
         default=False,

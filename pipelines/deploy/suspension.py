@@ -1,11 +1,11 @@
 """A gate of a deployed run that nobody answers: a run planned for that moment applies `on_timeout`.
 
 Prefect fails a suspended flow run when its time is over, and no process of ours is there to see it.
-So a second run of the deployment is planned as the first one is suspended. All it computes anew is
+So a second run of the deployment is planned as the first one is suspended. All it computes again is
 what follows the gate. An answer takes it off the plan.
 
-While it is suspended there is no process, and no device in use. Resumed, the flow begins anew: what
-was computed is reused, and the answer is where the gate looks for it.
+While it is suspended there is no process, and no device in use. Resumed, the flow begins again:
+what was computed is reused, and the answer is where the gate looks for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ SEPARATOR = "-"
 
 
 class ApprovalForm(RunInput):
-    """What Prefect's Resume form asks. The decision has no default: an empty form is no answer."""
+    """What Prefect's Resume form asks. The decision has no default: an empty form is not an
+    answer.
+    """
 
     decision: Literal["approve", "reject"] = Field(title="Decision")
     name: str = Field(min_length=1, title="Your name", description="Kept with the decision.")

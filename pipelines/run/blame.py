@@ -58,7 +58,7 @@ class Blamed:
     began: str = ""
     mlflow_run_id: str = ""
     prefect_flow_run_id: str = ""
-    told_above: bool = False
+    reported_above: bool = False
     data: tuple[DataRead, ...] = ()
     settings: tuple[Setting, ...] = ()
     plugins: Mapping[str, str] = field(default_factory=dict)
@@ -168,7 +168,12 @@ class Blame:
             yield self._outside(ancestor, depth)
         elif ancestor.seen:
             yield Blamed(
-                ancestor.role, ancestor.kind, ancestor.digest, depth, made.stage, told_above=True
+                ancestor.role,
+                ancestor.kind,
+                ancestor.digest,
+                depth,
+                made.stage,
+                reported_above=True,
             )
         else:
             yield self._stage(ancestor, made, depth)
@@ -307,7 +312,7 @@ def lines(blamed: list[Blamed]) -> Iterator[str]:
         if not item.stage:
             yield f"{pad}{place}{item.what} {digest} {item.source}".rstrip()
             continue
-        if item.told_above:
+        if item.reported_above:
             yield f"{pad}{place}{item.what} {digest} of stage {item.stage} (see above)"
             continue
         yield f"{pad}{place}{item.what} {digest} of stage {item.stage} ({item.kind})"

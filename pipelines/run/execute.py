@@ -51,7 +51,7 @@ class RunOptions:
 def execute(
     resolved: ResolvedRun, manager: PluginManager, options: RunOptions, reporter: Reporter
 ) -> RunResult:
-    """Run the pipeline. Raises `PosttrainError` for what a user can mend.
+    """Run the pipeline. Raises `PosttrainError` for what a user can fix.
 
     `ApprovalNeeded` and `ApprovalRefused` end a run whose gate is not passed, with everything
     before it kept. Without new data for a stage that needs some nothing is run: the status is then

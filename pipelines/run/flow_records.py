@@ -1,4 +1,5 @@
-"""What Prefect's pages show of a run beside its graph: log, progress, samples, card, events.
+"""What Prefect's pages show of a run in addition to its graph: log, progress, samples, card,
+events.
 
 A run goes on without them: what the server does not take is a warning, and no more.
 """
@@ -79,7 +80,7 @@ class FlowProgress(SilentReporter):
             made = create_progress_artifact(
                 0.0, key=f"progress-{slug(stage)}", description=f"{kind}, {total_steps} steps"
             )
-            assert isinstance(made, UUID), "outside of an event loop it is no coroutine"
+            assert isinstance(made, UUID), "outside of an event loop it is not a coroutine"
             self._bars[stage] = made
 
     def step_done(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -137,8 +138,8 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
 def announce(event: str, run_id: str, stage: str, payload: Mapping[str, Any]) -> None:
     """Emit a custom event of the pipeline run (`run_id` is MLflow's), for automations.
 
-    Outside a flow nobody is told: Prefect would start a thread that waits for events, and which a
-    forked process cannot end.
+    Outside a flow nobody is informed: Prefect would start a thread that waits for events, and
+    which a forked process cannot end.
     """
     if FlowRunContext.get() is None and TaskRunContext.get() is None:
         return

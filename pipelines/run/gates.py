@@ -42,7 +42,7 @@ class Gates:
     def answer(
         self, name: str, stage: StageBase, inputs: Mapping[str, Artifact], identity: str
     ) -> Answer | None:
-        """The answer for this model; None for a stage that is no gate.
+        """The answer for this model; None for a stage that is not a gate.
 
         Raises `ApprovalNeeded` where there is none and nobody to ask.
         In this order: given beforehand, given while nothing ran, the time is over, asked now.
@@ -89,19 +89,20 @@ def check_passed(result: StageResult) -> None:
     answer = read_answer(result.artifact("approval").path)
     if not answer.approved:
         raise ApprovalRefused(
-            f"stage '{result.name}' was {answer.told()}; what was computed is kept, and --approve "
+            f"stage '{result.name}' was {answer.described()}; what was computed is kept, and "
+            "--approve "
             f"{result.name} changes the answer"
         )
 
 
 def check_answers(resolved: ResolvedRun, answers: Mapping[str, Answer]) -> None:
-    """Raise `ConfigError` for an answer to a stage that is no gate of this run."""
+    """Raise `ConfigError` for an answer to a stage that is not a gate of this run."""
     stages = resolved.config.stages
     gates = [name for name, stage in stages.items() if isinstance(stage, ApproveStage)]
     for name in answers:
         if name not in gates and (name != ALL_GATES or not gates):
             known = f"gates: {gates}" if gates else "it has no stage of kind 'approve'"
             raise ConfigError(
-                f"'{name}' is no gate of this run{nearest(name, gates)} ({known}); "
+                f"'{name}' is not a gate of this run{nearest(name, gates)} ({known}); "
                 f"correct --approve or --reject"
             )

@@ -113,20 +113,20 @@ def _plan(
         if waits_for:
             plans.append(StagePlan(name, False, _until(store, name, stage, parts, waits_for)))
             continue
-        found, told = store.lookup(name, identity_of(parts))
-        reason = Reason(told)
+        found, reported = store.lookup(name, identity_of(parts))
+        reason = Reason(reported)
         if found is not None and no_longer_true(found, inputs):
             found, reason = None, Reason("its promotion was taken back")
         elif found is not None:
             answer = _answer(found)
             if answer is not None and not answer.approved:
-                plans.append(StagePlan(name, True, Reason(answer.told())))
+                plans.append(StagePlan(name, True, Reason(answer.described())))
                 continue
             passed = (inputs["model"],) if found.kind in PASSES_ON else ()
             done[name] = replace(found, artifacts=(*found.artifacts, *passed))
         elif isinstance(stage, ApproveStage):
             reason = Reason("this model was not approved yet")
-        elif told == NEVER:
+        elif reported == NEVER:
             reason = why_missed(store, name, stage, parts)
         plans.append(StagePlan(name, found is not None, reason))
     return plans

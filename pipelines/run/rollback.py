@@ -52,7 +52,7 @@ class RolledBack:
     at: str
     reason: str
 
-    def told(self) -> str:
+    def described(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"{self.name}: '{self.alias}' moved from version {self.before} to version {self.now}"

@@ -55,9 +55,9 @@ def find_base(section: ModelSection, home: Path) -> Found:
             version = registry.find_version(uri, named.name, str(named.version))
         if version is not None:
             registry.check_weights(version)
-            told = f"{named.name} version {version.version}"
-            told += f" ({named.alias})" if named.alias else ""
-            pinned = PinnedModel(str(version.path), version.digest, version.model_id, told)
+            reported = f"{named.name} version {version.version}"
+            reported += f" ({named.alias})" if named.alias else ""
+            pinned = PinnedModel(str(version.path), version.digest, version.model_id, reported)
             return Found(at(section, pinned), pinned)
         known = registry.names(uri)
     if section.until_registered is not None:
@@ -97,7 +97,7 @@ class Begun:
     cursor: Cursor | None = None
     path: Path | None = None
     lock: ExitStack | None = field(default=None, repr=False)
-    told: str = ""
+    reported: str = ""
     nothing_new: str = ""
 
     @property
@@ -165,9 +165,9 @@ def look(
             section, pinned = found.section, found.pinned
         else:
             section = at(section, pinned)
-        told = f"round {unfinished.number} goes on: {len(unfinished.rows)} rows"
+        reported = f"round {unfinished.number} goes on: {len(unfinished.rows)} rows"
         chosen = tuple(rows[digest] for digest in unfinished.rows)
-        return Begun(with_model(resolved, section), pinned, chosen, cursor, told=told)
+        return Begun(with_model(resolved, section), pinned, chosen, cursor, reported=reported)
     new = [digest for digest in rows if digest not in cursor.seen]
     if len(new) < stage.min_rows:
         return Begun(resolved, cursor=cursor, nothing_new=_nothing(rows, new, cursor, stage))
@@ -175,9 +175,11 @@ def look(
     taken = new[: stage.max_rows]
     cursor = cursor.begin(taken, found.pinned)
     left = f", {len(new) - len(taken)} left for later" if len(new) > len(taken) else ""
-    told = f"round {cursor.finished + 1}: {len(taken)} new rows{left}"
+    reported = f"round {cursor.finished + 1}: {len(taken)} new rows{left}"
     chosen = tuple(rows[digest] for digest in taken)
-    return Begun(with_model(resolved, found.section), found.pinned, chosen, cursor, told=told)
+    return Begun(
+        with_model(resolved, found.section), found.pinned, chosen, cursor, reported=reported
+    )
 
 
 def _first(resolved: ResolvedRun) -> dict[str, object]:
@@ -189,11 +191,11 @@ def _first(resolved: ResolvedRun) -> dict[str, object]:
 
 
 def _nothing(rows: dict[str, Problem], new: Sequence[str], cursor: Cursor, s: NewDataStage) -> str:
-    told = f"{len(rows)} rows, {len(new)} of them new since round {cursor.finished}"
+    reported = f"{len(rows)} rows, {len(new)} of them new since round {cursor.finished}"
     if not cursor.finished:
-        told = f"{len(rows)} rows"
+        reported = f"{len(rows)} rows"
     wanted = f"; a round begins with {s.min_rows} (min_rows)" if s.min_rows > 1 else ""
-    return f"no new data: {told}{wanted}"
+    return f"no new data: {reported}{wanted}"
 
 
 def _rows(resolved: ResolvedRun, manager: PluginManager) -> dict[str, Problem]:

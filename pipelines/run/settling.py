@@ -49,10 +49,10 @@ def take_up(pipeline: Pipeline, begun: Begun) -> None:
     if begun.pinned is not None:
         model_id = begun.pinned.model_id
         pipeline.base = replace(pipeline.base, mlflow_model_id=model_id)
-        tags["posttrain.base_version"] = begun.pinned.told
-    if begun.told:
-        tags["posttrain.round"] = begun.told
-        pipeline.reporter.say(begun.told)
+        tags["posttrain.base_version"] = begun.pinned.reported
+    if begun.reported:
+        tags["posttrain.round"] = begun.reported
+        pipeline.reporter.say(begun.reported)
     if tags:
         pipeline.tracker.set_tags(tags)
 

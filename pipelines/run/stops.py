@@ -49,7 +49,7 @@ def follows_a_stop(error: BaseException) -> bool:
 
 
 def never() -> bool:
-    """What a run is told of stops where no signals are waited for."""
+    """What a run knows of stops where no signals are waited for."""
     return False
 
 
@@ -81,7 +81,7 @@ def noted_stops() -> Iterator[Callable[[], bool]]:
 
 
 GRACE_S = 60.0
-"""To end by itself once it was told to; code that never returns to Python cannot."""
+"""To end by itself once it was asked to; code that never returns to Python cannot."""
 SIGNAL = signal.SIGUSR1
 
 
@@ -135,7 +135,9 @@ class Watchdog:
                 return
 
     def _bite(self) -> None:
-        """Write the stacks, interrupt the main thread, and end the process if that is no help."""
+        """Write the stacks, interrupt the main thread, and end the process if that does not
+        help.
+        """
         path = self.folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         with path.open("w") as stream:
             faulthandler.dump_traceback(stream, all_threads=True)

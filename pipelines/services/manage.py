@@ -118,7 +118,7 @@ def _start(chosen: list[Service], layout: Layout, say: Say) -> None:
 
 def _wait(service: Service, began: float, say: Say) -> None:
     launch = service.launch
-    told = time.monotonic()
+    reported = time.monotonic()
     while not service.is_ready():
         if find(launch.record) is None:
             raise ResourceError(
@@ -130,9 +130,9 @@ def _wait(service: Service, began: float, say: Say) -> None:
                 f"{launch.service} does not answer after {START_SECONDS:.0f} s; its log "
                 f"{launch.log} ends with: {last_line(launch.log)}"
             )
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            say(f"{launch.service:<9} still starting after {told - began:.0f} s")
+        if time.monotonic() - reported > TELL_EVERY_S:
+            reported = time.monotonic()
+            say(f"{launch.service:<9} still starting after {reported - began:.0f} s")
         time.sleep(0.2)
     say(f"{launch.service:<9} ready at {service.address} ({time.monotonic() - began:.1f} s)")
 

@@ -104,7 +104,7 @@ class Cluster:
         )
 
     def _make(self) -> None:
-        """In a folder beside it, renamed when complete: a killed start leaves no half cluster."""
+        """In a folder next to it, renamed when complete: a killed start leaves no half cluster."""
         partial, given = self._folder / "data.partial", self._folder / "password"
         shutil.rmtree(partial, ignore_errors=True)
         password = secrets.token_urlsafe(24)

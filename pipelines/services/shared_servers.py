@@ -11,7 +11,7 @@ import psutil
 
 from posttrain.core.errors import ResourceError
 
-MEND = "`posttrain services up` starts servers on PostgreSQL and prints what to export"
+FIX = "`posttrain services up` starts servers on PostgreSQL and prints what to export"
 TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -21,12 +21,12 @@ def require_shared_prefect() -> str:
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if not url:
         raise ResourceError(
-            f"deployments need a Prefect server, and PREFECT_API_URL is empty: {MEND}"
+            f"deployments need a Prefect server, and PREFECT_API_URL is empty: {FIX}"
         )
     if _is_sqlite(url):
         raise ResourceError(
             f"the Prefect server at {url} keeps its data in SQLite, which several processes cannot "
-            f"share: start it on PostgreSQL; {MEND}"
+            f"share: start it on PostgreSQL; {FIX}"
         )
     return url
 
@@ -38,7 +38,7 @@ def require_shared_mlflow() -> str:
         found = f"MLFLOW_TRACKING_URI is {uri}" if uri else "MLFLOW_TRACKING_URI is empty"
         raise ResourceError(
             "deployed runs need an MLflow server, as several processes cannot share SQLite or a "
-            f"folder, but {found}: {MEND}"
+            f"folder, but {found}: {FIX}"
         )
     return uri
 
@@ -48,7 +48,7 @@ def _settings(url: str) -> object:
         return httpx.get(f"{url}/admin/settings", timeout=TIMEOUT_S).raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ResourceError(
-            f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {MEND}"
+            f"the Prefect server at PREFECT_API_URL={url} does not answer ({error}): {FIX}"
         ) from error
 
 

@@ -38,7 +38,7 @@ class StageOutput:
 
 
 def _to_nobody(event: str, payload: Mapping[str, Any]) -> None:
-    """Where no run is told of what happens, as in a replay."""
+    """Where no run is informed of what happens, as in a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class StageContext(StageInputs):
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
-    reinforcement learning was made of; `told` are metrics that a warning named. `answer` is
+    reinforcement learning was made of; `reported` are metrics that a warning named. `answer` is
     what a gate was answered, `rows` the new rows of a stage that is about them.
     """
 
@@ -64,7 +64,7 @@ class StageContext(StageInputs):
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
     evidence: EvidenceKeeper | None = None
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def started(self, total_steps: int) -> None:
         """Tell the person watching that the stage begins."""
@@ -80,9 +80,9 @@ class StageContext(StageInputs):
 
     def _tell_left_out(self, step: int, names: Sequence[str]) -> None:
         """Warn, once for each name, of metrics that a step has too many of to be recorded."""
-        fresh = sorted(set(names) - self.told)
+        fresh = sorted(set(names) - self.reported)
         if fresh:
-            self.told.update(fresh)
+            self.reported.update(fresh)
             self.warn(
                 f"{self.name}: step {step} has {len(names)} metrics more than the 100 that are "
                 f"recorded; MLflow does not get {', '.join(fresh)}"

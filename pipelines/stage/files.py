@@ -1,4 +1,4 @@
-"""A stage's files beside its artifact: checkpoints, and the record of its steps."""
+"""A stage's files in addition to its artifact: checkpoints, and the record of its steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def checkpoint_folder(home: Path, stage: str, identity: str) -> Path:
 
 
 class StageFiles:
-    """The folder of one stage; `warn` is told of a damaged checkpoint that is passed over."""
+    """The folder of one stage; `warn` receives the text of a damaged checkpoint that is passed
+    over.
+    """
 
     def __init__(self, root: Path, keep: KeepSection, warn: Callable[[str], None]) -> None:
         self.root, self.keep, self._warn = root, keep, warn
 
     def forget(self) -> None:
-        """Remove what an interrupted run left: the stage starts anew."""
+        """Remove what an interrupted run left: the stage starts again."""
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if path.name == "kept":
                 continue  # of a run that is done
@@ -70,7 +72,7 @@ class StageFiles:
 
     def settle(self) -> None:
         """The stage is done: only what a replay starts from stays."""
-        settle(self.root, self.keep, beside=(KEPT,))
+        settle(self.root, self.keep, extra=(KEPT,))
 
 
 @contextmanager

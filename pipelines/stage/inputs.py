@@ -55,7 +55,7 @@ class StagePlugins(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInputs:
-    """A stage of a run with what it reads. `check` raises when told to stop.
+    """A stage of a run with what it reads. `check` raises when asked to stop.
 
     `ranks` and `mesh` are of a rank among several, whose models are sharded over the mesh.
     """

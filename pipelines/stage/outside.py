@@ -1,4 +1,6 @@
-"""What decides a stage beside its inputs and its config: the registry's champion, the new rows."""
+"""What decides a stage in addition to its inputs and its config: the registry's champion, the new
+rows.
+"""
 
 from __future__ import annotations
 

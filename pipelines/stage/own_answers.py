@@ -44,7 +44,7 @@ class OwnAnswers:
         if digest != _digest(text):
             raise RunError(
                 f"'{path}' is damaged (its digest differs), and the stage has begun to train on "
-                "it: run with --fresh to start the stage anew"
+                "it: run with --fresh to start the stage again"
             )
         found = json.loads(text)
         pairs = [

@@ -40,5 +40,5 @@ def run_approve(context: StageContext) -> StageOutput:
         }
     context.tracker.log_summary(metrics)
     context.reporter.step_done(context.name, 1, {})
-    context.reporter.say(f"{context.name}: {answer.told()}")
+    context.reporter.say(f"{context.name}: {answer.described()}")
     return StageOutput({"approval": folder}, metrics)

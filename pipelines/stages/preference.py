@@ -180,7 +180,7 @@ class _PreferenceRun:
         alarm = BothFallingAlarm(stage.both_falling_alarm, stage.both_falling_window)
         heap = StepHeap()
         for taken in self.steps.history:
-            alarm.after(taken)  # told by the run that took the step
+            alarm.after(taken)  # reported by the run that took the step
         metrics: dict[str, float] = {}
         for step in self.steps.remaining:
             context.check()

@@ -18,7 +18,7 @@ from posttrain.pipelines.stage.outside import CHAMPION
 from posttrain.pipelines.stages.evaluate import measure
 
 MEASURED, REGISTERED, MOVED = 1, 2, 3
-"""Steps of a promotion, as listeners are told of them."""
+"""Steps of a promotion, as listeners see them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,9 @@ def _report(context: StageContext, outcomes: Sequence[Outcome]) -> StageOutput:
     kept = [outcome for outcome in outcomes if outcome.made is not None]
     dropped = [outcome for outcome in outcomes if outcome.made is None]
     if not kept:
-        told = "; ".join(sorted({f"{o.reason}: {REASONS[o.reason]}" for o in dropped}))
+        reported = "; ".join(sorted({f"{o.reason}: {REASONS[o.reason]}" for o in dropped}))
         raise DataError(
-            f"stage '{context.name}' kept none of {len(outcomes)} problems ({told}): use a "
+            f"stage '{context.name}' kept none of {len(outcomes)} problems ({reported}): use a "
             "stronger model, lower `agreement`, or raise num_problems"
         )
     _write(folder / PROBLEMS_FILE, kept)
@@ -107,10 +107,10 @@ def _report(context: StageContext, outcomes: Sequence[Outcome]) -> StageOutput:
     context.tracker.log_table("dropped", 0, [_shown(outcome) for outcome in dropped[:100]])
     context.tracker.log_summary(metrics)
     reasons = {o.reason: int(metrics[f"transform/dropped/{o.reason}"]) for o in dropped}
-    told = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
+    reported = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
     context.reporter.say(
         f"{context.name}: kept {len(kept)} of {len(outcomes)} problems"
-        + (f"; dropped: {told}" if told else "")
+        + (f"; dropped: {reported}" if reported else "")
     )
     return StageOutput({"dataset": folder}, metrics)
 

@@ -110,11 +110,11 @@ class ToolsEnvironment(Environment[ToolsConfig]):
         calls = "\n".join(f"{self._call(tag)}: {t.description}" for tag, t in self._tools.items())
         text = INSTRUCTIONS if config.instructions is None else config.instructions
         shown = config.result.replace("{result}", "...")
-        told = text.replace("{calls}", calls).replace("{shown}", shown)
-        told = told.replace("{max_calls}", str(config.max_calls))
+        reported = text.replace("{calls}", calls).replace("{shown}", shown)
+        reported = reported.replace("{max_calls}", str(config.max_calls))
         if config.place == "system":
-            return Opening(0, system=told.strip())
-        return Opening(0, suffix=told)
+            return Opening(0, system=reported.strip())
+        return Opening(0, suffix=reported)
 
     def step(self, state: object, turn: Turn) -> Observation:
         """The result of the call that `turn` ends with."""

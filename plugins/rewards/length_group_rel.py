@@ -24,7 +24,7 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
 
     Added to `accuracy` with weight 1 it is R_i - mean(R) w T_i / max T. `correct` is the task's
     verdict, T_i counts tokens. A group that nobody solves pays nothing. The responses to one prompt
-    must be scored in one call, so this runs in the host process; prompts are told apart by their
+    must be scored in one call, so this runs in the host process; prompts are distinguished by their
     token ids, so a prompt drawn twice in one batch is one group here.
     Source: prime-rl, length penalty relative to the group.
     """

@@ -106,10 +106,10 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
             prompt = self.tokenizer.encode_prompt(sample.problem)
             response = self.tokenizer.encode_response(sample.text)[:-1]
         if self.tokenizer.decode_response(response) != sample.text:
-            mend = (
+            fix = (
                 "set tokens: own" if self.config.tokens == "policy" else "its tokenizer loses text"
             )
-            return Score(None, "error", f"the model's tokenizer reads other text: {mend}")
+            return Score(None, "error", f"the model's tokenizer reads other text: {fix}")
         found = [ending_token(response, end, self.tokenizer) for end in ends]
         places = [len(response) - 1 if place is None else place for place in found]
         if not sample.text[: ends[-1]].endswith(self.config.separator):
@@ -123,7 +123,9 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
 
     def _of_steps(self, row: Row, values: Sequence[float]) -> Score:
         if not all(map(math.isfinite, values)):
-            return Score(None, "error", "the process reward model gave a score that is no number")
+            return Score(
+                None, "error", "the process reward model gave a score that is not a number"
+            )
         steps = tuple(StepVerdict(end, p) for end, p in zip(row.ends, values, strict=True))
         found = {
             "min": min(values),

@@ -33,7 +33,8 @@ class StopProperlyConfig(PluginConfig):
 class StopProperlyReward(Reward[StopProperlyConfig]):
     """R_i = 0 if response i ended by itself, else what turns its verdict into the wanted reward.
 
-    scale: (coef - 1) correct; set: coef - correct; subtract: -coef. Rewards are summed, so beside
+    scale: (coef - 1) correct; set: coef - correct; subtract: -coef. Rewards are summed, so in
+    addition to
     `accuracy` of the same weight a cut response gets coef * correct, coef, or correct - coef.
     Sources: NeMo-RL, stop_properly_penalty_coef; OpenRLHF, stop_properly_penalty_coef.
     """

@@ -133,8 +133,8 @@ class ArithmeticTask(Task[ArithmeticConfig]):
                     found[key] = None
             keys = list(found)
         if len(keys) < count:
-            mend = "ask for fewer, or allow more digits, operators or held_out_permille"
-            raise too_few(self.name, split, count, len(keys), mend)
+            fix = "ask for fewer, or allow more digits, operators or held_out_permille"
+            raise too_few(self.name, split, count, len(keys), fix)
         return [self._problem(key) for key in keys[:count]]
 
     def available(self, split: Split) -> int | None:

@@ -38,8 +38,8 @@ class DigitsTask(Task[DigitsConfig]):
         """`count` distinct problems of `split` in an order decided by `seed`."""
         keys = self._keys(split)
         if len(keys) < count:
-            mend = "ask for fewer, or raise task.places"
-            raise too_few(self.name, split, count, len(keys), mend)
+            fix = "ask for fewer, or raise task.places"
+            raise too_few(self.name, split, count, len(keys), fix)
         random.Random(f"digits|{split}|{seed}").shuffle(keys)
         return [self._problem(key) for key in keys[:count]]
 

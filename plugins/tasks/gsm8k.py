@@ -24,7 +24,7 @@ from posttrain.core.types import Problem, Split, Verdict
 MARKER = "####"
 CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 EXAMPLE = '{"question": ..., "answer": "... #### 72"}'
-MEND = "download it, and set `path` to a folder with train.jsonl and test.jsonl"
+FIX = "download it, and set `path` to a folder with train.jsonl and test.jsonl"
 TEMPLATE = (
     "{question}\n\nReason step by step. End with a line that holds four hash signs and the answer "
     "as a number, such as: #### 42"
@@ -72,7 +72,7 @@ class Gsm8kConfig(PluginConfig):
     @model_validator(mode="after")
     def _both_files(self) -> Gsm8kConfig:
         if self.held_out_path is not None and self.path is None:
-            raise ValueError("held_out_path needs a path for the training problems beside it")
+            raise ValueError("held_out_path needs a path for the training problems next to it")
         return self
 
 
@@ -105,14 +105,14 @@ class Gsm8kTask(Task[Gsm8kConfig]):
         """Rows of the two splits; notes where they come from."""
         config = self.config
         if config.path is None:
-            hub = resolve_revision(HubSource(config.source, config.subset, config.revision), MEND)
+            hub = resolve_revision(HubSource(config.source, config.subset, config.revision), FIX)
             self._source = f"hub {hub}"
-            return hub_rows(hub, "train", MEND), hub_rows(hub, "test", MEND)
+            return hub_rows(hub, "train", FIX), hub_rows(hub, "test", FIX)
         place = config.path.expanduser()
         if place.is_dir():
             train, test = _file(place, "train"), config.held_out_path or _file(place, "test")
         elif config.held_out_path is None:
-            wanted = "a folder with train.jsonl and test.jsonl, or a held_out_path beside a file"
+            wanted = "a folder with train.jsonl and test.jsonl, or a held_out_path with a file"
             raise DataError(
                 f"task.path is '{config.path}', expected {wanted}: correct it; relative paths "
                 f"start at {Path.cwd()}"
@@ -132,12 +132,14 @@ class Gsm8kTask(Task[Gsm8kConfig]):
             problem = self._problem(row)
             known = found.setdefault(problem.key, problem)
             if others and problem.key in others:
-                known, told = others[problem.key], "the same question in both splits"
+                known, reported = others[problem.key], "the same question in both splits"
             elif not same_number(known.answer, problem.answer):
-                told = f"one question with the answers {known.answer} and {problem.answer}"
+                reported = f"one question with the answers {known.answer} and {problem.answer}"
             else:
                 continue
-            raise DataError(f"{known.metadata['source']} and {row.where} hold {told}: remove one")
+            raise DataError(
+                f"{known.metadata['source']} and {row.where} hold {reported}: remove one"
+            )
         return found
 
     def _problem(self, row: JsonRow) -> Problem:

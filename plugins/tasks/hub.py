@@ -10,7 +10,7 @@ from posttrain.core.data.row_task import RowConfig, RowTask
 from posttrain.core.data.tables import HubSource, hub_rows, resolve_revision
 from posttrain.core.runtime.json_files import JsonRow
 
-MEND = "download its files, and use the task `parquet` or `jsonl` on them"
+FIX = "download its files, and use the task `parquet` or `jsonl` on them"
 
 
 class HubConfig(RowConfig):
@@ -51,11 +51,11 @@ class HubTask(RowTask[HubConfig]):
         """The rows of both splits."""
         config = self.config
         wanted = HubSource(config.dataset, config.subset, config.revision)
-        self._hub = hub = resolve_revision(wanted, MEND)
+        self._hub = hub = resolve_revision(wanted, FIX)
         apart = None
         if config.held_out_split is not None:
-            apart = hub_rows(hub, config.held_out_split, MEND, streaming=config.streaming)
-        rows = hub_rows(hub, config.split, MEND, streaming=config.streaming, limit=config.limit)
+            apart = hub_rows(hub, config.held_out_split, FIX, streaming=config.streaming)
+        rows = hub_rows(hub, config.split, FIX, streaming=config.streaming, limit=config.limit)
         return rows, apart
 
     def source(self) -> str:

@@ -179,9 +179,9 @@ class ReasoningGymTask(Task[ReasoningGymConfig]):
                     break
             block, dry = block + 1, 0 if len(found) > before else dry + 1
             if dry == DRY_BLOCKS:
-                mend = "ask for fewer, widen the dataset's config, or lower its weight"
+                fix = "ask for fewer, widen the dataset's config, or lower its weight"
                 where = f"{self.name}: {name}"
-                raise too_few(where, split, count, len(found), mend)
+                raise too_few(where, split, count, len(found), fix)
         return found
 
     def _item(self, name: str, block_seed: int, index: int) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _problem(key: str, name: str, seed: int, index: int, item: dict[str, Any]) -
     """A generated item as a problem; its seed and index are enough to make the item again."""
     question, answer = item["question"].strip(), item["answer"] or ""
     expression = item["metadata"].get("expression")
-    told = isinstance(expression, str) and expression != answer  # countdown asks for it
-    worked = f"{expression} = {answer}" if told else answer
+    reported = isinstance(expression, str) and expression != answer  # countdown asks for it
+    worked = f"{expression} = {answer}" if reported else answer
     place = {"dataset": name, "seed": str(seed), "index": str(index)}
     return Problem(key, question, answer, worked, place)

@@ -1,7 +1,8 @@
 """How far engine and trainer are apart, and what the checks cost; prints one JSON line.
 
 A real learner takes updates on what the engine samples, and the engine is synced after each. Under
-each sampling law the tokens' log-probs are compared before the first update and after the last.
+each sampling distribution the tokens' log-probs are compared before the first update and after the
+last.
 
 python tests/bench/mismatch.py --json
 python tests/bench/mismatch.py --engine vllm --model smollm2 --dtype bfloat16 --rate 1e-5 --json
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--laws", nargs="*", choices=list(LAWS), default=list(LAWS))
+    parser.add_argument("--distributions", nargs="*", choices=list(LAWS), default=list(LAWS))
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--prompts", type=int, default=4)
@@ -139,8 +140,8 @@ def main() -> None:
         cache = Path(folder)
         smollm2 = options.model == "smollm2"
         model = obtain(ModelSection(), cache).path if smollm2 else make_tiny_model(cache / "tiny")
-        for law in options.laws:
-            temperature, top_p, top_k = LAWS[law]
+        for distribution in options.distributions:
+            temperature, top_p, top_k = LAWS[distribution]
             params = SamplingParams(8, 16, temperature, top_p, top_k, seed=1)
             dtype = getattr(torch, options.dtype)
             rig = make_rig(
@@ -156,9 +157,9 @@ def main() -> None:
                     texts = gaps_of_texts(rig, ChatTokenizer.load(model), options.texts)
                     result["texts"] = texts
                     break
-                if law == options.laws[0]:
+                if distribution == options.distributions[0]:
                     result["forward_s"] = cut_seconds(rig)
-                result[law] = measure(rig, options.updates)
+                result[distribution] = measure(rig, options.updates)
             finally:
                 rig.engine.close()
     print(json.dumps(result, indent=None if options.json else 2))

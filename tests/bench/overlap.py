@@ -1,4 +1,4 @@
-"""Steps per hour with and without sampling beside the update; prints one JSON line.
+"""Steps per hour with and without sampling next to the update; prints one JSON line.
 
 The real command, flow and learner on a tiny model. A stand-in engine sleeps `--seconds` in every
 call instead of computing, and a stand-in loss as long in every update: sampling and training of
@@ -106,7 +106,7 @@ def measure(folder: Path, seconds: float, steps: int) -> dict[str, Any]:
     for name in budgets:
         lengths = learned.history(name, "time/step_s")
         found[name] = {
-            # The first step has no earlier update to be sampled beside.
+            # The first step has no earlier update to be sampled in addition to.
             "steps_per_hour": round(3600 * len(lengths[1:]) / sum(lengths[1:])),
             "steps_per_hour_with_first": round(3600 * len(lengths) / sum(lengths)),
             "step_s": round(sum(lengths[1:]) / len(lengths[1:]), 3),

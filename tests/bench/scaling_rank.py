@@ -1,4 +1,4 @@
-"""A rank of `tests/bench/scaling.py`: a sharded learner that updates when it is told to."""
+"""A rank of `tests/bench/scaling.py`: a sharded learner that updates when it is reported to."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ ours where it is installed), `thresholds` (the same, under a glibc that keeps la
 `documented` (its defaults, and the system's). Same model, prompts, group size and precision; every
 response has the full length, so that all do the same work. A step lasts from the word to begin
 until the next step would begin. Ours keeps float32 master weights, TRL does not. Over 300 lines
-because both sides are set up here, one beside the other.
+because both sides are set up here, one next to the other.
 
 TRL is not a dependency; put it in a folder of its own:
 
@@ -195,7 +195,7 @@ def theirs(folder: Path, options: argparse.Namespace, setting: str) -> list[str]
     """TRL's process."""
     task = PluginManager().build(Task, "arithmetic", {"question": QUESTION})
     problems = task.problems("train", options.prompts * (options.rounds + 2), seed=0)
-    told = {
+    reported = {
         **{name: getattr(options, name) for name in ("prompts", "generations", "tokens", "micro")},
         "dtype": options.dtype,
         "autocast": options.autocast,
@@ -210,7 +210,7 @@ def theirs(folder: Path, options: argparse.Namespace, setting: str) -> list[str]
             for p in problems
         ],
     }
-    return [sys.executable, str(REPO / "tests" / "bench" / "step_trl.py"), json.dumps(told)]
+    return [sys.executable, str(REPO / "tests" / "bench" / "step_trl.py"), json.dumps(reported)]
 
 
 def begin(name: str, folder: Path, options: argparse.Namespace) -> Side:

@@ -1,4 +1,6 @@
-"""Every engine beside a learner: ten updates, under each law, and every rollout correction."""
+"""Every engine in addition to a learner: ten updates, under each distribution, and every rollout
+correction.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
     if made.unavailable_reason():
         pytest.skip(str(made.unavailable_reason()))
     largest, mean = BOUNDS[dtype]
-    for law in LAWS:
-        params = SamplingParams(4, 12, *law, seed=1)
+    for distribution in LAWS:
+        params = SamplingParams(4, 12, *distribution, seed=1)
         rig = make_rig(engine, folder, params, dtype=dtype, correction="tis_token", engine=made)
         # In bfloat16 ties are common, and its bounds allow for them.
         rig.leave_out_ties = dtype == torch.float32
@@ -46,8 +48,8 @@ def test_engine_and_trainer_agree_before_and_after_ten_updates(
             rig.check.after("the start")
             steps = [rig.step() for _ in range(11)]
             for found in steps:
-                assert found["mismatch/abs_max"] < largest, law
-                assert found["mismatch/abs_mean"] < mean, law
+                assert found["mismatch/abs_max"] < largest, distribution
+                assert found["mismatch/abs_mean"] < mean, distribution
                 assert 1 - found["ess/token"] < mean
                 assert found["sync/probe_abs_max"] < largest
             assert rig.left_out <= 4  # Of some two thousand.

@@ -122,12 +122,12 @@ def test_every_kind_of_harm_costs_its_own_sample_and_says_what_happened() -> Non
         again = score(pool, ["3", "4"])
     assert [s.value for s in again] == [3.0, 4.0]
     assert all(s.value is None for s in found.values())
-    told = {kind: (s.status, s.detail) for kind, s in found.items()}
+    reported = {kind: (s.status, s.detail) for kind, s in found.items()}
     late = ("timeout", "no score within 0.6 s")
-    assert told.pop("close")[0] in ("crashed", "timeout")
-    status, detail = told.pop("write")
+    assert reported.pop("close")[0] in ("crashed", "timeout")
+    status, detail = reported.pop("write")
     assert status == "crashed" and "wrote into the pool's channel" in detail
-    assert told == {
+    assert reported == {
         "exit": ("crashed", "its process ended with exit code 3"),
         "segfault": ("crashed", "its process was killed by SIGSEGV"),
         "killed": ("crashed", "its process was killed by SIGKILL, perhaps for want of memory"),
@@ -260,15 +260,15 @@ def test_a_reward_that_cannot_be_set_up_stops_the_run() -> None:
     context = RewardContext({}, torch.float32, torch.device("cpu"), "eager", 1)
     reward = FaultyReward(FaultyConfig(harm_in_setup="raise"))
     with RewardPool([reward], workers=1, context=context) as pool:
-        told = "building its rewards failed with ValueError: no such answer"
-        with pytest.raises(RunError, match=told):
+        reported = "building its rewards failed with ValueError: no such answer"
+        with pytest.raises(RunError, match=reported):
             score(pool, ["1"])
 
 
 def test_workers_that_die_while_they_start_stop_the_run() -> None:
     with make_pool(harm_in_worker="exit") as pool:
-        told = "3 workers of the reward pool died while they built their rewards: .* code 3"
-        with pytest.raises(RunError, match=told):
+        reported = "3 workers of the reward pool died while they built their rewards: .* code 3"
+        with pytest.raises(RunError, match=reported):
             score(pool, ["1"])
 
 
@@ -280,13 +280,13 @@ from tests.helpers.faulty_rewards import FaultyConfig, FaultyReward, samples_of
 from posttrain.core.rewards.pool import RewardPool
 pool = RewardPool([FaultyReward(FaultyConfig())], workers=2, timeout_s=600)
 pool.score(samples_of(["1", "2"]))
-def told():
-    if not told.done:
+def described():
+    if not reported.done:
         below = psutil.Process().children(recursive=True)
         print(*[process.pid for process in below], flush=True)
-    told.done = True
-told.done = False
-pool._check = told
+    reported.done = True
+reported.done = False
+pool._check = reported
 pool.score(samples_of(["sleep", "regex"]))
 """
 

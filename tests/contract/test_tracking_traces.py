@@ -102,5 +102,7 @@ def test_a_server_that_takes_no_traces_is_told_of_once_and_the_run_goes_on(
     tracker.finish("FINISHED")
     run = MlflowClient(tracking_uri=tracker.uri).get_run(stage.run_id)
     assert run.info.status == "FINISHED" and run.data.metrics == {"reward/mean": 0.5}
-    told = [r.getMessage() for r in caplog.records if "are not shown as traces" in r.getMessage()]
-    assert len(told) == 1 and "no such endpoint" in told[0]
+    reported = [
+        r.getMessage() for r in caplog.records if "are not shown as traces" in r.getMessage()
+    ]
+    assert len(reported) == 1 and "no such endpoint" in reported[0]

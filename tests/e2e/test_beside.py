@@ -1,4 +1,4 @@
-"""Runs beside each other in one home: no stage is computed twice, nothing gets in the way."""
+"""Runs next to each other in one home: no stage is computed twice, nothing gets in the way."""
 
 from __future__ import annotations
 

@@ -29,5 +29,5 @@ def test_each_evaluation_that_is_better_than_all_before_it_is_an_event(tmp_path:
     assert expected, "a run that gets better"
     database = sqlite3.connect(f"file:{tmp_path}/home/prefect/prefect.db?mode=ro", uri=True)
     query = "select payload from events where event = 'posttrain.eval.improved' order by occurred"
-    told = [json.loads(payload) for (payload,) in database.execute(query)]
-    assert [(t["step"], t["before"], t["eval/greedy_accuracy"]) for t in told] == expected
+    reported = [json.loads(payload) for (payload,) in database.execute(query)]
+    assert [(t["step"], t["before"], t["eval/greedy_accuracy"]) for t in reported] == expected

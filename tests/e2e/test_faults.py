@@ -192,5 +192,5 @@ def test_a_lost_connection_repeats_an_evaluation_and_never_a_step_of_training(
     assert done.result["stages"]["evaluate"]["status"] == "cached", "tried again, it was there"
     client = MlflowClient(done.result["mlflow_uri"])
     runs = client.search_runs([done.result["mlflow_experiment_id"]])
-    told = [(run.info.run_name, run.info.status) for run in runs]
-    assert told.count(("sft", "FAILED")) == 1 and told.count(("sft", "FINISHED")) == 1
+    reported = [(run.info.run_name, run.info.status) for run in runs]
+    assert reported.count(("sft", "FAILED")) == 1 and reported.count(("sft", "FINISHED")) == 1

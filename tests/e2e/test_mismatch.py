@@ -57,7 +57,9 @@ def posttrain_register():
 
 
 def config(model: Path, engine: str, **rl: Any) -> dict[str, Any]:
-    """Two rl stages from one model: one samples as it is, one from a sharper law cut twice."""
+    """Two rl stages from one model: one samples as it is, one from a sharper distribution cut
+    twice.
+    """
     made = tiny_config(model)
     shared = made["stages"]["rl"] | {
         "inputs": {"model": "base"},
@@ -68,11 +70,11 @@ def config(model: Path, engine: str, **rl: Any) -> dict[str, Any]:
         "checkpoint_every": 0,
         **rl,
     }
-    law = {"max_response_length": 8, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    distribution = {"max_response_length": 8, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     correction = {"plugin": {"name": "tis_token", "statistics": "full"}}
     # An alarm at every step: float32 rounding alone makes a k3 of 1e-14.
     alarm = {"mismatch_alarm": 1e-18}
-    cut = shared | {"generation": law, "rollout_correction": correction} | alarm
+    cut = shared | {"generation": distribution, "rollout_correction": correction} | alarm
     stages = {"plain": shared, "cut": cut}
     # This model sets off others as well, which test_alarms is about.
     return made | {"engine": engine, "stages": stages, "alarms": NO_OTHER_ALARM}

@@ -1,4 +1,4 @@
-"""Sampling beside the update: what it gains, and that it ends as quickly as any run."""
+"""Sampling next to the update: what it gains, and that it ends as quickly as any run."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def test_blame_walks_back_from_the_registered_model_to_the_base_model(
     done = run_command("blame", "tiny/1", "--home", home, "--json")
     assert done.code == 0, done.text
     past = done.result["past"]
-    assert [(p["depth"], p["place"], p["stage"], p["told_above"]) for p in past] == [
+    assert [(p["depth"], p["place"], p["stage"], p["reported_above"]) for p in past] == [
         (0, "", "rl", False),
         (1, "model", "sft", False),
         (2, "model", "", False),

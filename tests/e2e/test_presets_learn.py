@@ -1,6 +1,7 @@
 """Every preset learns to copy digits from a random start, on three seeds, through the real command.
 
-What a preset promises beside learning is read from the same runs: bounds kept, targets reached.
+What a preset promises in addition to learning is read from the same runs: bounds kept, targets
+reached.
 """
 
 from __future__ import annotations

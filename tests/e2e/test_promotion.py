@@ -1,4 +1,4 @@
-"""A gate, a promotion, a kill between its two halves, a rollback: one home, told in order."""
+"""A gate, a promotion, a kill between its two halves, a rollback: one home, reported in order."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def champion(workspace: Path) -> str:
 
 def record(done: Finished) -> dict[str, Any]:
     (made,) = done.result["stages"]["promote"]["artifacts"][:1]
-    told: dict[str, Any] = json.loads(Path(made["uri"]).read_text())
-    return told
+    reported: dict[str, Any] = json.loads(Path(made["uri"]).read_text())
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,9 @@ def test_a_rejection_is_told_and_kept_with_who_when_and_why(
         [e.experiment_id for e in client(workspace).search_experiments()],
         "tags.`posttrain.approval.decision` = 'rejected'",
     )
-    (told,) = (found.data.tags for found in runs)
-    assert told["posttrain.approval.reason"] == "says nothing right"
-    assert "@" in told["posttrain.approval.by"] and "T" in told["posttrain.approval.at"]
+    (reported,) = (found.data.tags for found in runs)
+    assert reported["posttrain.approval.reason"] == "says nothing right"
+    assert "@" in reported["posttrain.approval.by"] and "T" in reported["posttrain.approval.at"]
     assert not client(workspace).search_registered_models(), "nothing behind the gate was done"
 
 
@@ -147,9 +147,11 @@ def test_a_kill_between_registering_and_moving_registers_once_and_loses_nothing(
     found = versions(workspace)
     assert set(found) == {"1", "2"} and champion(workspace) == "2"
     assert found["2"].tags["posttrain.previous_champion"] == "1"
-    told = record(better)
-    assert told["promoted"] and told["version"] == "2" and told["previous_version"] == "1"
-    compared = told["comparison"]
+    reported = record(better)
+    assert (
+        reported["promoted"] and reported["version"] == "2" and reported["previous_version"] == "1"
+    )
+    compared = reported["comparison"]
     assert compared["low"] > 0 and compared["gained"] > 16 and compared["num_problems"] == 32
     assert better.result["stages"]["promote"]["metrics"]["promote/low"] == compared["low"]
     assert better.result["stages"]["gate"]["status"] == "cached", "its answer stands"
@@ -158,7 +160,7 @@ def test_a_kill_between_registering_and_moving_registers_once_and_loses_nothing(
 def test_an_old_answer_is_for_no_other_model_and_a_worse_one_moves_nothing(
     workspace: Path, better: Finished
 ) -> None:
-    """Another model is asked for anew, at a terminal this time."""
+    """Another model is asked for again, at a terminal this time."""
     typed = {"approve or reject?": "approve", "why?": "let us see"}
     code, screen = at_a_terminal(arguments(workspace, ALSO_BAD), typed)
     assert code == 0, screen

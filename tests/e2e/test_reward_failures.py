@@ -98,7 +98,7 @@ def test_failures_are_metrics_and_rows_of_the_samples_table_and_too_many_stop_th
     assert len(failures) == 2 and 0 < sum(failures) < 32
     by_status = [metric(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors")]
     assert [sum(parts) for parts in zip(*by_status, strict=True)] == failures
-    # A reward that failed is no zero: the row is unscored though `accuracy` has its say.
+    # A reward that failed is not a zero: the row is unscored though `accuracy` has its say.
     assert metric("reward/unscored_frac") == [count / 16 for count in failures]
     assert metric("reward/failed_frac/brittle") == [n / 16 for n in failures if n]
     assert all(rate > 0 for rate in metric("reward/pool_samples_per_s"))

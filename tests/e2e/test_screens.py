@@ -38,7 +38,7 @@ QUIET = """
 localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");
 localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
 """
-"""MLflow opens a panel beside the first page that one sees."""
+"""MLflow opens a panel in addition to the first page that one sees."""
 
 
 @dataclass(frozen=True)

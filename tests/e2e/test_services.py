@@ -384,7 +384,7 @@ def _answers(url: str) -> bool:
 
 
 def services_run(services: Services, other: dict[str, str], command: str, config: Path) -> Finished:
-    """The command beside the services, with other variables than theirs."""
+    """The command in addition to the services, with other variables than theirs."""
     done = run_command(command, str(config), variables=services.variables | other)
     assert "Traceback" not in done.text, done.text
     assert len([line for line in done.text.splitlines() if line.strip()]) == 1, done.text
@@ -430,7 +430,7 @@ def test_servers_that_are_gone_for_a_while_lose_nothing(
 def test_down_stops_a_run_cleanly_and_data_are_there_after_the_next_up(
     services: Services, nightly: str, runs: list[Run]
 ) -> None:
-    """The last test of this file: it starts the services anew, on the same ports."""
+    """The last test of this file: it starts the services again, on the same ports."""
     identity = start_long_run(services, nightly, "stopped")
     home = ("--home", str(services.home))
     down = services.run("services", "down", *home)

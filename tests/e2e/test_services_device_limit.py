@@ -61,4 +61,4 @@ def test_stages_of_two_runs_take_turns_under_a_limit_of_one(
     assert first["end_time"] <= second["start_time"]
     states = services.ask("GET", f"/task_run_states/?task_run_id={second['id']}")
     ready = min(state["timestamp"] for state in states)
-    assert ready < first["end_time"], "it would have run beside the first"
+    assert ready < first["end_time"], "it would have run next to the first"

@@ -46,8 +46,8 @@ def suspended(services: Services, run: str) -> str:
     found = services.flow_run(run, ("PAUSED", *ENDED), seconds=200)
     assert found["state"]["name"] == "Suspended", (found["state"], services.log("worker")[-4000:])
     keys = found["state"]["state_details"]["run_input_keyset"]
-    told: str = services.ask("GET", f"/flow_runs/{run}/input/{keys['description']}")
-    return told
+    reported: str = services.ask("GET", f"/flow_runs/{run}/input/{keys['description']}")
+    return reported
 
 
 def planned(services: Services, run: str) -> list[Any]:

@@ -159,7 +159,7 @@ def trl_update(
 def measure_side(
     make: Any, options: argparse.Namespace, device: torch.device
 ) -> dict[str, float | None]:
-    """One side by itself, with a model of its own: both do not fit beside each other."""
+    """One side by itself, with a model of its own: both do not fit next to each other."""
     model = make_model(options, device)
     batch = make_batch(options, model.config.vocab_size)
     update, close = make(model, options)

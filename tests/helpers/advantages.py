@@ -23,7 +23,9 @@ def outcome_batch(
     scored: Sequence[bool] | None = None,
     **columns: Tensor,
 ) -> RolloutBatch:
-    """Rows of `lengths` tokens (1 unless told) of one group unless told; all scored unless told."""
+    """Rows of `lengths` tokens (1 unless reported) of one group unless reported; all scored unless
+    reported.
+    """
     values = rewards if isinstance(rewards, Tensor) else torch.tensor(rewards, dtype=torch.float64)
     sizes = torch.tensor(lengths if lengths is not None else [1] * len(values))
     mask = (torch.arange(max(1, int(sizes.max())))[None, :] < sizes[:, None]).double()
@@ -49,7 +51,7 @@ def per_row(
     group_id: Sequence[int] | None = None,
     **fields: object,
 ) -> list[float]:
-    """Advantages of one-token rows, of one group unless told."""
+    """Advantages of one-token rows, of one group unless reported."""
     got: list[float] = (
         estimate(name, outcome_batch(rewards, group_id), **fields).advantages[:, 0].tolist()
     )

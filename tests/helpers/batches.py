@@ -18,7 +18,9 @@ def build_batch(
     scored: Sequence[bool] | None = None,
     **columns: Tensor,
 ) -> RolloutBatch:
-    """A batch of float64 columns [B, T] around `mask`; every row is its own group unless told."""
+    """A batch of float64 columns [B, T] around `mask`; every row is its own group unless
+    reported.
+    """
     mask = torch.as_tensor(mask, dtype=torch.float64)
     num_rows, width = mask.shape
     filled = dict(columns)

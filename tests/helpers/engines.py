@@ -1,4 +1,6 @@
-"""Rollout engines under test: started on a tiny model, beside the plain model they must equal."""
+"""Rollout engines under test: started on a tiny model, in addition to the plain model they must
+equal.
+"""
 
 from __future__ import annotations
 

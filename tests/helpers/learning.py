@@ -27,7 +27,7 @@ NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
 
 @dataclass(frozen=True)
 class Budget:
-    """Steps a preset gets, and what it needs at this size beside the common settings.
+    """Steps a preset gets, and what it needs at this size in addition to the common settings.
 
     `preset` is what the stage trains with, where the stage has another name. `metric` is what it
     learns by.

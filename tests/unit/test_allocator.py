@@ -1,4 +1,4 @@
-"""Commands that compute start themselves anew under tcmalloc, once, and hand it to nobody else."""
+"""Commands that compute start themselves again under tcmalloc, once, and hand it to nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which answers are harmless to evaluate, and that all others are told apart."""
+"""Which answers are harmless to evaluate, and that all others are distinguished."""
 
 from __future__ import annotations
 

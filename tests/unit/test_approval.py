@@ -97,8 +97,10 @@ def test_who_answers_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_that_answers_is_quoted_for_a_shell() -> None:
-    told = answering_command([Path("my run.yaml")], ["task={name: a}"], Path("/h"), None, "gate")
-    assert told["reject"] == (
+    reported = answering_command(
+        [Path("my run.yaml")], ["task={name: a}"], Path("/h"), None, "gate"
+    )
+    assert reported["reject"] == (
         "posttrain run 'my run.yaml' --set 'task={name: a}' --home /h --reject gate --reason ..."
     )
     shared = answering_command([Path("a.yaml")], None, Path("/h"), Path("/s"), "gate")

@@ -57,21 +57,21 @@ def write(folder: Path, text: str) -> str:
 def test_a_mistake_in_the_file_is_code_2_for_every_command(
     tmp_path: Path, command: str, extra: str, says: str
 ) -> None:
-    told = refused(tmp_path, [command, write(tmp_path, GOOD + extra)], 2)
-    assert says in told
-    assert "\n" not in told
+    reported = refused(tmp_path, [command, write(tmp_path, GOOD + extra)], 2)
+    assert says in reported
+    assert "\n" not in reported
 
 
 def test_an_unknown_plugin_offers_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.replace("arithmetic", "arithmetc"))
-    told = refused(tmp_path, ["run", path], 2)
-    assert "a.yaml:1: task: no task named 'arithmetc'; did you mean 'arithmetic'?" in told
+    reported = refused(tmp_path, ["run", path], 2)
+    assert "a.yaml:1: task: no task named 'arithmetc'; did you mean 'arithmetic'?" in reported
 
 
 def test_a_missing_config_file_offers_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
-    told = refused(tmp_path, ["run", str(tmp_path / "aa.yaml")], 2)
-    assert "did you mean 'a.yaml'?" in told
+    reported = refused(tmp_path, ["run", str(tmp_path / "aa.yaml")], 2)
+    assert "did you mean 'a.yaml'?" in reported
 
 
 def test_a_bad_override_is_code_2(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_bad_data_are_code_3_before_anything_runs(
     data = tmp_path / "data.jsonl"
     if rows is not None:
         data.write_text(rows)
-    told = refused(tmp_path, [command, write(tmp_path, JSONL % data)], 3)
-    assert says in told
-    assert "\n" not in told
+    reported = refused(tmp_path, [command, write(tmp_path, JSONL % data)], 3)
+    assert says in reported
+    assert "\n" not in reported
 
 
 @pytest.mark.parametrize("command", ["run", "validate"])
@@ -111,9 +111,9 @@ def test_a_model_directory_without_weights_is_code_4(tmp_path: Path, command: st
 
 def test_a_disk_without_space_is_code_4_before_anything_is_written(tmp_path: Path) -> None:
     reserve = ["--set", "limits.min_free_gb=1000000"]
-    told = refused(tmp_path, ["run", write(tmp_path, GOOD), *reserve], 4)
-    assert "not enough disk space for a run" in told
-    assert "--home" in told
+    reported = refused(tmp_path, ["run", write(tmp_path, GOOD), *reserve], 4)
+    assert "not enough disk space for a run" in reported
+    assert "--home" in reported
 
 
 def test_a_port_in_use_is_code_4_and_names_port_and_option(tmp_path: Path) -> None:
@@ -121,23 +121,25 @@ def test_a_port_in_use_is_code_4_and_names_port_and_option(tmp_path: Path) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        told = refused(tmp_path, ["ui", "--check", "--no-prefect", "--mlflow-port", str(port)], 4)
-    assert f"port {port} for MLflow cannot be used" in told
-    assert "--mlflow-port" in told
+        reported = refused(
+            tmp_path, ["ui", "--check", "--no-prefect", "--mlflow-port", str(port)], 4
+        )
+    assert f"port {port} for MLflow cannot be used" in reported
+    assert "--mlflow-port" in reported
 
 
 def test_an_unknown_plugin_name_or_kind_is_code_2(tmp_path: Path) -> None:
     assert "did you mean 'grpo'?" in refused(tmp_path, ["plugins", "show", "grppo"], 2)
-    told = refused(tmp_path, ["plugins", "list", "--kind", "rewad"], 2)
-    assert "did you mean 'reward'?" in told
+    reported = refused(tmp_path, ["plugins", "list", "--kind", "rewad"], 2)
+    assert "did you mean 'reward'?" in reported
 
 
 def test_with_json_the_last_line_of_stdout_tells_the_error(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "wrong: 1\n")
     result = CliRunner().invoke(app, ["run", path, "--json", "--home", str(tmp_path / "home")])
-    told = json.loads(result.stdout.splitlines()[-1])
-    assert result.exit_code == told["exit_code"] == 2
-    assert told["status"] == "error" and "wrong: unknown field of a run" in told["error"]
+    reported = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == reported["exit_code"] == 2
+    assert reported["status"] == "error" and "wrong: unknown field of a run" in reported["error"]
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None
     assert found["torch"].detail == torch.__version__
     assert found["plugins"].status == "ok"
     level = found["sandbox"].detail.split(",")[0]
-    assert level == "bubblewrap" or "bubblewrap" in found["sandbox"].mend
-    assert all(item.mend for item in found.values() if item.status == "bad")
+    assert level == "bubblewrap" or "bubblewrap" in found["sandbox"].fix
+    assert all(item.fix for item in found.values() if item.status == "bad")
     assert not (tmp_path / "home").exists()
 
 
@@ -108,9 +108,9 @@ def test_what_goes_wrong_becomes_one_sentence_and_a_code(
     with pytest.raises(typer.Exit) as stopped, Boundary():
         raise error
     assert stopped.value.exit_code == code
-    told = capsys.readouterr().err
-    assert told.startswith(says)
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith(says)
+    assert reported.count("\n") == 1
 
 
 def test_a_bug_leaves_its_traceback_in_a_file_that_is_named(
@@ -139,8 +139,8 @@ def test_a_command_has_the_common_options_and_its_result_alone_on_stdout(tmp_pat
 
     common = ["--home", str(tmp_path), "--json"]
     result = CliRunner().invoke(made, ["3", *common])
-    told = {"twice": 6, "store": str(tmp_path.resolve() / "artifacts")}
-    assert (result.exit_code, json.loads(result.stdout)) == (3, told)
+    reported = {"twice": 6, "store": str(tmp_path.resolve() / "artifacts")}
+    assert (result.exit_code, json.loads(result.stdout)) == (3, reported)
     assert result.stderr.split() == ["working", "done"]
     result = CliRunner().invoke(made, ["0"])
     assert (result.exit_code, result.stdout.split(), result.stderr) == (0, ["working", "done"], "")
@@ -156,10 +156,10 @@ def test_the_arithmetic_of_a_stage_is_told_in_words() -> None:
     rl = config.stages["r"]
     assert isinstance(rl, RlStage)
     data = RunData(config, PluginManager())
-    told = arithmetic(rl.model_copy(update={"num_mini_batches": 4}), data)
-    assert "16 prompts x 8 generations = 128 sequences per step" in told
-    assert "4 mini-batch(es) of 32 = 4 optimizer step(s) per rollout" in told
-    assert "61,440 tokens" in told
+    reported = arithmetic(rl.model_copy(update={"num_mini_batches": 4}), data)
+    assert "16 prompts x 8 generations = 128 sequences per step" in reported
+    assert "4 mini-batch(es) of 32 = 4 optimizer step(s) per rollout" in reported
+    assert "61,440 tokens" in reported
 
 
 def test_plan_has_figures_for_each_stage_or_none_and_writes_nothing(tmp_path: Path) -> None:
@@ -167,16 +167,16 @@ def test_plan_has_figures_for_each_stage_or_none_and_writes_nothing(tmp_path: Pa
     path, home = tmp_path / "a.yaml", tmp_path / "home"
     path.write_text(PIPELINE + f"model: {{source: {model}}}\nlimits: {{num_threads: 1}}\n")
     shown, text = invoke("plan", str(path), "--home", str(home), "--json")
-    told = json.loads(shown)
-    assert [row["stage"] for row in told["stages"]] == ["sft", "rl"]
-    for row in told["stages"]:
+    reported = json.loads(shown)
+    assert [row["stage"] for row in reported["stages"]] == ["sft", "rl"]
+    for row in reported["stages"]:
         rounding = 1e-4 * row["steps"] + 0.01
         assert row["steps"] * row["step_s"] <= row["seconds"] + rounding < 3600
         assert 0 < row["memory_gb"] and 0 < row["disk_gb"] <= row["disk_peak_gb"]
-    assert told["total"]["seconds"] == pytest.approx(
-        sum(row["seconds"] for row in told["stages"]), abs=0.02
+    assert reported["total"]["seconds"] == pytest.approx(
+        sum(row["seconds"] for row in reported["stages"]), abs=0.02
     )
-    assert told["calibration"]["training_gflops"] > 0 and "counted" in told["model"]
+    assert reported["calibration"]["training_gflops"] > 0 and "counted" in reported["model"]
     assert "Estimates" in text and "These are estimates, from " in text and "prompts of " in text
     shown, text = invoke("plan", str(path), "--home", str(home), "--json", "--device", "h100")
     assert not json.loads(shown)["calibration"] and "peak rates of one h100" in text

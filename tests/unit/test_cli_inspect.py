@@ -68,11 +68,11 @@ def inspected(home: Path, *arguments: str) -> tuple[str, str]:
 def test_without_a_step_the_steps_are_listed_with_what_they_were(home: Path) -> None:
     shown, _ = inspected(home)
     assert "Steps of stage rl" in shown and "reward" in shown and "kl_old" in shown
-    told = json.loads(inspected(home, "--json")[0])
-    assert [row["step"] for row in told["steps"]] == [1, 5]
+    reported = json.loads(inspected(home, "--json")[0])
+    assert [row["step"] for row in reported["steps"]] == [1, 5]
     batch = evidence(1, 0).batch
-    assert told["steps"][0]["reward"] == pytest.approx(float(batch.column("rewards").mean()))
-    assert told["steps"][0]["tokens"] == int(batch.mask.sum())
+    assert reported["steps"][0]["reward"] == pytest.approx(float(batch.column("rewards").mean()))
+    assert reported["steps"][0]["tokens"] == int(batch.mask.sum())
     assert not (home / "reports").exists()
 
 
@@ -92,18 +92,18 @@ def test_the_json_is_of_the_page(home: Path, tmp_path: Path) -> None:
         home, "--step", "1", "--json", "--out", str(out),
         "--what-if", "ppo_clip,clip_high=0.01@token-mean", "--what-if", "own,clip_low=0.01",
     )  # fmt: skip
-    told = json.loads(stdout)
-    assert told["page"] == str(out) and "Tokens of largest" in stderr
+    reported = json.loads(stdout)
+    assert reported["page"] == str(out) and "Tokens of largest" in stderr
     page = out.read_text("utf-8")
-    names = [variant["name"] for variant in told["variants"]]
+    names = [variant["name"] for variant in reported["variants"]]
     assert names[:3] == ["own", "ppo_clip,clip_high=0.01@token-mean", "own,clip_low=0.01"]
     assert "own@token-mean" in names and "gspo@seq-mean-token-mean" in names
-    assert told["variants"][1]["clipped"] > told["variants"][0]["clipped"]
-    first = told["top_tokens"][0]
+    assert reported["variants"][1]["clipped"] > reported["variants"][0]["clipped"]
+    first = reported["top_tokens"][0]
     weights = weights_of(page, "own")
     assert first["weight"] == pytest.approx(weights[first["row"]][first["token"]], rel=1e-6)
     assert abs(first["weight"]) == pytest.approx(max(abs(w) for row in weights for w in row))
-    assert len(told["samples"]) == 16 and told["samples"][0]["reward/accuracy"] in (0, 1)
+    assert len(reported["samples"]) == 16 and reported["samples"][0]["reward/accuracy"] in (0, 1)
 
 
 def test_the_mini_batches_are_those_of_the_runs_seed(home: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_mini_batches_are_those_of_the_runs_seed(home: Path) -> None:
         (
             ("--step", "1", "--what-if", "ppo_clip,clip_high=[1"),
             2,
-            "'clip_high' is no YAML",
+            "'clip_high' is not YAML",
         ),
         (("--step", "1", "--what-if", "own@mean"), 2, "no aggregator named 'mean'"),
         (("--step", "1", "--what-if", "gspo@token-mean"), 2, "write gspo@seq-mean-token-mean"),

@@ -74,7 +74,7 @@ def test_a_command_collects_seldom_until_its_run_works() -> None:
         ("pass", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("sys.exit()", 0, ""),
-        ("raise ValueError('told')", 1, "ValueError: told"),
+        ("raise ValueError('reported')", 1, "ValueError: reported"),
     ],
 )
 def test_a_command_ends_in_order_and_leaves_its_heap_to_the_kernel(

@@ -69,7 +69,7 @@ def test_a_task_that_needs_a_path_is_told_with_it_and_no_default(
     path = write(tmp_path, {"steps": 7}, task={"name": "jsonl", "path": str(data)})
     found = differing(path, manager)
     assert found["stages.train.steps"][1] == 7
-    assert "task.path" not in found, "what cannot be left out is no choice"
+    assert "task.path" not in found, "what cannot be left out is not a choice"
 
 
 def test_where_nothing_less_resolves_every_setting_is_told_without_a_default(

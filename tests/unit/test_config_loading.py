@@ -81,10 +81,10 @@ def test_a_bad_value_is_told_with_line_place_and_what_is_allowed(
     tmp_path: Path, line: str, place: str, says: str
 ) -> None:
     path = write(tmp_path, GOOD + line + "\n")
-    told = message(path)
-    assert told.startswith(f"{path}:9: {place}: ")
-    assert says in told
-    assert "\n" not in told
+    reported = message(path)
+    assert reported.startswith(f"{path}:9: {place}: ")
+    assert says in reported
+    assert "\n" not in reported
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_a_bad_stage_is_told_without_words_of_the_validator(
     tmp_path: Path, stage: str, place: str, says: str
 ) -> None:
     path = write(tmp_path, GOOD + f"  x: {stage}\n")
-    told = message(path)
-    assert told.startswith(f"{path}:9: {place}: ")
-    assert says in told
-    assert not any(word in told for word in ("Input", "discriminator", "Tuple"))
+    reported = message(path)
+    assert reported.startswith(f"{path}:9: {place}: ")
+    assert says in reported
+    assert not any(word in reported for word in ("Input", "discriminator", "Tuple"))
 
 
 def test_a_stage_name_with_capitals_is_told_by_name(tmp_path: Path) -> None:
-    told = message(write(tmp_path, GOOD + "  Bad: {kind: sft}\n"))
-    assert ":9: stages.Bad: a stage name must be lower-case letters" in told
+    reported = message(write(tmp_path, GOOD + "  Bad: {kind: sft}\n"))
+    assert ":9: stages.Bad: a stage name must be lower-case letters" in reported
 
 
 def test_all_problems_are_told_at_once_and_counted_beyond_ten(tmp_path: Path) -> None:
@@ -124,8 +124,10 @@ def test_all_problems_are_told_at_once_and_counted_beyond_ten(tmp_path: Path) ->
 
 
 def test_a_bad_override_is_told_as_the_place_it_was_written(tmp_path: Path) -> None:
-    told = message(write(tmp_path, GOOD), "stages.sft.steps=many")
-    assert told.startswith("--set stages.sft.steps=many: stages.sft.steps: must be a valid integer")
+    reported = message(write(tmp_path, GOOD), "stages.sft.steps=many")
+    assert reported.startswith(
+        "--set stages.sft.steps=many: stages.sft.steps: must be a valid integer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_bad_override_is_told_as_the_place_it_was_written(tmp_path: Path) -> N
     [
         ("seed", "must look like a.b=c"),
         ("a..b=1", "must look like a.b=c"),
-        ("seed=[1", "is no YAML"),
+        ("seed=[1", "is not YAML"),
         ("task.name.x=1", "which has no 'x'"),
         ("stages.sft.optimizer.betas.5=1", "which has no '5'"),
     ],
@@ -151,10 +153,10 @@ def test_an_override_that_cannot_be_applied_is_a_config_error(
         ("a: 1\nb: 2\na: 3\n", 3, "a is written twice, first in line 1"),
         ("a:\n  x: 1\n  x: 2\n", 3, "a.x is written twice, first in line 2"),
         ("a: 1\n\tb: 2\n", 2, "indent with spaces, not tabs"),
-        ("a: [1\nb: 2\n", 2, "this is no YAML"),
+        ("a: [1\nb: 2\n", 2, "this is not YAML"),
         ("- 1\n", 1, "must hold a mapping"),
         ("a: &x [*x]\n", 1, "is an alias of a value that holds it"),
-        ("task: x\n7: 2\n", 2, "is no text"),
+        ("task: x\n7: 2\n", 2, "is not text"),
         ("task: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
     ],
 )
@@ -162,9 +164,9 @@ def test_a_broken_file_is_told_with_its_line(
     tmp_path: Path, text: str, line: int, says: str
 ) -> None:
     path = write(tmp_path, text)
-    told = message(path)
-    assert told.startswith(f"{path}:{line}: ")
-    assert says in told
+    reported = message(path)
+    assert reported.startswith(f"{path}:{line}: ")
+    assert says in reported
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"a: \x01", b"a: 2024-13-45"])

@@ -122,11 +122,11 @@ def test_the_plugins_of_a_stage_are_listed_with_package_and_version(
 def test_a_problem_is_told_with_line_place_and_mend(
     tmp_path: Path, manager: PluginManager, extra: str, place: str, says: str
 ) -> None:
-    told = problems(tmp_path, manager, extra)
+    reported = problems(tmp_path, manager, extra)
     line = 5 if place == "inputs" else 6
-    assert told.startswith(f"{tmp_path}/a.yaml:{line}: stages.rl.{place}: "), told
-    assert says in told
-    assert "\n" not in told
+    assert reported.startswith(f"{tmp_path}/a.yaml:{line}: stages.rl.{place}: "), reported
+    assert says in reported
+    assert "\n" not in reported
 
 
 def test_a_reward_that_names_its_model_needs_no_input(
@@ -155,9 +155,9 @@ def test_an_unknown_task_and_engine_are_told_together(
     path.write_text(HEAD.replace("arithmetic", "arithmetc") + "engine: transformer\n")
     with pytest.raises(ConfigError) as caught:
         resolve(load_config([path]), manager)
-    told = str(caught.value)
-    assert "a.yaml:1: task: no task named 'arithmetc'; did you mean 'arithmetic'?" in told
-    assert "a.yaml:6: engine: " in told and "did you mean 'transformers'?" in told
+    reported = str(caught.value)
+    assert "a.yaml:1: task: no task named 'arithmetc'; did you mean 'arithmetic'?" in reported
+    assert "a.yaml:6: engine: " in reported and "did you mean 'transformers'?" in reported
 
 
 def test_the_base_defaults_of_an_evaluation_are_filled_in(

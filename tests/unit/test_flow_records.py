@@ -26,8 +26,8 @@ def test_a_server_that_is_gone_is_told_of_once_a_stage(
             progress.step_done("never_there", step, {})
             progress.step_done("lost", step, {})
         progress.stage_finished("lost", "ran", 1.0, {})
-    told = [record.getMessage().partition(": ")[0] for record in caplog.records]
-    assert [text for text in told if "pages lack" in text] == [
+    reported = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert [text for text in reported if "pages lack" in text] == [
         "Prefect's pages lack the run's tags",
         "Prefect's pages lack the bar of stage 'never_there'",
         "Prefect's pages lack the bar of stage 'lost'",

@@ -111,9 +111,9 @@ def test_until_registered_goes_with_an_alias_only(tmp_path: Path, manager: Plugi
 def test_answers_are_for_gates_of_the_run(tmp_path: Path, manager: PluginManager) -> None:
     run = resolved(gated(tmp_path), tmp_path, manager)
     check_answers(run, {"gate": YES, "all": YES})
-    with pytest.raises(ConfigError, match="'gat' is no gate of this run; did you mean 'gate'"):
+    with pytest.raises(ConfigError, match="'gat' is not a gate of this run; did you mean 'gate'"):
         check_answers(run, {"gat": YES})
-    with pytest.raises(ConfigError, match="'sft' is no gate"):
+    with pytest.raises(ConfigError, match="'sft' is not a gate"):
         check_answers(run, {"sft": YES})
     write_rows(tmp_path, "10")
     with pytest.raises(ConfigError, match="no stage of kind 'approve'"):
@@ -191,7 +191,7 @@ def test_looking_writes_nothing_and_an_open_round_is_begun_by_one_run_alone(
     begun.close()
     write_rows(tmp_path, "10", "11")
     again = begin(run, manager, tmp_path / "home")
-    assert "round 1 goes on: 1 rows" in again.told and again.rows_digest == begun.rows_digest
+    assert "round 1 goes on: 1 rows" in again.reported and again.rows_digest == begun.rows_digest
     again.close()
     fresh = begin(run, manager, tmp_path / "home", fresh=True)
     assert len(fresh.rows) == 2, "the open round was given up"

@@ -1,4 +1,4 @@
-"""Locks between processes: one holder, waiting ones are told, the dead let go."""
+"""Locks between processes: one holder, waiting ones are reported, the dead let go."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
 
 
 def test_who_waits_is_told_of_whom_once_and_may_give_up(tmp_path: Path) -> None:
-    path, told, looks = tmp_path / "lock", [], []
+    path, reported, looks = tmp_path / "lock", [], []
 
     def check() -> None:
         looks.append(1)
@@ -44,9 +44,9 @@ def test_who_waits_is_told_of_whom_once_and_may_give_up(tmp_path: Path) -> None:
             raise GivenUp
 
     with holder(path) as process:
-        with pytest.raises(GivenUp), locked(path, waits=told.append, check=check):
+        with pytest.raises(GivenUp), locked(path, waits=reported.append, check=check):
             raise AssertionError("two hold it")
-        assert told == [f"process {process.pid}"]
+        assert reported == [f"process {process.pid}"]
         process.kill()
     with locked(path):
         assert path.read_text() == str(os.getpid())

@@ -1,4 +1,4 @@
-"""Prefect's own server: what a run told it is stored before the run ends."""
+"""Prefect's own server: what a run reported it is stored before the run ends."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from prefect.runtime import flow_run
 from posttrain.pipelines.run.flow_records import announce
 
 @flow
-def told():
+def described():
     announce("posttrain.eval.improved", "run", "rl", {})
     return str(flow_run.id)
 
 server.wait()
-server.wait_for_events(told())
+server.wait_for_events(reported())
 database = sqlite3.connect(f"file:{home}/prefect/prefect.db?mode=ro", uri=True)
 print([name for (name,) in database.execute("select event from events order by occurred")])
 """

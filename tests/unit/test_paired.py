@@ -59,7 +59,7 @@ def test_at_both_ends_the_score_is_the_normal_quantile(table: tuple[int, int, in
 def test_the_share_of_lost_problems_is_the_likeliest_one(
     table: tuple[int, int, int], delta: float
 ) -> None:
-    """Found anew by a search over the likelihood that knows nothing of the closed form."""
+    """Found again by a search over the likelihood that knows nothing of the closed form."""
     gained, lost, total = table
 
     def surprise(share: float) -> float:

@@ -145,7 +145,7 @@ def test_life_cycle_hooks_reach_every_module_that_has_them(empty: PluginManager)
 
 
 def test_an_installed_third_party_package_is_found_by_a_fresh_interpreter(tmp_path: Path) -> None:
-    # A copy, because the build writes beside the sources.
+    # A copy, because the build writes in addition to the sources.
     source = shutil.copytree(
         EXAMPLE, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info")
     )

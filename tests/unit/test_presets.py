@@ -62,7 +62,7 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("a2c", "advantage", "gamma", 1.0),
 ]
 
-# Settings beside the axes: preset, field, value.
+# Settings in addition to the axes: preset, field, value.
 EXTRAS: list[tuple[str, str, Any]] = [
     ("a2c", "entropy_coef", 0.01),
     ("dapo", "sampler", "dynamic"),

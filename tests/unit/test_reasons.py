@@ -43,7 +43,7 @@ def parts(**changes: object) -> dict[str, str]:
     return found | {"posttrain": str(changes.get("code", "0.1.0+aaaa"))}
 
 
-def told(*, before: dict[str, object] | None = None, **now: object) -> str:
+def described(*, before: dict[str, object] | None = None, **now: object) -> str:
     return str(explain("rl", parts(**now), [parts(**(before or {}))], SOURCES))
 
 
@@ -96,7 +96,7 @@ def told(*, before: dict[str, object] | None = None, **now: object) -> str:
 )
 def test_one_change_reads_as_people_would_say_it(change: dict[str, object], words: str) -> None:
     before: dict[str, object] = {"files": {"ptx.path": "d1"}} if "files" in change else {}
-    assert told(before=before, **change) == f"changed: {words}"
+    assert described(before=before, **change) == f"changed: {words}"
 
 
 def test_settings_come_before_what_follows_from_them_and_three_are_enough() -> None:
@@ -136,7 +136,9 @@ def test_the_closest_earlier_result_is_compared_and_of_equals_the_newest() -> No
 
 def test_a_plugin_that_came_with_a_setting_is_told_by_the_setting() -> None:
     rewards = [*STAGE["rewards"], {"name": "brevity", "weight": 1.0}]  # type: ignore[misc]
-    assert told(before={"plugins": PLUGINS[:1]}, rewards=rewards) == (
+    assert described(before={"plugins": PLUGINS[:1]}, rewards=rewards) == (
         "changed: stages.rl.rewards [accuracy, format] -> [accuracy, format, brevity]"
     )
-    assert told(before={"plugins": PLUGINS[:1]}) == "changed: reward plugin brevity is used now"
+    assert (
+        described(before={"plugins": PLUGINS[:1]}) == "changed: reward plugin brevity is used now"
+    )

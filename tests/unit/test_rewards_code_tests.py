@@ -128,11 +128,11 @@ def test_no_program_is_a_zero_that_says_so(text: str) -> None:
     ("tests", "says"),
     [
         ("", "is missing"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "at least one"),
         ([1], "has a test 1 that is neither"),
         ([{"input": "1"}], "has a test 1 that is neither"),
-        (["assert f() == 1", "assert ("], "has a test 2 that is no Python"),
+        (["assert f() == 1", "assert ("], "has a test 2 that is not Python"),
     ],
 )
 def test_a_problem_without_usable_tests_is_not_scored(tests: object, says: str) -> None:

@@ -101,7 +101,7 @@ def test_only_mixed_groups_are_kept_and_others_are_drawn_for_the_rest() -> None:
     assert counted(rollout, "carried_in", "carried_out", "exhausted") == [0, 2, 0]
     assert counted(rollout, "tokens_drawn", "tokens_wasted") == [8 * TOKENS, 2 * TOKENS]
     assert rollout.metrics["sampling/verdict_mean"] == (6 * 0.5 + 1) / 8
-    assert script.checks == 2, "told to stop, it stops between rounds"
+    assert script.checks == 2, "reported to stop, it stops between rounds"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Requests to servers that fail, weight files, and processes that must not outlive their owner.
 
-The servers here are stand-ins that answer as told: what is tested is what becomes of requests. Real
-vLLM servers are killed at work in tests/contract/test_engines.py.
+The servers here are stand-ins that answer as reported: what is tested is what becomes of requests.
+Real vLLM servers are killed at work in tests/contract/test_engines.py.
 Over 300 lines because one stand-in server serves every way of failing.
 """
 

@@ -171,7 +171,7 @@ def test_a_data_set_of_nothing_is_an_error_with_the_reasons(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stage", "told"),
+    ("stage", "reported"),
     [
         ({**RL, "inputs": {"model": "base", "dataset": "base"}}, "makes a model, not a dataset"),
         ({**RL, "inputs": {"model": "integers"}}, "makes a dataset, not a model"),
@@ -181,9 +181,9 @@ def test_a_data_set_of_nothing_is_an_error_with_the_reasons(folder: Path) -> Non
     ],
 )
 def test_wrong_settings_are_told_before_a_run(
-    folder: Path, stage: dict[str, Any], told: str
+    folder: Path, stage: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         write(folder, {"name": "arithmetic"}, {"integers": TRANSFORM, "other": stage})
 
 
@@ -221,7 +221,7 @@ def test_the_marked_solutions_of_gsm8k_train_a_preference_stage(folder: Path, ki
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "told"),
+    ("task", "fields", "reported"),
     [
         ("arithmetic", {}, r"task 'arithmetic' brings no preferences; .* tasks \['gsm8k'\]"),
         ("gsm8k", {"algorithm": "kto"}, "a task brings pairs, and 'kto' reads labelled answers"),
@@ -229,7 +229,7 @@ def test_the_marked_solutions_of_gsm8k_train_a_preference_stage(folder: Path, ki
     ],
 )
 def test_a_task_or_a_loss_that_does_not_fit_is_told_before_a_run(
-    folder: Path, task: str, fields: dict[str, Any], told: str
+    folder: Path, task: str, fields: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         write(folder, {"name": task}, {"learn": preference("preference", **fields)})

@@ -52,8 +52,8 @@ def test_a_parquet_file_gives_the_problems_of_the_same_lines_without_a_network(
     table, lines = build("parquet", files / "a.parquet"), build("jsonl", files / "a.jsonl")
     for split, count in (("train", 100), ("held_out", 5)):
         found = table.problems(split, count, seed=1)  # type: ignore[arg-type]
-        told = lines.problems(split, count, seed=1)  # type: ignore[arg-type]
-        assert [(p.key, p.answer) for p in found] == [(p.key, p.answer) for p in told]
+        reported = lines.problems(split, count, seed=1)  # type: ignore[arg-type]
+        assert [(p.key, p.answer) for p in found] == [(p.key, p.answer) for p in reported]
     problem = table.problems("train", 1, seed=0)[0]
     row = int(problem.metadata["source"].rpartition(":")[2])
     assert problem.prompt == f"What is {row - 1} + 1?"
@@ -97,7 +97,7 @@ def test_held_out_rows_can_be_given_apart(files: Path) -> None:
 def test_what_is_wrong_with_a_parquet_file_is_told(files: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet has no column 'prompt', only \['a', 'q', 'un"):
         MANAGER.build(Task, "parquet", {"path": str(files / "a.parquet")})
-    with pytest.raises(DataError, match=r"a.jsonl is no Parquet file .*use the task that reads"):
+    with pytest.raises(DataError, match=r"a.jsonl is not a Parquet file .*use the task that reads"):
         build("parquet", files / "a.jsonl")
     with pytest.raises(DataError, match=r"nope.parquet, which is not there, .*correct task.path"):
         build("parquet", files / "nope.parquet")
@@ -131,10 +131,10 @@ for name, streaming, split in json.loads(sys.argv[1]):
     try:
         hub = resolve_revision(HubSource(name), "use a file")
         rows = list(hub_rows(hub, split, "use a file", streaming=streaming, limit=3))
-        told = {"source": str(hub), "rows": [row.values for row in rows], "where": rows[0].where}
-    except PosttrainError as error:
-        told = {"error": str(error), "code": error.exit_code}
-    print(json.dumps(told))
+        reported = {"source": str(hub), "rows": [row.values for row in rows], "where":
+        rows[0].where} except PosttrainError as error:
+        reported = {"error": str(error), "code": error.exit_code}
+    print(json.dumps(reported))
 """
 
 

@@ -148,8 +148,8 @@ def test_parquet_files_laid_out_as_on_the_hub_hold_the_same_problems(tmp_path: P
         parquet.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
     task = build(tmp_path)
     for split in ("train", "held_out"):
-        told = [(p.key, p.worked) for p in every(task, split)]
-        assert told == [(p.key, p.worked) for p in every(TASK, split)]
+        reported = [(p.key, p.worked) for p in every(task, split)]
+        assert reported == [(p.key, p.worked) for p in every(TASK, split)]
 
 
 def test_files_can_be_named_one_by_one_and_are_known_by_their_content(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_files_can_be_named_one_by_one_and_are_known_by_their_content(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("train", "told"),
+    ("train", "reported"),
     [
         ('{"question": "a", "answer": "6"}', r"train.jsonl:1: the solution ends in '6', expected"),
         ('{"question": "a", "answer": "#### six"}', r"train.jsonl:1: the solution ends in"),
@@ -179,10 +179,10 @@ def test_files_can_be_named_one_by_one_and_are_known_by_their_content(tmp_path: 
         ),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, train: str, told: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, train: str, reported: str) -> None:
     (tmp_path / "train.jsonl").write_text(train)
     (tmp_path / "test.jsonl").write_text('{"question": "b", "answer": "#### 6"}')
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         build(tmp_path)
 
 

@@ -51,7 +51,7 @@ def test_a_failed_job_is_raised_at_flush_and_names_what_and_where() -> None:
     with pytest.raises(RunError, match="record step 7 in MLflow at sqlite:///x: disk full"):
         writer.flush()
     assert writer.failed
-    writer.flush()  # told once
+    writer.flush()  # reported once
     writer.close()
 
 

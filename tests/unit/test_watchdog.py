@@ -36,11 +36,11 @@ with Watchdog(0.5, Path(sys.argv[1]), grace_s=0.5):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told"),
+    ("how", "code", "reported"),
     [("waits_for_ever", 7, "caught: "), ("listens_to_nobody", 1, "error: ")],
 )
 def test_a_hang_is_interrupted_or_else_the_process_ends(
-    tmp_path: Path, how: str, code: int, told: str
+    tmp_path: Path, how: str, code: int, reported: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANG, str(tmp_path), how], capture_output=True, text=True, timeout=60
@@ -49,7 +49,7 @@ def test_a_hang_is_interrupted_or_else_the_process_ends(
     (stacks,) = tmp_path.glob("stacks-*.txt")
     assert f"in {how}" in stacks.read_text()
     text = done.stdout + done.stderr
-    assert text.startswith(f"{told}no sign of life for 0.00833333 min") and str(stacks) in text
+    assert text.startswith(f"{reported}no sign of life for 0.00833333 min") and str(stacks) in text
     assert "limits.stall_minutes" in text
 
 

@@ -39,7 +39,7 @@ def columns_for(rewards: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("entry", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("rewards", ALL_EQUAL.values(), ids=ALL_EQUAL.keys())
 def test_an_all_equal_group_teaches_exactly_nothing(entry: PluginEntry, rewards: Tensor) -> None:
-    # Beside a group that does differ, so that whitening has something to scale.
+    # In addition to a group that does differ, so that whitening has something to scale.
     both = torch.cat([rewards, torch.tensor([1.0, 0.0, 0.5])])
     group_id = [0] * len(rewards) + [1] * 3
     batch = outcome_batch(both, group_id, **columns_for(both))

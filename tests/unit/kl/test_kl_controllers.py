@@ -19,7 +19,7 @@ def build(name: str, **fields: object) -> KlController[Any]:
     return MANAGER.build(KlController, name, fields)
 
 
-def told(controller: KlController[Any], kl: float, rows: int = 1) -> float:
+def described(controller: KlController[Any], kl: float, rows: int = 1) -> float:
     """The coefficient after one update with `kl` nats in every unit."""
     controller.update(kl_per_token=kl, kl_per_sequence=kl, num_rows=rows)
     return controller.coefficient()
@@ -30,13 +30,13 @@ def settle(controller: KlController[Any], *, gain: float, steps: int, rows: int)
     kl = 0.0
     for _ in range(steps):
         kl += 0.25 * (gain / controller.coefficient() - kl)
-        told(controller, kl, rows)
+        described(controller, kl, rows)
     return kl
 
 
 def test_fixed_keeps_its_coefficient_whatever_it_is_told() -> None:
     controller = build("fixed", coef=0.03)
-    assert told(controller, 50.0) == 0.03
+    assert described(controller, 50.0) == 0.03
     controller.load_state(controller.state())
     assert controller.coefficient() == 0.03 and build("fixed").coefficient() == 0.04
     with pytest.raises(ConfigError, match="coef"):
@@ -47,12 +47,12 @@ def test_adaptive_takes_zieglers_step() -> None:
     # beta 0.2, KL 9 against 6 (error 0.5, clipped to 0.2), 256 responses, horizon 10000.
     controller = build("adaptive")
     assert controller.coefficient() == 0.2
-    assert told(controller, 9.0, rows=256) == pytest.approx(0.201024, abs=1e-9)
+    assert described(controller, 9.0, rows=256) == pytest.approx(0.201024, abs=1e-9)
 
 
 @pytest.mark.parametrize(("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2)])
 def test_adaptive_moves_by_the_clipped_error(kl: float, error: float) -> None:
-    assert told(build("adaptive"), kl, 1000) == pytest.approx(0.2 * (1 + 0.1 * error))
+    assert described(build("adaptive"), kl, 1000) == pytest.approx(0.2 * (1 + 0.1 * error))
 
 
 def test_controllers_tell_what_they_steer_to() -> None:
@@ -83,7 +83,7 @@ def test_adaptive_holds_its_target_on_a_simulated_policy(start: float) -> None:
 
 def test_adaptive_refuses_a_horizon_that_could_turn_the_coefficient_negative() -> None:
     with pytest.raises(RunError, match="horizon"):
-        told(build("adaptive", horizon=100), 0.0, rows=500)
+        described(build("adaptive", horizon=100), 0.0, rows=500)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_adaptive_refuses_a_horizon_that_could_turn_the_coefficient_negative() -
     [(0.0066, 0.5), (0.0067, 1.0), (0.01, 1.0), (0.0149, 1.0), (0.0151, 2.0), (5.0, 2.0)],
 )
 def test_ppo_halving_moves_only_outside_its_band(kl: float, coef: float) -> None:
-    assert told(build("ppo_halving"), kl) == coef
+    assert described(build("ppo_halving"), kl) == coef
 
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 1e4])
@@ -104,14 +104,14 @@ def test_ppo_halving_comes_to_rest_inside_its_band(start: float) -> None:
 
 def test_ppo_halving_stays_within_its_limits_and_so_comes_back_at_once() -> None:
     limited = build("ppo_halving", min_coef=0.25, max_coef=4.0)
-    assert [told(limited, 0.0) for _ in range(4)] == [0.5, 0.25, 0.25, 0.25]
-    assert [told(limited, 1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+    assert [described(limited, 0.0) for _ in range(4)] == [0.5, 0.25, 0.25, 0.25]
+    assert [described(limited, 1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["adaptive", "ppo_halving"])
 def test_a_controller_carries_its_coefficient_over_a_checkpoint(name: str) -> None:
     first, second = build(name), build(name)
-    told(first, 100.0)
+    described(first, 100.0)
     second.load_state(json.loads(json.dumps(first.state())))
     assert second.coefficient() == first.coefficient() != build(name).coefficient()
 
@@ -120,4 +120,4 @@ def test_a_controller_carries_its_coefficient_over_a_checkpoint(name: str) -> No
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_kl_that_was_not_measured_changes_nothing(name: str, kl: float) -> None:
     controller = build(name)
-    assert told(controller, kl) == build(name).coefficient()
+    assert described(controller, kl) == build(name).coefficient()

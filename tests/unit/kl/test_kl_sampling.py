@@ -1,6 +1,6 @@
 """What sampled KL estimates do on average, by Monte Carlo with error bars.
 
-Every claim is held to five standard errors of its own sample, and beside each stands a wrong claim
+Every claim is held to five standard errors of its own sample, and next to each stands a wrong claim
 that the same sample refutes, so that the error bars are known to be small enough to say anything.
 Estimates: `"k1"`, `"k2"`, `"k3"`, `"k3+"`, `"k3_is"`.
 """
@@ -28,9 +28,9 @@ BEHAVIOUR = torch.tensor([0.4, -0.2, 0.5, -0.8, 0.1], dtype=torch.float64).log_s
 @cache
 def draws(on_policy: bool) -> Tensor:
     """Token ids [N] from the policy, or from an older one."""
-    law = LOGITS.softmax(0) if on_policy else BEHAVIOUR.exp()
+    distribution = LOGITS.softmax(0) if on_policy else BEHAVIOUR.exp()
     noise = torch.Generator().manual_seed(20240229)
-    return torch.multinomial(law, NUM_SAMPLES, replacement=True, generator=noise)
+    return torch.multinomial(distribution, NUM_SAMPLES, replacement=True, generator=noise)
 
 
 def errors(per_token: Tensor, ids: Tensor, claimed: Tensor) -> float:
@@ -64,8 +64,10 @@ def kl_and_gradient(*, forward: bool = False) -> tuple[Tensor, Tensor]:
     """KL(policy || reference), or the other way round, and its gradient in the logits."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
-    law, gap = (REFERENCE, REFERENCE - logprobs) if forward else (logprobs, logprobs - REFERENCE)
-    kl = (law.exp() * gap).sum()
+    distribution, gap = (
+        (REFERENCE, REFERENCE - logprobs) if forward else (logprobs, logprobs - REFERENCE)
+    )
+    kl = (distribution.exp() * gap).sum()
     return kl.detach(), torch.autograd.grad(kl, logits)[0]
 
 

@@ -121,11 +121,11 @@ def test_a_token_tells_its_numbers_to_mouse_and_keyboard(tmp_path: Path, browser
         else:
             browser.locator(".tokens span").nth(2).hover()
         tip.wait_for(state="visible")
-        told = tip.inner_text()
-        assert "token 2 of #0" in told
-        assert f"gradient weight (own): {weights_of(text, 'own')[0][2]:.6g}" in told
-        assert f"gradient weight (cispo): {weights_of(text, 'cispo')[0][2]:.6g}" in told
-        assert f"entropy (nats): {column_of(text, 'entropy')[2]:.6g}" in told
+        reported = tip.inner_text()
+        assert "token 2 of #0" in reported
+        assert f"gradient weight (own): {weights_of(text, 'own')[0][2]:.6g}" in reported
+        assert f"gradient weight (cispo): {weights_of(text, 'cispo')[0][2]:.6g}" in reported
+        assert f"entropy (nats): {column_of(text, 'entropy')[2]:.6g}" in reported
     browser.keyboard.press("Escape")
     tip.wait_for(state="hidden")
 

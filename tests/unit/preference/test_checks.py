@@ -1,4 +1,4 @@
-"""What `validate` refuses of preference and reward-model stages, each with its mend."""
+"""What `validate` refuses of preference and reward-model stages, each with its fix."""
 
 from __future__ import annotations
 

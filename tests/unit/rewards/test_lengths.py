@@ -44,7 +44,7 @@ def test_length_costs_by_the_success_and_the_longest_of_its_own_group() -> None:
 @pytest.mark.parametrize(
     ("mode", "coef", "right", "wrong"),
     [
-        ("scale", 0.0, -1.0, 0.0),  # beside accuracy: 0 and 0
+        ("scale", 0.0, -1.0, 0.0),  # in addition to accuracy: 0 and 0
         ("scale", 0.5, -0.5, 0.0),  # 0.5 and 0
         ("scale", 1.0, 0.0, 0.0),  # as if it had ended
         ("set", -1.0, -2.0, -1.0),  # -1 and -1

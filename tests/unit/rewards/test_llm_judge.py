@@ -1,4 +1,4 @@
-"""The reward `"llm_judge"` against a real HTTP server that fails in every way it is told to."""
+"""The reward `"llm_judge"` against a real HTTP server that fails in every way it is reported to."""
 
 from __future__ import annotations
 
@@ -176,11 +176,11 @@ def test_the_key_comes_from_the_environment_and_is_told_to_nobody(
         found = reward.score([sample("hello"), sample("status:400"), sample("status:500")])
         assert [s.value for s in found] == [0.7, None, None]
         assert "no, Bearer ***" in found[1].detail and "Bearer ***" in found[2].detail
-        told = caplog.text + reward.config.model_dump_json() + "".join(s.detail for s in found)
+        reported = caplog.text + reward.config.model_dump_json() + "".join(s.detail for s in found)
     with judge_server(key="another") as server:
         with pytest.raises(RunError, match="HTTP 401.*JUDGE_KEY") as refusal:
             judged(server, "hello", api_key_env="JUDGE_KEY")
-    assert "sk-secret" not in told + str(refusal.value)
+    assert "sk-secret" not in reported + str(refusal.value)
 
 
 def test_a_key_that_is_not_there_is_found_out_before_the_first_sample(

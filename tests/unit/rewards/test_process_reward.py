@@ -132,10 +132,10 @@ def test_another_tokenizer_is_an_error_unless_texts_are_tokenised_anew(
     (found,) = build(models["token"]).score([row])
     assert (found.value, found.status) == (None, "error")
     assert found.detail.endswith("set tokens: own")
-    (anew,) = build(models["token"], tokens="own").score([row])
+    (again,) = build(models["token"], tokens="own").score([row])
     same = response(ChatTokenizer.load(models["token"]), "a\nb\n")
     (wanted,) = build(models["token"]).score([same])
-    assert anew.value == pytest.approx(wanted.value) and anew.steps
+    assert again.value == pytest.approx(wanted.value) and again.steps
     # A text that the model's tokenizer cannot hold has no places for its steps.
     (lost,) = build(models["token"], tokens="own").score([sample("\U0001f600\n")])
     assert (lost.value, lost.status) == (None, "error")

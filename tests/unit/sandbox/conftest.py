@@ -86,7 +86,7 @@ def token() -> str:
 
 @pytest.fixture
 def guards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Pids of the guards that this test started: another worker's sandboxes may run beside it."""
+    """Pids of the guards that this test started: another worker's sandboxes may run next to it."""
     pids: list[int] = []
 
     class Noted(subprocess.Popen[bytes]):

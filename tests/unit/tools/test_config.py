@@ -1,4 +1,4 @@
-"""An environment in a config: its defaults, its tools' fields, and what is told of mistakes."""
+"""An environment in a config: its defaults, its tools' fields, and what is reported of mistakes."""
 
 from __future__ import annotations
 

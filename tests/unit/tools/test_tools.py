@@ -212,12 +212,12 @@ def test_results_are_cut() -> None:
 
 
 def test_the_model_is_told_what_it_may_call() -> None:
-    told = environment().reset(PROBLEM)
-    assert told.state == 0 and told.system is None
+    reported = environment().reset(PROBLEM)
+    assert reported.state == 0 and reported.system is None
     for part in ("<python>...</python>: computes", "<result>...</result>", "At most 3 calls"):
-        assert part in told.suffix
+        assert part in reported.suffix
     as_system = environment(place="system").reset(PROBLEM)
-    assert as_system.suffix == "" and as_system.system == told.suffix.strip()
+    assert as_system.suffix == "" and as_system.system == reported.suffix.strip()
     own = environment(instructions="Use: {calls}").reset(PROBLEM)
     assert own.suffix.startswith("Use: <python>")
 

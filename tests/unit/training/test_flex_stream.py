@@ -172,7 +172,7 @@ def with_mask(layout: StreamLayout) -> StreamLayout:
 
 
 def test_a_compiled_layer_holds_the_kernel_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it runs outside (`fullgraph`), and other shapes compile little anew."""
+    """Nothing of it runs outside (`fullgraph`), and other shapes compile little again."""
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).eval()

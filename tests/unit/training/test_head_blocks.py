@@ -111,8 +111,11 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
     def found(plain: bool) -> list[Tensor]:
         hidden, weight = (part.clone().requires_grad_() for part in parts)
         if plain:
-            law = (hidden @ weight.t() / 0.7).log_softmax(dim=-1)
-            values, entropy = law.gather(1, targets[:, None])[:, 0], -(law.exp() * law).sum(dim=1)
+            distribution = (hidden @ weight.t() / 0.7).log_softmax(dim=-1)
+            values, entropy = (
+                distribution.gather(1, targets[:, None])[:, 0],
+                -(distribution.exp() * distribution).sum(dim=1),
+            )
         else:
             values, entropy, _ = cut_logprobs(
                 hidden, weight, targets, Cut(), temperature=0.7, chunk=7, compiled=compiled
@@ -158,7 +161,8 @@ def test_compiled_blocks_give_what_plain_ones_do(dtype: torch.dtype, temperature
             torch.testing.assert_close(got, want, rtol=close, atol=close)
         exact = found(plain, logits.double(), shares.double())[1]
         gap = 4 * torch.finfo(wide).eps * float(logits.abs().max()) / temperature
-        # log p + H can be next to nothing where p is not, so that its rounding is no share of it.
+        # log p + H can be next to nothing where p is not, so that its rounding is not a share of
+        # it.
         bounds = (close, gap)
         for got, want, least in zip([*grads, *compiled_grads], 2 * exact, 2 * bounds, strict=True):
             assert got.dtype == wide

@@ -65,11 +65,11 @@ def test_when_a_stage_is_done_only_what_a_replay_starts_from_stays(tmp_path: Pat
     (root / "answers.json").write_text("kept")
     (root / "other.json").write_text("removed")
     for _ in range(2):  # killed in between, it is done again
-        settle(root, KeepSection(every=2), beside=("answers.json",))
+        settle(root, KeepSection(every=2), extra=("answers.json",))
         assert names(root) == ["kept/step-000002", "kept/step-000004"]
         assert sorted(p.name for p in root.iterdir()) == ["kept"]
         assert (root / "kept" / "answers.json").read_text() == "kept"
-    assert newest_whole(root, pytest.fail) is None, "a stage computed again starts anew"
+    assert newest_whole(root, pytest.fail) is None, "a stage computed again starts again"
     assert [path.name for path in starting_points(root)] == ["step-000004", "step-000002"]
 
 
@@ -82,10 +82,10 @@ def test_by_default_nothing_stays(tmp_path: Path) -> None:
 def test_a_damaged_one_is_moved_aside_for_the_one_before_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     damage(tmp_path, 3)
-    told: list[str] = []
-    found = newest_whole(tmp_path, told.append)
+    reported: list[str] = []
+    found = newest_whole(tmp_path, reported.append)
     assert found == step_folder(tmp_path, 2)
-    (warning,) = told
+    (warning,) = reported
     assert "continues after step 2 instead of 3" in warning
     # The steps it takes again must not be removed in favour of what is damaged.
     trim(tmp_path, KeepSection())

@@ -85,8 +85,8 @@ def test_a_resumed_stage_keeps_the_steps_before_and_says_who_took_which(tmp_path
     assert sorted(found) == [1, 2, 3]
     assert found[2].environment["machine"] == "after 0"
     assert found[3].environment["machine"] == "after 2"
-    assert found[2].metrics == {"loss/total": 0.5}, "what is measured is no part of it"
-    assert recorder(tmp_path) and read_record(tmp_path) == {}, "a new stage begins anew"
+    assert found[2].metrics == {"loss/total": 0.5}, "what is measured is not part of it"
+    assert recorder(tmp_path) and read_record(tmp_path) == {}, "a new stage begins again"
 
 
 def test_a_line_that_is_no_record_is_told_by_its_place(tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def compare(
     metrics: Mapping[str, float] = METRICS,
     kept: Mapping[str, Tensor] | None = None,
 ) -> tuple[Difference, ...]:
-    told: list[ComparedStep] = []
+    reported: list[ComparedStep] = []
     comparison = Comparison(
-        folder, read_record(folder), 2, lambda step, names: kept or {}, told.append
+        folder, read_record(folder), 2, lambda step, names: kept or {}, reported.append
     )
     with pytest.raises(Reached):
         comparison.put(2, now, metrics)
-    assert comparison.steps == told
-    return told[0].differences
+    assert comparison.steps == reported
+    return reported[0].differences
 
 
 def test_the_same_step_is_equal_whatever_the_clock_says(tmp_path: Path) -> None:
