@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.core.errors import ConfigError
+
+if TYPE_CHECKING:  # plugins are listed without loading transformers
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
@@ -71,4 +72,6 @@ def is_checkpointed(model: torch.nn.Module) -> bool:
 
 
 def _layers(model: torch.nn.Module) -> Any:  # Any: transformers' layers are not typed
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     return (part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))

@@ -12,18 +12,19 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.runtime.seeding import generator
+
+if TYPE_CHECKING:  # plugins are listed without loading transformers
+    from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -93,6 +94,7 @@ def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
     """Freeze the backbone of `model` and put factors next to the weights that `section` names."""
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     names = _targets(model, section.targets)
     config = LoraConfig(
@@ -196,6 +198,8 @@ def _merged(layer: Any) -> Tensor:  # Any: as above
 
 def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
     """Full names of the linear layers of the backbone that `wanted` takes."""
+    from transformers.pytorch_utils import Conv1D
+
     linear = [
         name
         for name, module in model.named_modules()

@@ -7,11 +7,13 @@ import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from posttrain.core.batch import RolloutBatch
 from posttrain.core.errors import RunError
 from posttrain.core.types import Score, ScoreStatus, StepVerdict
+
+if TYPE_CHECKING:  # reward workers must not load torch
+    from posttrain.core.batch import RolloutBatch
 
 STATUSES: frozenset[str] = frozenset(get_args(ScoreStatus))
 FAILURES: frozenset[str] = frozenset({"error", "timeout", "crashed"})

@@ -7,11 +7,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.errors import ResourceError
@@ -27,6 +26,9 @@ from posttrain.core.models.lora import (
 from posttrain.core.rollout.sampling import checked_weights
 from posttrain.core.runtime.files import put_in_place
 from posttrain.core.store.artifacts import combine_digests, file_digest
+
+if TYPE_CHECKING:  # plugins are listed without loading transformers
+    from transformers import PreTrainedModel
 
 
 class EngineWeights:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -30,8 +30,10 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import write_text
 from posttrain.core.tracking.metric_names import find_metric
 from posttrain.core.training.digests import Block, block_bounds, block_digests, tensor_digest
-from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.ranks import Ranks
+
+if TYPE_CHECKING:  # a run that reuses every stage does not load the optimizer
+    from posttrain.core.training.optim import StoredOptimizer
 
 FOLDER = "replay"
 """Of the record in a stage's artifact, and among its checkpoints while it runs."""

@@ -13,7 +13,7 @@ from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
-from posttrain.core.runtime.memory import keep_freed_memory
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.store.provenance import differences, environment, with_plugins

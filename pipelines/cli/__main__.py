@@ -11,7 +11,7 @@ def main() -> None:
     """Entry point of the `posttrain` command."""
     use_allocator(sys.argv[1:])
     bound_waiting()
-    from posttrain.core.runtime.memory import command
+    from posttrain.core.runtime.collector import command
     from posttrain.pipelines.cli.main import app
 
     with command():

@@ -17,7 +17,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, is_cuda, peak_memory_gb, set_threads
 from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.memory import keep_freed_memory
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.digests import Block
 from posttrain.core.training.rank_processes import serve
 from posttrain.core.training.ranks import ProcessGroup, Ranks

@@ -29,7 +29,7 @@ from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.runtime.memory import StepHeap
+from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.checkpoint import (
     LoopState,

@@ -23,7 +23,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.memory import keep_freed_memory
+from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import approvals
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, check_free_disk

@@ -90,7 +90,7 @@ def _execute(
         # Prefect reads its settings at import, so everything that imports it comes after.
         server = options.server or OwnServer(options.home)
         server.begin()
-    from posttrain.core.runtime.memory import sparing_what_is_loaded
+    from posttrain.core.runtime.collector import sparing_what_is_loaded
     from posttrain.pipelines.run.assembly import assemble
     from posttrain.pipelines.run.settling import close_run
 

@@ -23,7 +23,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalRefused
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.memory import release_memory
+from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, ApprovalNeeded, read_answer
 from posttrain.core.store.artifacts import (

@@ -31,7 +31,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.intervals import wilson
 from posttrain.core.models.device import peak_memory_gb
-from posttrain.core.runtime.memory import StepHeap
+from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.store.artifacts import file_digest
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows

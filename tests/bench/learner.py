@@ -41,7 +41,7 @@ from posttrain.core.models.loading import load_policy
 from posttrain.core.models.source import obtain
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.memory import keep_freed_memory, trim_heap
+from posttrain.core.runtime.heap import keep_freed_memory, trim_heap
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer

@@ -33,7 +33,7 @@ def loaded_heavy(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
     return [name for name in heavy if f"'{name}'" in done.stdout.splitlines()[-1]]
 
 
-@pytest.mark.parametrize("module", ["schema", "loading", "resolve", "dag", "marks", "problems"])
+@pytest.mark.parametrize("module", ["schema", "loading", "resolve", "dag", "positions", "presets"])
 def test_configuration_is_read_without_loading_anything_heavy(module: str) -> None:
     assert loaded_heavy(f"import posttrain.core.config.{module}") == []
 

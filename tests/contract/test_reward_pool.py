@@ -280,7 +280,7 @@ from tests.helpers.faulty_rewards import FaultyConfig, FaultyReward, samples_of
 from posttrain.core.rewards.pool import RewardPool
 pool = RewardPool([FaultyReward(FaultyConfig())], workers=2, timeout_s=600)
 pool.score(samples_of(["1", "2"]))
-def described():
+def reported():
     if not reported.done:
         below = psutil.Process().children(recursive=True)
         print(*[process.pid for process in below], flush=True)

@@ -16,7 +16,7 @@ PROGRAM = """
 import os, sys
 print("before", os.getpid(), flush=True)
 from posttrain.core.runtime.startup import is_used, release_free_memory, use_allocator
-from posttrain.core.runtime.memory import trim_heap
+from posttrain.core.runtime.heap import trim_heap
 use_allocator(sys.argv[1:])
 mapped = "tcmalloc" in open("/proc/self/maps").read()
 print("after", os.getpid(), is_used(), mapped, release_free_memory(), sys.argv[1:])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from posttrain.core.runtime.memory import sparing_what_is_loaded
+from posttrain.core.runtime.collector import sparing_what_is_loaded
 
 
 class Ring:
@@ -38,7 +38,7 @@ def test_collections_spare_what_is_loaded_and_find_what_a_run_leaves() -> None:
 LOADING_AND_WORKING = """
 import gc
 usual = gc.get_threshold()
-from posttrain.core.runtime.memory import command, sparing_what_is_loaded
+from posttrain.core.runtime.collector import command, sparing_what_is_loaded
 with command():
     print(gc.get_threshold()[0] > 10 * usual[0])
     with sparing_what_is_loaded():
@@ -48,7 +48,7 @@ with command():
 
 ENDING = """
 import atexit, sys, threading, time
-from posttrain.core.runtime.memory import command
+from posttrain.core.runtime.collector import command
 class Late:
     def __del__(self):
         print("taken apart")

@@ -9,7 +9,12 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = (".", "docs", "docs/decisions", "docs/example-plugin", "configs/recipes")
-PAGES = sorted(page for folder in FOLDERS for page in (REPO / folder).glob("*.md"))
+PAGES = sorted(
+    page
+    for folder in FOLDERS
+    for page in (REPO / folder).glob("*.md")
+    if ".template" not in page.name
+)
 GENERATED = ("docs/algorithms.md", "docs/microscope")  # by scripts of docs/; may not be there yet
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -36,6 +41,6 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     index = (REPO / "docs" / "README.md").read_text("utf-8")
     listed = {name for name, _ in LINK.findall(index)}
-    pages = {path.name for path in (REPO / "docs").glob("*.md")} - {"README.md"}
+    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"}
     decisions = {f"decisions/{path.name}" for path in (REPO / "docs" / "decisions").glob("*.md")}
     assert pages | decisions <= listed

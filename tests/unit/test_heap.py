@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from posttrain.core.runtime import memory as heap
+from posttrain.core.runtime import heap
 
 GB = 10**9
 

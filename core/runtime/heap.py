@@ -1,15 +1,11 @@
-"""The memory of this process: its heap and Python's garbage collector."""
+"""The C allocator: freed memory is kept while that pays, and given back when it does not."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
-import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -84,51 +80,3 @@ class StepHeap:
         self._trimmed = resident > _GROWTH * self._needed
         if self._trimmed:
             trim_heap()
-
-
-_LOADING = (300_000, 10, 10)
-_WORKING = gc.get_threshold()
-
-
-@contextmanager
-def command() -> Iterator[None]:
-    """Around a whole command: collect seldom while it loads, take no heap apart at its end.
-
-    The end is ordinary up to the last step: threads are joined and every other exit function runs,
-    as this one was registered before them. What is left, emptying a heap that the kernel frees
-    anyway, takes seconds.
-    """
-    gc.set_threshold(*_LOADING)
-    status = 1
-
-    def end() -> None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    atexit.register(end)
-    try:
-        yield
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        raise
-
-
-@contextmanager
-def sparing_what_is_loaded() -> Iterator[None]:
-    """Inside, garbage collections pass over all that exists at its start, modules above all.
-
-    They come as often as Python means them to, since a cycle may hold tensors. Walking the modules
-    takes 0.35 s each time: an eighth of a run of small stages. Afterwards all is as before.
-    Nothing is collected first, for the same reason: what imports leave behind is small.
-    """
-    threshold = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(*_WORKING)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
