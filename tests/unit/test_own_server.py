@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 from posttrain.pipelines.run.flow_records import announce
 
 @flow
-def described():
+def reported():
     announce("posttrain.eval.improved", "run", "rl", {})
     return str(flow_run.id)
 
