@@ -92,7 +92,7 @@ def _execute(
         server.begin()
     from posttrain.core.runtime.collector import sparing_what_is_loaded
     from posttrain.pipelines.run.assembly import assemble
-    from posttrain.pipelines.run.settling import close_run
+    from posttrain.pipelines.run.closing import close_run
 
     pipeline = assemble(
         resolved,
