@@ -20,7 +20,7 @@ from posttrain.pipelines.cli.common import (
 from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
-    from posttrain.pipelines.deploy.requests import RunRequest
+    from posttrain.pipelines.deploy.forms import RunRequest
 
 SERVE_EPILOG = (
     "Examples:\n\n"
@@ -144,7 +144,7 @@ def _request(
     """The request that runs will get, and the config's name; refuses what could not run."""
     resolved, _ = resolve_configs(configs, overrides)
     from posttrain.core.config.loading import find_config
-    from posttrain.pipelines.deploy.requests import RunRequest
+    from posttrain.pipelines.deploy.forms import RunRequest
 
     # A file is found from elsewhere by its whole path, a shipped config by its name.
     places = [str(find_config(path).resolve() if path.exists() else path) for path in configs]

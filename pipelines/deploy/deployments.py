@@ -20,7 +20,7 @@ from prefect.types.entrypoint import EntrypointType
 
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.pipelines.deploy import flows as deployed
-from posttrain.pipelines.deploy.requests import RunRequest
+from posttrain.pipelines.deploy.forms import RunRequest
 
 FLOWS: dict[str, Flow[..., Any]] = {
     "train": deployed.train,

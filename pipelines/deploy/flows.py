@@ -5,8 +5,6 @@ the run's log in Prefect. Annotations here are types, not strings: Prefect check
 them also where it loaded the file without a name.
 """
 
-from __future__ import annotations
-
 import signal
 
 from prefect import flow
@@ -20,7 +18,7 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.core.store.artifacts import RunResult
-from posttrain.pipelines.deploy.requests import EvaluateRequest, RunRequest
+from posttrain.pipelines.deploy.forms import EvaluateRequest, RunRequest
 from posttrain.pipelines.deploy.suspension import cancelled_before, take_answers, wait_for_answer
 from posttrain.pipelines.run.checks import check_inputs, folders, resolve_configs, shared_store
 from posttrain.pipelines.run.execute import RunOptions, execute

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.deploy.requests import EvaluateRequest, RunRequest
+from posttrain.pipelines.deploy.forms import EvaluateRequest, RunRequest
 from posttrain.pipelines.services import postgres
 from posttrain.pipelines.services.processes import find
 from tests.helpers.pipeline import Finished, run_command
