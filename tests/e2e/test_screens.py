@@ -174,7 +174,7 @@ def test_mlflow_card(ui: Ui, page: Page, picture: Path) -> None:
     show(page, ui.run_page(ui.runs[0], "/artifacts/run_card.html"), "environment.txt")
     inside = page.frame_locator("iframe").first
     inside.get_by_text("Run card: tiny-seed0").wait_for()
-    assert "Before and after" in inside.locator("body").inner_text()
+    assert "Held-out accuracy, 95 % intervals" in inside.locator("body").inner_text()
 
 
 def test_mlflow_samples(ui: Ui, page: Page, picture: Path) -> None:

@@ -56,7 +56,7 @@ def test_who_waits_is_told_of_whom_once_and_may_give_up(tmp_path: Path) -> None:
 COUNT = """
 import sys
 from pathlib import Path
-from posttrain.core import locks
+from posttrain.core.store import locks
 
 locks.LOOK_AGAIN_S = 0.0005
 counter = Path(sys.argv[1]) / "count"

@@ -281,7 +281,7 @@ def test_a_given_server_that_is_no_vllm_server_is_refused(tmp_path: Path) -> Non
     ],
 )
 def test_an_answer_that_is_no_whole_completion_is_an_error(choice: dict[str, Any]) -> None:
-    with pytest.raises(RunError, match="no completion with token ids"):
+    with pytest.raises(RunError, match="not a completion with token ids"):
         read_completion({"choices": [choice]}, SamplingParams(), (1,), {})
     with pytest.raises(RunError, match="did not give the log-probs"):
         read_scores({"choices": [choice]}, [1, 2, 3])
@@ -330,7 +330,6 @@ def test_however_one_of_them_ends_no_process_of_a_server_is_left(
             "import sys, time\n"
             "from pathlib import Path\n"
             "import threading, os\n"
-            "from posttrain.core.serving import guard\n"
             "from posttrain.core.runtime.processes import ServerProcess\n"
             f"made = []\n"
             f"start = lambda: made.append(ServerProcess([sys.executable, '-c', {STUBBORN!r}], "

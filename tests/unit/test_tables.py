@@ -131,8 +131,9 @@ for name, streaming, split in json.loads(sys.argv[1]):
     try:
         hub = resolve_revision(HubSource(name), "use a file")
         rows = list(hub_rows(hub, split, "use a file", streaming=streaming, limit=3))
-        reported = {"source": str(hub), "rows": [row.values for row in rows], "where":
-        rows[0].where} except PosttrainError as error:
+        reported = {"source": str(hub), "rows": [row.values for row in rows],
+                    "where": rows[0].where}
+    except PosttrainError as error:
         reported = {"error": str(error), "code": error.exit_code}
     print(json.dumps(reported))
 """

@@ -87,10 +87,10 @@ def test_the_calculator_computes_as_python_does(text: str, value: str) -> None:
     ],
 )
 def test_the_calculator_refuses_in_words_and_at_once(text: str) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     found = calculator().call(text)
     assert found.failed and found.text.startswith("error: ")
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_the_calculator_s_numbers_are_bounded_on_the_way_too() -> None:
