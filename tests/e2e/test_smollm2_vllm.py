@@ -24,6 +24,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_the_quickstart_runs_on_vllm_with_weights_synced_after_each_update(tmp_path: Path) -> None:

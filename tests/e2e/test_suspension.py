@@ -136,6 +136,7 @@ def test_no_answer_in_time_is_what_the_config_says_without_a_run_of_the_command(
     assert retried["state_type"] == "COMPLETED", (retried["state"], services.log("worker")[-4000:])
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_is_not_approved_by_the_end_of_its_time(
     services: Services, deployment: str
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 BENCH = Path(__file__).parents[1] / "bench" / "scaling.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_one_rank_and_two_are_measured(tmp_path: Path) -> None:
     options = ("--json", "--axes", "ranks", "--rounds", "1", "--prompts", "1")
