@@ -117,7 +117,7 @@ class RunConfig(Section):
         description="what Prefect and MLflow call a run: {name}, {seed}, {task} and {date} are "
         "filled in",
     )
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     engine: str | Component = Field(
         default="auto", description="auto, or a rollout engine: transformers, vllm, vllm_server"
     )

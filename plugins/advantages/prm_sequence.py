@@ -29,7 +29,7 @@ class PrmSequenceConfig(GroupConfig):
         default="z-score", description="in the group: as `grpo`, as `dr_grpo` or as `rloo`"
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
 
     @model_validator(mode="after")
     def _weights_are_used(self) -> PrmSequenceConfig:
