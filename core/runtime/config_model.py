@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 LARGEST = 1_000_000_000
 """Bound on the size of a number whose field declares no bound of its own on that side."""
@@ -20,74 +19,57 @@ class ConfigModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    largest: ClassVar[int] = LARGEST
 
-    @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:  # Any: from YAML
-        if _has_boolean(value) and _numeric(cls, str(info.field_name)):
-            raise ValueError("must be a number, not true or false")
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _of_sane_size(cls, value: Any, info: ValidationInfo) -> Any:  # Any: of any field's type
-        name = str(info.field_name)
-        for number in _numbers(value) if _numeric(cls, name) else ():
-            if number > cls.largest and not _bounded(cls, name, "le", "lt"):
-                raise ValueError(f"must be at most {cls.largest}")
-            if number < -cls.largest and not _bounded(cls, name, "ge", "gt"):
-                raise ValueError(f"must be at least {-cls.largest}")
-        return value
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        # Any: a core schema is a tree of dictionaries with a form for each of fifty types.
+        node: Any = handler.resolve_ref_schema(schema)
+        while node["type"] != "model-fields":
+            node = node["schema"]
+        for field in node["fields"].values():
+            field["schema"] = _strict(field["schema"])
+        return schema
 
 
-def _has_boolean(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(isinstance(item, bool) for item in value)
-    return isinstance(value, bool)
+def _strict(node: Any) -> Any:
+    """The schema of a value with its numbers bounded; nested models have been through this."""
+    kind = node["type"]
+    if kind in ("int", "float"):
+        return _no_boolean(_bounded(node))
+    if kind == "literal" and any(type(value) is int for value in node["expected"]):
+        return _no_boolean(node)
+    if kind in ("model", "definition-ref", "definitions"):
+        return node
+    if kind == "union":
+        choices = node["choices"]
+        if not any(choice["type"] == "bool" for choice in choices if isinstance(choice, dict)):
+            node["choices"] = [_strict(choice) for choice in choices]
+    elif kind == "tuple":
+        node["items_schema"] = [_strict(item) for item in node["items_schema"]]
+    elif kind == "dict" and "values_schema" in node:
+        node["values_schema"] = _strict(node["values_schema"])
+    else:
+        for inner in ("schema", "items_schema"):  # defaults, null, validators; lists and sets
+            if isinstance(node.get(inner), dict):
+                node[inner] = _strict(node[inner])
+    return node
 
 
-def _numbers(value: object) -> list[float]:
-    values = value if isinstance(value, list | tuple) else (value,)
-    return [item for item in values if isinstance(item, int | float)]
+def _bounded(node: Any) -> Any:
+    own = {} if {"le", "lt"} & node.keys() else {"le": LARGEST}
+    if not {"ge", "gt"} & node.keys():
+        own["ge"] = -LARGEST
+    return {**node, **own}
 
 
-@cache
-def _numeric(cls: type[BaseModel], name: str) -> bool:
-    """Whether the field takes numbers, and no booleans."""
-    found = leaves(cls.model_fields[name].annotation)
-    return bool(found & {int, float}) and bool not in found
+def _no_boolean(node: Any) -> CoreSchema:
+    return core_schema.no_info_before_validator_function(_refuse_boolean, node)
 
 
-@cache
-def _bounded(cls: type[BaseModel], name: str, *bounds: str) -> bool:
-    metadata = _metadata(cls.model_fields[name])
-    return any(getattr(item, bound, None) is not None for item in metadata for bound in bounds)
-
-
-def _metadata(field: FieldInfo) -> list[object]:
-    """The constraints of a field and those inside its annotation."""
-    found = list(field.metadata)
-    waiting: list[Any] = [field.annotation]  # Any: annotations have no common type
-    while waiting:
-        annotation = waiting.pop()
-        if get_origin(annotation) is Annotated:
-            for item in get_args(annotation)[1:]:
-                found += item.metadata if isinstance(item, FieldInfo) else [item]
-        elif get_origin(annotation) is not Literal:
-            waiting += get_args(annotation)
-            continue
-        waiting += get_args(annotation)[:1] if get_origin(annotation) is Annotated else ()
-    return found
-
-
-def leaves(annotation: Any) -> frozenset[Any]:  # Any: annotations have no common type
-    """The types that an annotation is made of, a literal's values as their types."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return frozenset(type(value) for value in arguments)
-    if origin is Annotated:
-        return leaves(arguments[0])
-    if not arguments:
-        return frozenset({annotation})
-    return frozenset().union(*(leaves(part) for part in arguments))
+def _refuse_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
