@@ -54,7 +54,7 @@ class EnvironmentComponent(Component):
 
     def paths(self) -> dict[str, str]:
         tools = self.fields().get("tools")
-        listed = tools if isinstance(tools, list | tuple) else ()
+        listed = tools if isinstance(tools, list | tuple) else (tools,)
         return {
             f"environment.tools.{index}.path": str(tool["path"])
             for index, tool in enumerate(listed)

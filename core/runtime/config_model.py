@@ -16,6 +16,7 @@ class ConfigModel(BaseModel):
 
     Refused for every field: keys that do not exist, NaN and infinity, true and false where a number
     is expected, and numbers beyond `LARGEST` in size unless the field's own bound allows them.
+    A single value stands for a list of one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -34,7 +35,7 @@ class ConfigModel(BaseModel):
         return schema
 
 
-def _strict(node: Any) -> Any:
+def _strict(node: Any, *, in_union: bool = False) -> Any:
     """The schema of a value with its numbers bounded; nested models have been through this."""
     kind = node["type"]
     if kind in ("int", "float"):
@@ -46,9 +47,11 @@ def _strict(node: Any) -> Any:
     if kind == "union":
         choices = node["choices"]
         if not any(choice["type"] == "bool" for choice in choices if isinstance(choice, dict)):
-            node["choices"] = [_strict(choice) for choice in choices]
+            node["choices"] = [_strict(choice, in_union=True) for choice in choices]
     elif kind == "tuple":
         node["items_schema"] = [_strict(item) for item in node["items_schema"]]
+        if "variadic_item_index" in node and not in_union:
+            return core_schema.no_info_before_validator_function(_list_of_one, node)
     elif kind == "dict" and "values_schema" in node:
         node["values_schema"] = _strict(node["values_schema"])
     else:
@@ -67,6 +70,11 @@ def _bounded(node: Any) -> Any:
 
 def _no_boolean(node: Any) -> CoreSchema:
     return core_schema.no_info_before_validator_function(_refuse_boolean, node)
+
+
+def _list_of_one(value: Any) -> Any:
+    """`rewards: accuracy` stands for `rewards: [accuracy]`."""
+    return [value] if isinstance(value, str | dict | int | float) else value
 
 
 def _refuse_boolean(value: Any) -> Any:
