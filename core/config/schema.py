@@ -17,6 +17,8 @@ from posttrain.core.config.sections import (
     KeepSection,
     LimitsSection,
     ModelSection,
+    RegistryAlias,
+    RegistryName,
 )
 from posttrain.core.config.stages import (
     ApproveStage,
@@ -84,8 +86,8 @@ class RegisterStage(StageBase):
     """Registers `model` in MLflow's registry with an alias. Reads `model` and `evaluation`."""
 
     kind: Literal["register"]
-    registered_name: str = Field(default="posttrain", min_length=1)
-    alias: str = Field(default="candidate", pattern=r"^[a-z][a-z0-9_-]*$")
+    registered_name: RegistryName = "posttrain"
+    alias: RegistryAlias = "candidate"
 
 
 Stage = Annotated[

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.core.config.base import Component, Section
 
@@ -34,6 +34,31 @@ class RegisteredName:
                 "models:/posttrain@champion, or models:/NAME/VERSION"
             )
         return cls(found["name"], found["alias"], found["version"])
+
+
+def _model_name(value: str) -> str:
+    odd = next((letter for letter in value if letter in "/:@" or not letter.isprintable()), "")
+    if odd or not value.strip(" .") or len(value) > 250:
+        raise ValueError(
+            "MLflow takes names of up to 250 letters, digits and signs without '/', ':' and '@'"
+        )
+    return value
+
+
+def _alias(value: str) -> str:
+    if value == "latest" or re.fullmatch(r"v\d+", value):
+        raise ValueError(
+            "MLflow keeps 'latest' and 'v' with a number for itself; choose another alias, such as "
+            "champion"
+        )
+    return value
+
+
+RegistryName = Annotated[str, AfterValidator(_model_name)]
+"""Name of a registered model, as MLflow takes it and `models:/NAME@ALIAS` can hold it."""
+RegistryAlias = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_-]*$", max_length=255), AfterValidator(_alias)
+]
 
 
 class EnvironmentComponent(Component):

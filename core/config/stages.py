@@ -13,6 +13,8 @@ from posttrain.core.config.sections import (
     GenerationSection,
     LoraSection,
     OptimizerSection,
+    RegistryAlias,
+    RegistryName,
 )
 
 
@@ -194,8 +196,8 @@ class PromoteStage(StageBase):
     """
 
     kind: Literal["promote"]
-    registered_name: str = Field(default="posttrain", min_length=1, pattern=r"^[^/:]+$")
-    alias: str = Field(default="champion", pattern=r"^[a-z][a-z0-9_-]*$")
+    registered_name: RegistryName = "posttrain"
+    alias: RegistryAlias = "champion"
     min_improvement: float = Field(
         default=0.0, ge=-1, lt=1, description="share of problems; below 0 allows a small loss"
     )
