@@ -14,7 +14,7 @@ BASE_MODEL = "base"
 TASK_DATA = "task"
 """What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 
-StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 
 
 class Section(ConfigModel):

@@ -112,10 +112,11 @@ RUN_NAME_HELP = "what can be filled in is {name}, {seed}, {task} and {date}"
 class RunConfig(Section):
     """One pipeline run."""
 
-    name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     description: str = ""
     run_name: str = Field(
         default="{name}-seed{seed}",
+        max_length=200,
         description="what Prefect and MLflow call a run: {name}, {seed}, {task} and {date} are "
         "filled in",
     )

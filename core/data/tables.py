@@ -55,12 +55,26 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                     f"{file} has no column '{column}', only {sorted(known)}: name another field in "
                     "the task's settings"
                 )
+        number = 0
         with tempfile.TemporaryDirectory() as cache:
-            rows = library.Dataset.from_parquet(
-                str(file), streaming=True, columns=list(columns), cache_dir=cache
-            )
-            for number, values in enumerate(rows, start=1):
-                yield JsonRow(f"{file}:{number}", dict(values))
+            try:
+                rows = library.Dataset.from_parquet(
+                    str(file), streaming=True, columns=list(columns), cache_dir=cache
+                )
+                for number, values in enumerate(rows, start=1):
+                    yield JsonRow(f"{file}:{number}", dict(values))
+            except (
+                pyarrow.ArrowException,
+                library.exceptions.DatasetsError,
+                OSError,
+                ValueError,
+                TypeError,
+            ) as error:
+                reported = " ".join(str(error).split())[:200]
+                raise DataError(
+                    f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
+                    "write or download it again"
+                ) from error
 
 
 @dataclass(frozen=True, slots=True)

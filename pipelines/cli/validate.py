@@ -33,10 +33,13 @@ def validate(
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
+    for note in inputs.notes:
+        console.print(f"note: {note}", markup=False)
     console.print(
         f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
         f"task '{config.task.name}', model {config.model.source}",
         markup=False,
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-    return Result({"status": "ok", "order": list(resolved.order), "plugins": plugins})
+    order, notes = list(resolved.order), list(inputs.notes)
+    return Result({"status": "ok", "order": order, "plugins": plugins, "notes": notes})

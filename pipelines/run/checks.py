@@ -54,6 +54,8 @@ class Inputs:
     """One problem of each split, as proof that the task can supply them."""
 
     problems: dict[str, Problem]
+    notes: tuple[str, ...] = ()
+    """What was not checked, and what is probably a mistake."""
 
 
 def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
@@ -63,7 +65,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
     from posttrain.core.contracts import RolloutEngine, Task
-    from posttrain.core.models.source import check_source
+    from posttrain.core.models.source import check_source, unchecked
 
     config = resolved.config
     check_source(config.model)
@@ -75,7 +77,11 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
-    return Inputs({split: task.problems(split, 1, config.seed)[0] for split in SPLITS})
+    not_checked = unchecked(config.model)
+    return Inputs(
+        {split: task.problems(split, 1, config.seed)[0] for split in SPLITS},
+        (*([not_checked] if not_checked else ()), *resolved.notes),
+    )
 
 
 def check_optimizers(resolved: ResolvedRun) -> None:

@@ -14,8 +14,8 @@ from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
 from posttrain.core.contracts.preference_rows import (
     Kind,
     PreferenceRow,
-    preference_digest,
     doubtful,
+    preference_digest,
     read_preference_rows,
 )
 from posttrain.core.data.preference import (
