@@ -406,17 +406,18 @@ def _forget(marks: dict[Loc, str], place: Loc) -> None:
 def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str) -> None:
     """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made."""
     name, sign, text = override.partition("=")
+    shown = OVERRIDE + (override if len(override) <= 100 else f"{override[:97]}...")
     keys = name.strip().split(".")
     if not sign or not all(keys):
         raise ConfigError(
-            f"--set '{override}' must look like a.b=c, for instance stages.rl.steps=3"
+            f"--set {_short(override)} must look like a.b=c, for instance stages.rl.steps=3"
         )
     try:
         value = read_value(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"--set {name}: {_short(text)} is not YAML ({problem}); quote it"
+            f"--set {name[:100]}: {_short(text)} is not YAML ({problem}); quote it"
         ) from error
     here: object = raw
     loc: Loc = ()
@@ -426,7 +427,7 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
             if not _is_index(key) or int(key) >= len(here):
                 allowed = f"'{key}' must be a number from 0 to {len(here) - 1}"
                 raise ConfigError(
-                    f"--set {name}: {dotted(loc)} is a list of {len(here)}; "
+                    f"--set {name[:100]}: {dotted(loc)} is a list of {len(here)}; "
                     + (allowed if here else f"set {dotted(loc)} itself")
                 )
             loc = (*loc, int(key))
@@ -439,13 +440,13 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
                 here[key] = value
             elif here.get(key) is None:
                 here[key] = {}
-                marks[loc] = f"{OVERRIDE}{override}"
+                marks[loc] = shown
             here = here[key]
         else:
             raise ConfigError(
-                f"--set {name}: {dotted(loc)} is {_short(here)}, which has no '{key}'; "
+                f"--set {name[:100]}: {dotted(loc)} is {_short(here)}, which has no '{key}'; "
                 f"write --set '{dotted(loc)}={{name: {here}, {key}: ...}}' if it is a plugin"
             )
     _forget(marks, loc)
-    marks[loc] = f"{OVERRIDE}{override}"
+    marks[loc] = shown
     _open_model(raw, marks)
