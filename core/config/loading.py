@@ -81,8 +81,9 @@ def explain(
         elif kind == "union_tag_invalid":
             tag = str((detail.get("ctx") or {}).get("tag"))
             loc = (*loc, "kind")
-            sentence = f"no stage is of kind '{tag}'{nearest(tag, STAGE_KINDS)} (allowed: " + (
-                f"{list(STAGE_KINDS)})"
+            sentence = (
+                f"no stage is of kind {_short(tag)}{nearest(tag, STAGE_KINDS)} (allowed: "
+                + (f"{list(STAGE_KINDS)})")
             )
         else:
             sentence = _wrong_value(kind, message, root, detail)
@@ -333,8 +334,9 @@ def find_config(name: Path) -> Path:
     close = nearest(name.name, [*extra, *shipped])
     guess = f"; did you mean '{recipe}'?" if recipe in shipped else close
     raise ConfigError(
-        f"no config file {name}{guess} (YAML files in {folder}: {extra or 'none'}; "
-        f"shipped configs: {list(shipped) or 'none'})"
+        f"no config file {name}{guess} (YAML files in {folder}: "
+        f"{shortlist(name.name, extra) if extra else 'none'}; shipped configs: "
+        f"{shortlist(wanted, shipped) if shipped else 'none'})"
     )
 
 
@@ -445,7 +447,8 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
         else:
             raise ConfigError(
                 f"--set {name[:100]}: {dotted(loc)} is {_short(here)}, which has no '{key}'; "
-                f"write --set '{dotted(loc)}={{name: {here}, {key}: ...}}' if it is a plugin"
+                f"write --set '{dotted(loc)}={{name: {str(here)[:60]}, {key}: ...}}' if it is a "
+                "plugin"
             )
     _forget(marks, loc)
     marks[loc] = shown
