@@ -49,6 +49,8 @@ def check_source(section: ModelSection) -> None:
 
 def unchecked(section: ModelSection) -> str:
     """Why nothing is known of the model before the run downloads it; empty if something is."""
+    if RegisteredName.parse(section.source) is not None:
+        return ""
     path = Path(section.source).expanduser()
     bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
     here = path.exists() or _looks_like_path(section.source) or _cached(section) is not None

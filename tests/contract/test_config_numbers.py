@@ -69,11 +69,11 @@ def numeric_fields() -> list[Any]:
 
 
 def refused(model: type[BaseModel], field: str, value: object) -> bool:
-    """Whether the model complains of this very field, or of a combination with it."""
+    """Whether the model complains of this very field."""
     try:
         model.model_validate({field: value})
     except ValidationError as error:
-        return any(problem["loc"][:1] in ((field,), ()) for problem in error.errors())
+        return any(problem["loc"][:1] == (field,) for problem in error.errors())
     return False
 
 
