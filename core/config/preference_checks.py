@@ -202,4 +202,12 @@ class _Check:
                 f"{EXAMPLES[kind]}; give another file{choose}",
             )
             return Checked([*problems, reported])
+        if len({row.key for row in rows}) < 2:
+            return Checked(
+                problems,
+                DataError(
+                    f"{setting}: {self.stage.data} has answers to one prompt only, and some "
+                    "prompts are held out to measure on: add rows with other prompts"
+                ),
+            )
         return Checked(problems, notes=[f"stages.{self.name}: {line}" for line in doubtful(rows)])

@@ -35,7 +35,7 @@ class ConfigModel(BaseModel):
         return schema
 
 
-def _strict(node: Any, *, in_union: bool = False) -> Any:
+def _strict(node: Any) -> Any:
     """The schema of a value with its numbers bounded; nested models have been through this."""
     kind = node["type"]
     if kind in ("int", "float"):
@@ -47,10 +47,10 @@ def _strict(node: Any, *, in_union: bool = False) -> Any:
     if kind == "union":
         choices = node["choices"]
         if not any(choice["type"] == "bool" for choice in choices if isinstance(choice, dict)):
-            node["choices"] = [_strict(choice, in_union=True) for choice in choices]
+            node["choices"] = [_strict(choice) for choice in choices]
     elif kind == "tuple":
         node["items_schema"] = [_strict(item) for item in node["items_schema"]]
-        if "variadic_item_index" in node and not in_union:
+        if "variadic_item_index" in node:
             return core_schema.no_info_before_validator_function(_list_of_one, node)
     elif kind == "dict" and "values_schema" in node:
         node["values_schema"] = _strict(node["values_schema"])

@@ -25,10 +25,13 @@ def validate(
 ) -> Result:
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
+    from posttrain.core.store.artifacts import check_free_disk
     from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
     inputs = check_inputs(with_model(resolved, found.section), manager)
+    reserve = resolved.config.limits.min_free_gb
+    check_free_disk(context.home, 0, reserve, "a run")
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"

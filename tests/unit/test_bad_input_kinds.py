@@ -320,3 +320,37 @@ def test_labels_that_contradict_are_counted(tmp_path: Path) -> None:
         "1 of 3 rows say the opposite of an earlier row about the same answers,",
         "1 of 3 rows occur again as they are,",
     ]
+
+
+# --- what `run` refuses before its first step ---------------------------------------------------
+
+
+def test_what_stops_a_run_before_its_first_step_is_refused_by_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    model, texts = make_tiny_model(tmp_path / "model"), tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "a"}\n')
+    base = {**RL, "model": {"source": str(model), "dtype": "float32"}}
+    address = "http://127.0.0.1:9/v1"
+    judge = f"{{name: llm_judge, base_url: '{address}', model: x, api_key_env: NO_KEY_HERE}}"
+    ptx = "[{name: ppo_clip}, {name: ptx}]"
+    for sets, code, says in (
+        (["stages.rl.lora={targets: [q_proj, v_prj]}"], 2, "lora.targets names v_prj"),
+        (["stages.rl.lora={targets: q_proj}"], 0, ""),
+        (["stages.rl.optimizer.rounding=stochastic"], 2, "is for bfloat16 weights"),
+        (["model.device=cuda"], 4, "torch finds no CUDA device"),
+        (["limits.min_free_gb=1000000"], 4, "not enough disk space"),
+        ([f"stages.rl.rewards={judge}"], 4, "'NO_KEY_HERE'"),
+        ([f"stages.rl.policy_loss={ptx}", f"stages.rl.ptx.path={texts}"], 3, f"{texts}:1 needs"),
+    ):
+        found, output = validate(tmp_path, base, *sets)
+        assert (found, says in output) == (code, True), output
+
+
+def test_preferences_of_one_prompt_are_refused_by_validate(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair("a", f"b{i}")) + "\n" for i in range(4)))
+    stage = {"kind": "preference", "data": str(path), "inputs": {"model": "base"}}
+    code, output = validate(tmp_path, {"task": "arithmetic", "stages": {"dpo": stage}})
+    assert code == 3 and "has answers to one prompt only" in output
