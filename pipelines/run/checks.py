@@ -87,15 +87,19 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
 
 
 def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem) -> None:
-    """Worked answers for stages that imitate them, the texts of `ptx.path`, keys of judges."""
+    """Worked answers for stages that imitate them, pairs that the task brings, the texts of
+    `ptx.path`, and keys of judges."""
+    from posttrain.core.config.base import TASK_DATA
     from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.stages import SftStage
+    from posttrain.core.config.stages import PreferenceDataStage, SftStage
     from posttrain.core.data.row_task import check_worked, read_examples
     from posttrain.core.rewards.judge import api_key
 
     for name, stage in resolved.config.stages.items():
         if isinstance(stage, SftStage) and "dataset" not in stage.inputs:
             check_worked(task, [problem])
+        if isinstance(stage, PreferenceDataStage) and stage.data == TASK_DATA:
+            task.preferences()
         if isinstance(stage, RlStage) and stage.ptx.path is not None:
             read_examples(stage.ptx.path, f"stages.{name}.ptx.path")
         for reward in stage.rewards if isinstance(stage, RlStage) else ():

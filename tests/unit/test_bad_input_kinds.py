@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.config.spec import parse_spec
+from posttrain.core.contracts import CONTRACTS
 from posttrain.core.contracts.preference_rows import doubtful, read_preference_rows
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.models.source import check_source
@@ -24,6 +26,7 @@ from posttrain.core.runtime.json_files import read_json_lines
 from posttrain.core.store.artifacts import combine_digests, tree_digests
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.cli.main import app
+from tests.helpers.plugins import MANAGER
 from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 RL: dict[str, Any] = {  # Any: nested YAML values
@@ -195,6 +198,18 @@ def test_only_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
         load_config([path])
     with pytest.raises(DataError, match=f"is {kind}.* correct task.path"):
         read_json_lines(path, "task.path", "{}")
+
+
+def test_values_with_a_wrong_tag_are_refused_in_a_spec() -> None:
+    for value in ("!!bool perhaps", "2024-13-45", "[" * 5000):
+        with pytest.raises(ConfigError, match="is not YAML"):
+            parse_spec("--what-if", f"grpo,eps={value}")
+
+
+def test_a_search_tool_reads_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "texts")
+    with pytest.raises(DataError, match="is a named pipe"):
+        MANAGER.build(CONTRACTS["tool"], "search", {"path": str(tmp_path / "texts")})
 
 
 # --- names and models --------------------------------------------------------------------------
