@@ -44,6 +44,18 @@ class ApprovalRefused(PosttrainError):
     status = "rejected"
 
 
+MAX_NAMES = 12
+
+
+def shortlist(name: str, known: Iterable[str]) -> str:
+    """The names in `known` as a list; of more than twelve their count and six nearest to `name`."""
+    names = list(known)
+    if len(names) <= MAX_NAMES:
+        return str(names)
+    close = difflib.get_close_matches(name, names, n=6, cutoff=0)
+    return f"{len(names)}, such as {', '.join(close)}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the closest known spelling of `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

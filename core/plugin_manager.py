@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from posttrain.core import hooks
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.errors import ConfigError, nearest, shortlist
 
 AnyPlugin = Plugin[Any]  # Any: the manager handles plugins of every config type
 PluginT = TypeVar("PluginT", bound=AnyPlugin)
@@ -105,7 +105,8 @@ class PluginManager:
         if entry is None:
             known = [e.name for e in self.entries(kind)]
             raise ConfigError(
-                f"no {kind} named '{name}'{nearest(name, known)} (installed: {known})"
+                f"no {kind} named '{name}'{nearest(name, known)} "
+                f"(installed: {shortlist(name, known)})"
             )
         return entry
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from posttrain.core.runtime.config_model import ConfigModel
 
 BASE_MODEL = "base"
 """Name under which stages read the base model."""
@@ -12,19 +14,19 @@ BASE_MODEL = "base"
 TASK_DATA = "task"
 """What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 
-StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are frozen."""
+class Section(ConfigModel):
+    """Base of every section of the YAML; defaults are validated like given values."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
 
-class Component(BaseModel):
+class Component(ConfigModel):
     """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
     name: str = Field(description="registered plugin name")
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.sections import GenerationSection, OptimizerSection
+from posttrain.core.config.sections import EvaluationSection, GenerationSection, OptimizerSection
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -110,6 +110,21 @@ def check_generation(
             (*place, "temperature"),
             "at 0 all responses to a prompt are the same, so nothing can be learned; use a value "
             "above 0, such as 1.0",
+        )
+
+
+def check_room(
+    section: GenerationSection | EvaluationSection,
+    place: tuple[str | int, ...],
+    loaded: LoadedConfig,
+) -> Iterable[str]:
+    """A response that leaves no token of the context to any prompt."""
+    limit = loaded.config.model.max_model_len
+    if section.max_response_length >= limit:
+        yield loaded.problem(
+            (*place, "max_response_length"),
+            f"{section.max_response_length} tokens of response leave no room for a prompt in "
+            f"model.max_model_len {limit}; raise that, or shorten the response",
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -14,10 +15,17 @@ from pydantic import BaseModel, ValidationError
 import posttrain.core
 from posttrain.core.config.base import Component
 from posttrain.core.config.dag import MAKES
-from posttrain.core.config.positions import Loc, dotted, read_yaml
+from posttrain.core.config.positions import (
+    OVERRIDE,
+    Loc,
+    check_plain,
+    dotted,
+    read_value,
+    read_yaml,
+)
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.errors import ConfigError, nearest, shortlist
 
 MAX_SHOWN = 10
 STAGE_KINDS = tuple(MAKES)
@@ -66,14 +74,16 @@ def explain(
         elif kind == "extra_forbidden":
             model = _model_at(tuple(detail["loc"])[:-1], root)
             known = list(model.model_fields) if model else []
-            sentence = unknown_field(str(loc[-1]), detail["input"], known, owner)
+            elsewhere = _elsewhere(str(loc[-1]), tuple(detail["loc"])[:-1], model, root)
+            sentence = unknown_field(str(loc[-1]), detail["input"], known, owner, elsewhere)
         elif kind == "union_tag_not_found":
             sentence = f"has no kind; add 'kind: ...', one of {list(STAGE_KINDS)}"
         elif kind == "union_tag_invalid":
             tag = str((detail.get("ctx") or {}).get("tag"))
             loc = (*loc, "kind")
-            sentence = f"no stage is of kind '{tag}'{nearest(tag, STAGE_KINDS)} (allowed: " + (
-                f"{list(STAGE_KINDS)})"
+            sentence = (
+                f"no stage is of kind {_short(tag)}{nearest(tag, STAGE_KINDS)} (allowed: "
+                + (f"{list(STAGE_KINDS)})")
             )
         else:
             sentence = _wrong_value(kind, message, root, detail)
@@ -81,11 +91,82 @@ def explain(
     return list(dict.fromkeys(lines))
 
 
-def unknown_field(name: str, value: object, known: Iterable[str], owner: str) -> str:
-    """The sentence for a field that does not exist, with the nearest that does."""
+def unknown_field(
+    name: str, value: object, known: Iterable[str], owner: str, elsewhere: str = ""
+) -> str:
+    """The sentence for a field that does not exist, with the nearest that does.
+
+    `elsewhere` is the place of a field of that name in another section.
+    """
     names = sorted(known)
-    allowed = f"(allowed: {names})" if names else "(it has no fields)"
-    return f"unknown field of {owner}, got {_short(value)}{nearest(name, names)} {allowed}"
+    allowed = f"(allowed: {shortlist(name, names)})" if names else "(it has no fields)"
+    hint = f"; did you mean '{elsewhere}'?" if elsewhere else nearest(name, names)
+    return f"unknown field of {owner}, got {_short(value)}{hint} {allowed}"
+
+
+# What other tools call a field of ours.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "batch_size",
+    "max_new_tokens": "max_response_length",
+    "max_tokens": "max_response_length",
+    "max_completion_length": "max_response_length",
+    "grad_clip": "max_grad_norm",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "warmup": "warmup_steps",
+    "group_size": "num_generations",
+    "per_device_train_batch_size": "micro_batch_size",
+    "model_name": "source",
+    "model_name_or_path": "source",
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "max_seq_length": "max_model_len",
+    "max_length": "max_model_len",
+    "reward": "rewards",
+    "system": "system_prompt",
+}
+
+
+def _elsewhere(name: str, owner: Loc, model: type[BaseModel] | None, root: type[BaseModel]) -> str:
+    """Where a field `name` is, or one that is meant by it: below its owner, above, or in the root.
+
+    As a person writes it: relative to the owner if it is below, else from the root. Empty if it is
+    nowhere, or if the owner has a field that is spelt nearly so. `owner` is pydantic's place.
+    """
+    if model is None or difflib.get_close_matches(name, model.model_fields, 1, cutoff=0.85):
+        return ""
+    wanted = tuple(dict.fromkeys((name, OTHER_NAMES.get(name, name))))
+    places = [dotted(path) for path in _below(model) if path[-1] in wanted]
+    for end in range(len(owner) - 1, -1, -1):
+        above = _model_at(owner[:end], root)
+        fields = () if above is None else above.model_fields
+        places += [dotted((*_schema_free(owner[:end], root), w)) for w in wanted if w in fields]
+    if root is RunConfig:
+        places += [dotted(path) for path in _below(RunConfig) if path[-1] in wanted]
+        stages = _models(get_args(RunConfig.model_fields["stages"].annotation)[1])
+        inside = (path for stage in stages for path in _below(stage) if path[-1] in wanted)
+        places += [dotted(("stages", "<stage>", *path)) for path in inside]
+    return places[0] if places else ""
+
+
+def _below(model: type[BaseModel]) -> Iterator[Loc]:
+    """The places of fields in the sections of `model`, three levels deep, the nearest first."""
+    level: list[tuple[Loc, type[BaseModel]]] = [((), model)]
+    for _ in range(3):
+        deeper: list[tuple[Loc, type[BaseModel]]] = []
+        for place, section in level:
+            for name, info in section.model_fields.items():
+                if name != "name" or section is model:
+                    yield (*place, name)
+                inner = _models(info.annotation)
+                if len(inner) == 1:
+                    deeper.append(((*place, name), inner[0]))
+        level = deeper
 
 
 def _wrong_value(kind: str, message: str, root: type[BaseModel], detail: Mapping[str, Any]) -> str:
@@ -111,6 +192,8 @@ def _wrong_value(kind: str, message: str, root: type[BaseModel], detail: Mapping
     if kind == "literal_error" and isinstance(value, str):
         allowed = [part for part in str(detail.get("ctx", {}).get("expected", "")).split("'")]
         message += f"{nearest(value, [a for a in allowed[1::2]])}"
+    if kind == "tuple_type":
+        return f"must be a list, got {_short(value)}"
     for start in ("Input should be ", "String should ", "Value error, "):
         if message.startswith(start):
             verb = {"Input should be ": "must be ", "String should ": "must "}.get(start, "")
@@ -205,13 +288,18 @@ def _indexed(parts: Loc, raw: object) -> Loc:
     """`parts` with the digits that index a list turned into numbers."""
     found: list[str | int] = []
     for part in parts:
-        if isinstance(raw, list) and str(part).isdigit():
+        if isinstance(raw, list) and _is_index(str(part)):
             part = int(part)
             raw = raw[part] if part < len(raw) else None
         else:
             raw = raw.get(part) if isinstance(raw, dict) else None
         found.append(part)
     return tuple(found)
+
+
+def _is_index(part: str) -> bool:
+    """Whether `part` is a list's index: `²` is a digit of Unicode too, and no number to `int`."""
+    return part.isascii() and part.isdigit() and len(part) < 10
 
 
 def shipped_folder() -> Path:
@@ -228,6 +316,8 @@ def shipped_configs() -> dict[str, Path]:
 
 def find_config(name: Path) -> Path:
     """The file `name`, or the shipped configuration of that name."""
+    if "\0" in str(name):
+        raise ConfigError(f"the file name {str(name)!r} holds a NUL; correct it")
     if name.exists():
         return name
     shipped = shipped_configs()
@@ -244,8 +334,9 @@ def find_config(name: Path) -> Path:
     close = nearest(name.name, [*extra, *shipped])
     guess = f"; did you mean '{recipe}'?" if recipe in shipped else close
     raise ConfigError(
-        f"no config file {name}{guess} (YAML files in {folder}: {extra or 'none'}; "
-        f"shipped configs: {list(shipped) or 'none'})"
+        f"no config file {name}{guess} (YAML files in {folder}: "
+        f"{shortlist(name.name, extra) if extra else 'none'}; shipped configs: "
+        f"{shortlist(wanted, shipped) if shipped else 'none'})"
     )
 
 
@@ -258,6 +349,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
     marks: dict[Loc, str] = {}
     for path in files:
         value, lines = read_yaml(path)
+        _open_model(value, lines)
         _merge(raw, value, (), marks, lines)
     for override in overrides:
         _apply_override(raw, marks, override)
@@ -265,12 +357,20 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
     def where(loc: Loc) -> str:
         return mark_of(marks, loc, str(files[0]))
 
+    check_plain(raw, where)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise_problems(explain(error, where))
         raise
     return LoadedConfig(config, raw, files, marks)
+
+
+def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:
+    """`model: DIR` stands for `model: {source: DIR}`."""
+    if isinstance(value.get("model"), str):
+        value["model"] = {"source": value["model"]}
+        lines[("model", "source")] = lines[("model",)]
 
 
 def _merge(
@@ -308,25 +408,29 @@ def _forget(marks: dict[Loc, str], place: Loc) -> None:
 def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str) -> None:
     """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made."""
     name, sign, text = override.partition("=")
+    shown = OVERRIDE + (override if len(override) <= 100 else f"{override[:97]}...")
     keys = name.strip().split(".")
     if not sign or not all(keys):
         raise ConfigError(
-            f"--set '{override}' must look like a.b=c, for instance stages.rl.steps=3"
+            f"--set {_short(override)} must look like a.b=c, for instance stages.rl.steps=3"
         )
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"--set {name}: '{text}' is not YAML ({problem}); quote it") from error
+        value = read_value(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--set {name[:100]}: {_short(text)} is not YAML ({problem}); quote it"
+        ) from error
     here: object = raw
     loc: Loc = ()
     for position, key in enumerate(keys):
         last = position == len(keys) - 1
         if isinstance(here, list):
-            if not key.isdigit() or int(key) >= len(here):
+            if not _is_index(key) or int(key) >= len(here):
+                allowed = f"'{key}' must be a number from 0 to {len(here) - 1}"
                 raise ConfigError(
-                    f"--set {name}: {dotted(loc)} is a list of {len(here)}; "
-                    f"'{key}' must be a number from 0 to {len(here) - 1}"
+                    f"--set {name[:100]}: {dotted(loc)} is a list of {len(here)}; "
+                    + (allowed if here else f"set {dotted(loc)} itself")
                 )
             loc = (*loc, int(key))
             if last:
@@ -338,11 +442,14 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
                 here[key] = value
             elif here.get(key) is None:
                 here[key] = {}
+                marks[loc] = shown
             here = here[key]
         else:
             raise ConfigError(
-                f"--set {name}: {dotted(loc)} is {here!r}, which has no '{key}'; "
-                f"write --set '{dotted(loc)}={{name: {here}, {key}: ...}}' if it is a plugin"
+                f"--set {name[:100]}: {dotted(loc)} is {_short(here)}, which has no '{key}'; "
+                f"write --set '{dotted(loc)}={{name: {str(here)[:60]}, {key}: ...}}' if it is a "
+                "plugin"
             )
     _forget(marks, loc)
-    marks[loc] = f"--set {override}"
+    marks[loc] = shown
+    _open_model(raw, marks)

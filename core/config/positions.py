@@ -1,16 +1,32 @@
-"""YAML text to plain values plus the line of every key and item. Duplicate keys are errors."""
+"""YAML text to plain values plus the line of every key and item. Duplicate keys are errors.
+
+What a file may hold is bounded: its size, how deep it nests, and how many values there are once
+aliases are expanded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import datetime
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.runtime.files import irregular
 
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 60
+MAX_VALUES = 50_000
+"""Values of a file with aliases expanded: a few lines of them can stand for billions."""
+MAX_DIGITS = 100
 Loc = tuple[str | int, ...]
 """The place of a value: mapping keys and list positions from the root."""
+
+
+OVERRIDE = "--set "
+"""What the place of a value that the command line gave begins with."""
 
 
 def dotted(loc: Loc) -> str:
@@ -20,14 +36,7 @@ def dotted(loc: Loc) -> str:
 
 def read_yaml(path: Path) -> tuple[dict[str, object], dict[Loc, str]]:
     """The mapping in the file at `path`, and the `file:line` of each place in it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder; name a YAML file in it") from error
-    except PermissionError as error:
-        raise ConfigError(f"{path} may not be read by this user; change its permissions") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    text = _text(path)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
@@ -38,16 +47,96 @@ def read_yaml(path: Path) -> tuple[dict[str, object], dict[Loc, str]]:
                 "'task: ...', not a bare value or a list"
             )
         marks: dict[Loc, str] = {}
-        for loc, line in _walk(root, (), path, ()):
+        for count, (loc, line) in enumerate(_walk(root, (), path, ())):
+            if count >= MAX_VALUES:
+                raise ConfigError(
+                    f"{path}:{line}: the file has more than {MAX_VALUES} values once its aliases "
+                    "are expanded; write a smaller one"
+                )
             marks[loc] = f"{path}:{line}"
-        value = yaml.safe_load(text)
+        value = read_value(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax(path, error)) from error
     except yaml.YAMLError as error:  # control characters have a position but no mark
         raise ConfigError(f"{path}: this is not YAML: {' '.join(str(error).split())}") from error
-    except ValueError as error:  # a date such as 2024-13-45 is read and refused by the constructor
+    except ValueError as error:
         raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} {TOO_DEEP}") from error
     return value, marks
+
+
+TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels; no part of a configuration does"
+
+
+def _text(path: Path) -> str:
+    try:
+        kind = irregular(path)
+        if kind:
+            inside = " in it" if kind == "a folder" else ""
+            raise ConfigError(f"{path} is {kind}; name a YAML file{inside}")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except PermissionError as error:
+        raise ConfigError(f"{path} may not be read by this user; change its permissions") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}); name a YAML file") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} is larger than {MAX_BYTES // 1000} kB, which no configuration needs; name a "
+            "YAML file"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+
+
+def read_value(text: str) -> Any:  # Any: whatever YAML holds
+    """The value of a YAML text; raises `ValueError` for one whose tag does not fit its text."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    # The constructors look up `!!bool maybe` in a table and take a match of `!!timestamp x`.
+    except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
+        raise ValueError("its tag (!!...) does not fit its text") from error
+
+
+def check_plain(values: object, where: Callable[[Loc], str]) -> None:
+    """Raise `ConfigError` for a value that is not JSON's: a date, bytes, a set, a huge number, text
+    that no file can hold; and for nesting deeper than `MAX_DEPTH`."""
+    waiting: list[tuple[Loc, object]] = [((), values)]
+    while waiting:
+        loc, value = waiting.pop()
+        if len(loc) > MAX_DEPTH:
+            raise ConfigError(f"{where(loc)}: {dotted(loc[:3])}... {TOO_DEEP}")
+        if isinstance(value, dict):
+            waiting += [((*loc, key), item) for key, item in value.items()]
+            wrong = next((_odd(key) for key in value if _odd(key)), "")
+        elif isinstance(value, list):
+            waiting += [((*loc, index), item) for index, item in enumerate(value)]
+            wrong = ""
+        else:
+            wrong = _odd(value)
+        if wrong:
+            raise ConfigError(f"{where(loc)}: {dotted(loc) or 'the file'}: {wrong}")
+
+
+def _odd(value: object) -> str:
+    """What is wrong with a single value; empty if nothing is."""
+    if isinstance(value, str):
+        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+            return "the text holds a NUL or half of a surrogate pair, which is not text; remove it"
+    elif isinstance(value, int):
+        if value.bit_length() > 4 * MAX_DIGITS:
+            return f"a number of more than {MAX_DIGITS} digits; write a smaller one"
+    elif value is not None and not isinstance(value, float):
+        kind = "a date" if isinstance(value, datetime.date) else f"of type {type(value).__name__}"
+        return (
+            f"the value is {kind}, expected text, a number, a list or a mapping; put it in quotes"
+        )
+    return ""
 
 
 def _syntax(path: Path, error: yaml.MarkedYAMLError) -> str:
@@ -66,6 +155,8 @@ def _walk(
             f"{path}:{node.start_mark.line + 1}: {dotted(loc)} is an alias of a value that holds it"
         )
     inside = (*above, id(node))
+    if len(inside) > MAX_DEPTH:
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: the file {TOO_DEEP}")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*loc, index), item.start_mark.line + 1
@@ -100,8 +191,15 @@ def _is_merge(key: yaml.Node) -> bool:
 
 
 def where(marks: Mapping[Loc, str], loc: Loc, default: str) -> str:
-    """The `file:line` of `loc`, or of the nearest place above it that is written anywhere."""
-    for end in range(len(loc), 0, -1):
-        if loc[:end] in marks:
-            return marks[loc[:end]]
-    return default
+    """The `file:line` of `loc`, or of the nearest place above it that is written anywhere.
+
+    With the `--set` that changed a part of it, where one did.
+    """
+    found = next(
+        (marks[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in marks), default
+    )
+    if loc and not found.startswith(OVERRIDE):
+        below = (m for at, m in marks.items() if at[: len(loc)] == loc and m.startswith(OVERRIDE))
+        override = next(below, None)
+        return found if override is None else f"{found} with {override}"
+    return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
-from posttrain.core.contracts.preference_rows import EXAMPLES, Kind, read_preference_rows
+from posttrain.core.contracts.preference_rows import EXAMPLES, Kind, doubtful, read_preference_rows
 from posttrain.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Checked:
 
     problems: list[str]
     data_error: DataError | None = field(default=None)
+    notes: list[str] = field(default_factory=list)
+    """What can be trained on and is probably a mistake."""
 
 
 def check_preference(
@@ -200,4 +202,12 @@ class _Check:
                 f"{EXAMPLES[kind]}; give another file{choose}",
             )
             return Checked([*problems, reported])
-        return Checked(problems)
+        if len({row.key for row in rows}) < 2:
+            return Checked(
+                problems,
+                DataError(
+                    f"{setting}: {self.stage.data} has answers to one prompt only, and some "
+                    "prompts are held out to measure on: add rows with other prompts"
+                ),
+            )
+        return Checked(problems, notes=[f"stages.{self.name}: {line}" for line in doubtful(rows)])

@@ -66,6 +66,8 @@ class ResolvedRun:
     order: tuple[str, ...]
     plugins: Mapping[str, tuple[PluginUse, ...]]
     loaded: LoadedConfig = field(repr=False, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What is probably a mistake in the data that were read, and hinders nothing."""
 
     def to_yaml(self) -> str:
         """The complete configuration; loading it again resolves to the same."""
@@ -120,7 +122,9 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     if resolver.data_errors:
         raise resolver.data_errors[0]
     config = RunConfig.model_validate(values)
-    return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
+    return ResolvedRun(
+        config, dag.topological_order(config.stages), plugins, loaded, tuple(resolver.notes)
+    )
 
 
 @dataclass(slots=True)
@@ -132,6 +136,7 @@ class _Resolver:
     problems: list[str] = field(default_factory=list)
     data_errors: list[DataError] = field(default_factory=list)
     reward_roles: dict[str, set[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def component(
         self, kind: str, value: Component, loc: Loc, preset: str = ""
@@ -201,6 +206,7 @@ class _Resolver:
 
     def _keep(self, checked: preference_checks.Checked) -> None:
         self.problems += checked.problems
+        self.notes += checked.notes
         if checked.data_error is not None:
             self.data_errors.append(checked.data_error)
 
@@ -287,6 +293,15 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
     if isinstance(stage, RlStage | PreferenceDataStage | TransformStage):
         yield from combinations.check_generation(stage.generation, (*place, "generation"), loaded)
+    samples = isinstance(stage, RlStage | TransformStage)
+    if samples or isinstance(stage, PreferenceDataStage) and stage.data is None:
+        yield from combinations.check_room(stage.generation, (*place, "generation"), loaded)
+    if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
+        own = loaded.config.stages[name]
+        where = (*place, "evaluation") if getattr(own, "evaluation", None) else ("evaluation",)
+        yield from combinations.check_room(stage.evaluation, where, loaded)
+    if isinstance(stage, RlStage) and stage.evaluate_every:
+        yield from combinations.check_room(loaded.config.evaluation, ("evaluation",), loaded)
     if not isinstance(stage, RlStage):
         return
     if all(reward.weight == 0 for reward in stage.rewards):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, one_or_many
 from posttrain.core.config.sections import (
@@ -18,7 +18,7 @@ from posttrain.core.config.sections import (
 class LossTermComponent(Component):
     """A policy loss with its factor in the sum and, if it has one, its own aggregator."""
 
-    coef: float = Field(default=1.0, description="factor of this term in the loss")
+    coef: float = Field(default=1.0, ge=0, le=1_000, description="factor of this term in the loss")
     aggregator: Component | None = Field(
         default=None, description="how this term is averaged; null = the stage's own `aggregator`"
     )
@@ -33,7 +33,12 @@ LossTerms = Annotated[
 
 
 class RewardComponent(Component):
-    weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
+    weight: float = Field(
+        default=1.0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="factor in the weighted sum of rewards; below 0 it is a penalty",
+    )
 
 
 class KlSection(Section):
@@ -66,7 +71,7 @@ class CriticSection(Section):
     head: Literal["zero", "normal"] = Field(
         default="zero", description="a new head: zeros, or normal with variance 1/(hidden + 1)"
     )
-    epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over each rollout batch")
     num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
     clip: float | None = Field(
         default=0.2, gt=0, description="bound on a value's move from the rollout's; null = off"
@@ -109,7 +114,10 @@ class KlGuardSection(Section):
     """What to do when the updates on one rollout batch move the policy too far from its sampler."""
 
     max_kl: float = Field(
-        default=0.1, gt=0, description="k3 to the rollout's policy on a mini-batch, nats per token"
+        default=0.1,
+        gt=0,
+        le=1_000,
+        description="k3 to the rollout's policy on a mini-batch, nats per token",
     )
     action: Literal["stop", "lower_rate"] = Field(
         default="stop",
@@ -125,7 +133,7 @@ class ResampleSection(Section):
         default="pow",
         description="|R|^power; only the batch's best and worst; the best four times as often",
     )
-    power: float = Field(default=1.0, gt=0, description="of pow")
+    power: float = Field(default=1.0, gt=0, le=1_000, description="of pow")
 
 
 class RewardPoolSection(Section):
@@ -135,7 +143,10 @@ class RewardPoolSection(Section):
         default=0, ge=0, le=256, description="processes; 0 = one per core, at most 8"
     )
     timeout_s: float = Field(
-        default=10.0, gt=0, description="seconds that one reward may take for one response"
+        default=10.0,
+        gt=0,
+        le=86_400,
+        description="seconds that one reward may take for one response",
     )
     max_failure_rate: float = Field(
         default=0.1,
@@ -168,8 +179,10 @@ class RlStage(StageBase):
     algorithm: Component = Component(name="grpo")
     steps: int = Field(default=30, ge=1)
     prompts_per_step: int = Field(default=16, ge=1)
-    num_generations: int = Field(default=8, ge=1, description="responses per prompt (group size)")
-    epochs: int = Field(default=1, ge=1, description="passes over each rollout batch")
+    num_generations: int = Field(
+        default=8, ge=1, le=1_000_000, description="responses per prompt (group size)"
+    )
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over each rollout batch")
     num_mini_batches: int = Field(
         default=1, ge=1, description="optimizer steps per pass; divides prompts_per_step"
     )
@@ -196,6 +209,7 @@ class RlStage(StageBase):
     max_staleness: int = Field(
         default=0,
         ge=0,
+        le=1_000,
         description="updates that a rollout's policy may lie behind; from 1 on, the next rollouts "
         "are sampled while the update runs, and rollout_correction is tis_token unless it is set",
     )
@@ -238,7 +252,7 @@ class RlStage(StageBase):
     policy_loss: LossTerms = LossTermComponent(name="ppo_clip")
     aggregator: Component = Component(name="seq-mean-token-mean")
     kl: KlSection = KlSection()
-    entropy_coef: float = Field(default=0.0, ge=0, description="entropy bonus")
+    entropy_coef: float = Field(default=0.0, ge=0, le=1_000, description="entropy bonus")
     entropy_aggregator: Component | None = Field(
         default=None, description="how the bonus is averaged; null = as `aggregator`"
     )
@@ -258,7 +272,10 @@ class RlStage(StageBase):
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
     mismatch_alarm: float = Field(
-        default=0.02, gt=0, description="warn when k3 between engine and trainer (nats) exceeds it"
+        default=0.02,
+        gt=0,
+        le=1_000,
+        description="warn when k3 between engine and trainer (nats) exceeds it",
     )
 
     check_sync: Literal["every", "first", "never"] = Field(
@@ -278,6 +295,18 @@ class RlStage(StageBase):
             named[f"rewards.{index}.path"] = None if path is None else str(path)
         read = {} if self.environment is None else self.environment.paths()
         return read | {field: path for field, path in named.items() if path is not None}
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _low_below_high(
+        cls, value: tuple[float | None, float | None]
+    ) -> tuple[float | None, float | None]:
+        low, high = value
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"must be [low, high] with low below high: {low:g} is not below {high:g}"
+            )
+        return value
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:

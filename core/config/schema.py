@@ -17,6 +17,8 @@ from posttrain.core.config.sections import (
     KeepSection,
     LimitsSection,
     ModelSection,
+    RegistryAlias,
+    RegistryName,
 )
 from posttrain.core.config.stages import (
     ApproveStage,
@@ -84,8 +86,8 @@ class RegisterStage(StageBase):
     """Registers `model` in MLflow's registry with an alias. Reads `model` and `evaluation`."""
 
     kind: Literal["register"]
-    registered_name: str = Field(default="posttrain", min_length=1)
-    alias: str = Field(default="candidate", pattern=r"^[a-z][a-z0-9_-]*$")
+    registered_name: RegistryName = "posttrain"
+    alias: RegistryAlias = "candidate"
 
 
 Stage = Annotated[
@@ -110,14 +112,15 @@ RUN_NAME_HELP = "what can be filled in is {name}, {seed}, {task} and {date}"
 class RunConfig(Section):
     """One pipeline run."""
 
-    name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     description: str = ""
     run_name: str = Field(
         default="{name}-seed{seed}",
+        max_length=200,
         description="what Prefect and MLflow call a run: {name}, {seed}, {task} and {date} are "
         "filled in",
     )
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     engine: str | Component = Field(
         default="auto", description="auto, or a rollout engine: transformers, vllm, vllm_server"
     )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.core.config.base import Component, Section
 
@@ -36,19 +36,50 @@ class RegisteredName:
         return cls(found["name"], found["alias"], found["version"])
 
 
+def _model_name(value: str) -> str:
+    odd = next((letter for letter in value if letter in "/:@" or not letter.isprintable()), "")
+    if odd or not value.strip(" .") or len(value) > 250:
+        raise ValueError(
+            "MLflow takes names of up to 250 letters, digits and signs without '/', ':' and '@'"
+        )
+    return value
+
+
+def _alias(value: str) -> str:
+    if value == "latest" or re.fullmatch(r"v\d+", value):
+        raise ValueError(
+            "MLflow keeps 'latest' and 'v' with a number for itself; choose another alias, such as "
+            "champion"
+        )
+    return value
+
+
+RegistryName = Annotated[str, AfterValidator(_model_name)]
+"""Name of a registered model, as MLflow takes it and `models:/NAME@ALIAS` can hold it."""
+RegistryAlias = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_-]*$", max_length=255), AfterValidator(_alias)
+]
+
+
 class EnvironmentComponent(Component):
     """An environment with the limits of its episodes."""
 
     max_turns: int = Field(
-        default=4, ge=1, description="turns of the policy; one that has not answered by then is cut"
+        default=4,
+        ge=1,
+        le=10_000,
+        description="turns of the policy; one that has not answered by then is cut",
     )
     max_observation_tokens: int = Field(
-        default=512, ge=1, description="tokens of one observation, at most; the rest is cut off"
+        default=512,
+        ge=1,
+        le=10_000_000,
+        description="tokens of one observation, at most; the rest is cut off",
     )
 
     def paths(self) -> dict[str, str]:
         tools = self.fields().get("tools")
-        listed = tools if isinstance(tools, list | tuple) else ()
+        listed = tools if isinstance(tools, list | tuple) else (tools,)
         return {
             f"environment.tools.{index}.path": str(tool["path"])
             for index, tool in enumerate(listed)
@@ -103,7 +134,10 @@ class ModelSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int = Field(
-        default=1024, ge=8, description="tokens of prompt and response together, at most"
+        default=1024,
+        ge=8,
+        le=100_000_000,
+        description="tokens of prompt and response together, at most",
     )
     system_prompt: str | None = Field(
         default=None, description="system message of every chat; null = the template's own default"
@@ -120,13 +154,18 @@ class ModelSection(Section):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="decay of the moving averages, each in [0, 1)"
+    )
+    eps: float = Field(default=1e-8, gt=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up; linear and cosine end at 0"
     )
@@ -139,7 +178,9 @@ class OptimizerSection(Section):
         description="the same counted in rollout batches, whatever number of optimizer steps each "
         "has; rl stages only, instead of warmup_steps",
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null = no clipping")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, le=1_000_000, description="null = no clipping"
+    )
     moments: Literal["float32", "8bit"] = Field(
         default="float32",
         description="8bit: a quarter of the memory, by bitsandbytes (pip install "
@@ -165,7 +206,9 @@ class LoraSection(Section):
     """Low-rank factors that are trained in place of the weights (arXiv:2106.09685)."""
 
     rank: int = Field(default=16, ge=1, le=512)
-    alpha: float = Field(default=32.0, gt=0, description="the factors' product counts alpha / rank")
+    alpha: float = Field(
+        default=32.0, gt=0, le=100_000, description="the factors' product counts alpha / rank"
+    )
     rank_stabilised: bool = Field(
         default=False, description="alpha / sqrt(rank) instead (arXiv:2312.03732)"
     )
@@ -178,19 +221,22 @@ class LoraSection(Section):
 class GenerationSection(Section):
     """How responses are drawn."""
 
-    max_response_length: int = Field(default=16, ge=1, description="tokens")
-    temperature: float = Field(default=1.0, ge=0, description="0 = greedy")
+    max_response_length: int = Field(default=16, ge=1, le=100_000_000, description="tokens")
+    temperature: float = Field(default=1.0, ge=0, le=100, description="0 = greedy")
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, description="0 = off")
+    top_k: int = Field(default=0, ge=0, le=10_000_000, description="0 = off")
 
 
 class EvaluationSection(Section):
     """What an evaluation measures on held-out problems."""
 
     num_problems: int = Field(default=200, ge=1)
-    max_response_length: int = Field(default=16, ge=1)
+    max_response_length: int = Field(default=16, ge=1, le=100_000_000)
     num_samples: int = Field(
-        default=4, ge=0, description="sampled answers per problem for avg@k; 0 = greedy only"
+        default=4,
+        ge=0,
+        le=100_000,
+        description="sampled answers per problem for avg@k; 0 = greedy only",
     )
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(),
@@ -200,7 +246,7 @@ class EvaluationSection(Section):
     majority: bool = Field(
         default=False, description="maj@k as well: whether the most frequent answer is right"
     )
-    temperature: float = Field(default=1.0, gt=0, description="of the sampled answers")
+    temperature: float = Field(default=1.0, gt=0, le=100, description="of the sampled answers")
     top_p: float = Field(default=1.0, gt=0, le=1, description="of the sampled answers; 1 = off")
     batch_size: int = Field(default=64, ge=1, description="sequences decoded together")
 
@@ -225,22 +271,27 @@ class EvaluationSection(Section):
 class LimitsSection(Section):
     """Guards of the machine the run is on."""
 
-    num_threads: int = Field(default=0, ge=0, description="CPU threads; 0 = all cores")
-    min_free_gb: float = Field(default=1.0, ge=0, description="disk that must stay free, GB")
+    num_threads: int = Field(default=0, ge=0, le=10_000, description="CPU threads; 0 = all cores")
+    min_free_gb: float = Field(
+        default=1.0, ge=0, le=1_000_000, description="disk that must stay free, GB"
+    )
     max_parallel_stages: int = Field(
         default=1,
         ge=1,
+        le=1_000,
         description="independent stages that may run at once; each needs its memory",
     )
     stall_minutes: float = Field(
         default=60.0,
         ge=0,
+        le=1_000_000,
         description="a run that gives no sign of life for so long is ended, with the stacks of all "
         "threads in the home; longer than its longest single piece of work; 0 = never",
     )
     learner_ranks: int = Field(
         default=1,
         ge=1,
+        le=10_000,
         description="processes that share the training of a stage (FSDP2): its batches, and the "
         "memory of its weights and moments. Of a GPU machine, at most one for each GPU; on a CPU a "
         "way to try it, not to be faster",
@@ -253,6 +304,7 @@ class KeepSection(Section):
     checkpoints: int = Field(
         default=1,
         ge=1,
+        le=10_000,
         description="newest checkpoints of a stage while it runs; from 2 on, a damaged one is "
         "passed over for the one before",
     )
@@ -319,7 +371,7 @@ class AlarmsSection(Section):
         default=0.3, gt=0, le=1, description="clip/high_frac above this"
     )
     policy_kl: float | None = Field(
-        default=0.1, gt=0, description="kl/old_k3 above this, nats per token"
+        default=0.1, gt=0, le=1_000, description="kl/old_k3 above this, nats per token"
     )
     kl_target: float | None = Field(
         default=2.0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from posttrain.core.config.positions import read_value
 from posttrain.core.errors import ConfigError
 
 
@@ -36,9 +37,9 @@ def parse_spec(option: str, text: str) -> Spec:
         if key in fields:
             raise ConfigError(f"{option} '{text}': field '{key}' is given twice; give it once")
         try:
-            fields[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            problem = " ".join(str(error).split())
+            fields[key] = read_value(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            problem = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"{option} '{text}': the value of '{key}' is not YAML ({problem}); quote it"
             ) from error

@@ -13,6 +13,8 @@ from posttrain.core.config.sections import (
     GenerationSection,
     LoraSection,
     OptimizerSection,
+    RegistryAlias,
+    RegistryName,
 )
 
 
@@ -63,7 +65,9 @@ class PreferenceDataStage(StageBase):
     num_prompts: int = Field(
         default=64, ge=2, description="training problems sampled for pairs, when there is no file"
     )
-    num_generations: int = Field(default=8, ge=2, description="answers sampled per problem")
+    num_generations: int = Field(
+        default=8, ge=2, le=1_000_000, description="answers sampled per problem"
+    )
     pairs_per_prompt: int = Field(default=2, ge=1, description="at most, per problem")
     generation: GenerationSection = GenerationSection()
     held_out_fraction: float = Field(
@@ -75,7 +79,7 @@ class PreferenceDataStage(StageBase):
         description="tokens of prompt and answer together; longer rows of a file are left out; "
         "null = model.max_model_len",
     )
-    epochs: int = Field(default=1, ge=1, description="passes over the training rows")
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over the training rows")
     batch_size: int = Field(
         default=16, ge=1, description="pairs or labelled rows per optimizer step, at most"
     )
@@ -103,7 +107,7 @@ class RewardModelStage(PreferenceDataStage):
 class PreferenceComponent(Component):
     """A preference loss with its factor in the sum."""
 
-    coef: float = Field(default=1.0, description="factor of this term in the loss")
+    coef: float = Field(default=1.0, ge=0, le=1_000, description="factor of this term in the loss")
 
 
 PreferenceTerms = Annotated[
@@ -169,9 +173,14 @@ class ApproveStage(StageBase):
 
     kind: Literal["approve"]
     question: str = Field(default="May this model go on?", min_length=1)
-    samples: int = Field(default=6, ge=0, description="problems with answers that are shown")
+    samples: int = Field(
+        default=6, ge=0, le=10_000, description="problems with answers that are shown"
+    )
     timeout_hours: float | None = Field(
-        default=168.0, gt=0, description="how long an answer is waited for; null = for ever"
+        default=168.0,
+        gt=0,
+        le=87_600,
+        description="how long an answer is waited for; null = for ever",
     )
     on_timeout: Literal["reject", "approve"] = Field(
         default="reject", description="what no answer in that time means"
@@ -187,8 +196,8 @@ class PromoteStage(StageBase):
     """
 
     kind: Literal["promote"]
-    registered_name: str = Field(default="posttrain", min_length=1, pattern=r"^[^/:]+$")
-    alias: str = Field(default="champion", pattern=r"^[a-z][a-z0-9_-]*$")
+    registered_name: RegistryName = "posttrain"
+    alias: RegistryAlias = "champion"
     min_improvement: float = Field(
         default=0.0, ge=-1, lt=1, description="share of problems; below 0 allows a small loss"
     )

@@ -76,6 +76,7 @@ class AdvantageConfig(PluginConfig):
     whiten_eps: float | None = Field(
         default=None,
         gt=0,
+        le=1,
         description="null = 1e-8 in the variance of tokens, 1e-4 on the deviation of sequences",
     )
 
@@ -151,7 +152,7 @@ class ComparisonConfig(AdvantageConfig):
         default="zero", description="a group of one: no signal, or its reward as it is (verl)"
     )
     zero_tol: float = Field(
-        default=1e-6, ge=0, description="max - min below this * max(1, max abs) is all-equal"
+        default=1e-6, ge=0, le=1, description="max - min below this * max(1, max abs) is all-equal"
     )
 
 

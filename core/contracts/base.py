@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator
+
+from posttrain.core.runtime.config_model import ConfigModel
 
 
-class PluginConfig(BaseModel):
-    """Base of every plugin config: unknown keys are errors and values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class PluginConfig(ConfigModel):
+    """Base of every plugin config; `ConfigModel` says what no field accepts."""
 
 
 class NoConfig(PluginConfig):

@@ -57,7 +57,10 @@ class RatioConfig(PluginConfig):
     """Settings of every loss with an importance ratio."""
 
     ratio_clamp: float | None = Field(
-        default=20.0, gt=0, description="bound of |log ratio|, nats; no gradient beyond; null = off"
+        default=20.0,
+        gt=0,
+        le=80,
+        description="bound of |log ratio|, nats; no gradient beyond; null = off",
     )
 
 

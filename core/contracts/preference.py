@@ -142,6 +142,7 @@ class BetaConfig(PluginConfig):
     beta: float = Field(
         default=0.1,
         gt=0,
+        le=1_000,
         description="factor of the log-ratio to the reference in the implied reward: smaller lets "
         "the policy move further (DPO paper, TRL: 0.1)",
     )

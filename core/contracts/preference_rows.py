@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.math.splits import text_key
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
 
+LARGEST_MARGIN = 1_000_000
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
 
@@ -79,6 +79,48 @@ def read_preference_rows(
     return kind, [row for _, row in found]
 
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def doubtful(rows: Sequence[PreferenceRow]) -> list[str]:
+    """A sentence for each kind of row that can be trained on and is probably a mistake, counted.
+
+    Rows that occur again, rows that contradict one another, and messages of roles that chat
+    templates do not know.
+    """
+    first: dict[tuple[object, ...], PreferenceRow] = {}
+    again: list[tuple[PreferenceRow, PreferenceRow]] = []
+    against: list[tuple[PreferenceRow, PreferenceRow]] = []
+    for row in rows:
+        prompt = json.dumps(row.prompt)
+        same = (prompt, row.answers, row.label)
+        other = (prompt, row.answers[::-1], None if row.label is None else not row.label)
+        if same in first:
+            again.append((row, first[same]))
+        elif other in first and (len(row.answers) == 2 or row.label is not None):
+            against.append((row, first[other]))
+        first.setdefault(same, row)
+    odd = [(row, role) for row in rows for role in sorted({m["role"] for m in row.prompt} - ROLES)]
+    found = []
+    for pairs, reported in (
+        (against, "say the opposite of an earlier row about the same answers"),
+        (again, "occur again as they are"),
+    ):
+        if pairs:
+            row, earlier = pairs[0]
+            found.append(
+                f"{len(pairs)} of {len(rows)} rows {reported}, such as {row.where} and "
+                f"{earlier.where}"
+            )
+    if odd:
+        row, role = odd[0]
+        found.append(
+            f"{len({row.where for row, _ in odd})} of {len(rows)} rows have messages of roles "
+            f"other than {sorted(ROLES)}, such as {role[:40]!r} in {row.where}"
+        )
+    return found
+
+
 def preference_digest(rows: Sequence[PreferenceRow]) -> str:
     values = [[row.prompt, row.answers, row.margin, row.label] for row in rows]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -129,12 +171,13 @@ def _margin(line: JsonRow) -> float:
     value = line.values.get("margin")
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not -LARGEST_MARGIN <= value <= LARGEST_MARGIN:  # type: ignore[operator]
         raise DataError(
-            f"{line.where}: field 'margin' is {value!r} ({type(value).__name__}), expected a "
-            "number: correct this line"
+            f"{line.where}: field 'margin' is {_short(value)} ({type(value).__name__}), expected a "
+            f"number of at most {LARGEST_MARGIN}: correct this line"
         )
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _prompt(line: JsonRow) -> tuple[Message, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -257,12 +258,13 @@ def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> s
         )
     value = row[field]
     # bool is an int in Python, but "True" is not an answer anyone wrote.
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if numbers and number and (isinstance(value, int) or math.isfinite(value)):  # type: ignore[arg-type]
         return str(value)
     if not isinstance(value, str) or not value.strip():
         allowed = "non-empty text or a number" if numbers else "non-empty text"
         raise DataError(
-            f"{where}: field '{field}' is {value!r} ({type(value).__name__}), expected "
+            f"{where}: field '{field}' is {repr(value)[:80]} ({type(value).__name__}), expected "
             f"{allowed}: correct this line"
         )
     return value.strip()

@@ -8,6 +8,7 @@ module needs no torch; `datasets` itself is imported when rows are read, which t
 from __future__ import annotations
 
 import itertools
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
 
     for file in expand(path, ".parquet", setting):
         try:
+            found = pyarrow.parquet.read_metadata(file)
             known = pyarrow.parquet.read_schema(file).names
         except (pyarrow.ArrowException, OSError) as error:
             reported = str(error).splitlines()[0]
@@ -55,12 +57,28 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                     f"{file} has no column '{column}', only {sorted(known)}: name another field in "
                     "the task's settings"
                 )
+        if found.num_rows == 0:
+            raise DataError(f"{file} has no rows, expected one a problem: give another file")
+        number = 0
         with tempfile.TemporaryDirectory() as cache:
-            rows = library.Dataset.from_parquet(
-                str(file), streaming=True, columns=list(columns), cache_dir=cache
-            )
-            for number, values in enumerate(rows, start=1):
-                yield JsonRow(f"{file}:{number}", dict(values))
+            try:
+                rows = library.Dataset.from_parquet(
+                    str(file), streaming=True, columns=list(columns), cache_dir=cache
+                )
+                for number, values in enumerate(rows, start=1):
+                    yield JsonRow(f"{file}:{number}", dict(values))
+            except (
+                pyarrow.ArrowException,
+                library.exceptions.DatasetsError,
+                OSError,
+                ValueError,
+                TypeError,
+            ) as error:
+                reported = " ".join(str(error).split())[:200]
+                raise DataError(
+                    f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
+                    "write or download it again"
+                ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +197,6 @@ def _library() -> Any:  # Any: `datasets` is typed in part only
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     constants.HF_HUB_DISABLE_TELEMETRY = True
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
+    # What goes wrong is raised as well, and reported in one sentence by the caller.
+    datasets.logging.set_verbosity(logging.CRITICAL)
     return datasets

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.runtime.seeding import generator
 
 if TYPE_CHECKING:  # plugins are listed without loading transformers
@@ -220,3 +220,22 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
     return name.startswith(f"{model.base_model_prefix}.")
+
+
+def check_targets(folder: Path, wanted: Iterable[str]) -> None:
+    """Raise `ConfigError` for names that no linear layer of the model in `folder` has.
+
+    The model is made without weights, from its config alone.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"model directory '{folder}' cannot be loaded: {str(error).splitlines()[0]}; expected "
+            "the config.json of a causal language model that transformers knows"
+        ) from error
+    _targets(model, wanted)

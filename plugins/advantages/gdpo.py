@@ -24,7 +24,7 @@ class GdpoConfig(GroupConfig):
         default="std", description="of a component in its group: z-scores, or deviations from mean"
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation (TRL: 1e-4)")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation (TRL: 1e-4)")
     whiten: Literal["off", "tokens", "sequences"] = Field(
         default="sequences",
         description="shift and scale the weighted sum: over responses of the batch (NeMo, TRL), "

@@ -22,7 +22,7 @@ class GpgConfig(GroupConfig):
         description="F_norm is the group's deviation instead; the paper found it worse with alpha",
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
     verl_compat: bool = Field(
         default=False,
         description="M counts rewards other than 0, and a group of one keeps its reward (verl)",

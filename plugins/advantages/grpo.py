@@ -21,7 +21,7 @@ class GrpoConfig(GroupConfig):
         default="group", description="rows the deviation is taken over; none = norm_by_std: false"
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation (TRL: 1e-4)")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation (TRL: 1e-4)")
     leave_one_out: bool = Field(
         default=False, description="mean and group deviation of the other rows only (NeMo-RL)"
     )

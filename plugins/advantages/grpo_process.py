@@ -23,7 +23,7 @@ class GrpoProcessConfig(ComparisonConfig):
         "paper), or their mean",
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
 
 
 class GrpoProcessAdvantage(TokenAdvantage[GrpoProcessConfig]):

@@ -31,7 +31,7 @@ class OptimalTokenBaselineConfig(ComparisonConfig):
     weighted: bool = Field(
         default=False, description="weigh by the squared rollout correction `is_weight` as well"
     )
-    eps: float = Field(default=1e-8, gt=0, description="added to the sum of weights")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="added to the sum of weights")
 
 
 class OptimalTokenBaselineAdvantage(TokenAdvantage[OptimalTokenBaselineConfig]):

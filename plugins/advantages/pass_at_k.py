@@ -30,7 +30,7 @@ class PassAtKConfig(GroupConfig):
         default=False, description="of max_minus_second: divide by the group's deviation (verl)"
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
 
     @model_validator(mode="after")
     def _has_one_less(self) -> PassAtKConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -19,7 +19,7 @@ class PrmSequenceConfig(GroupConfig):
     aggregate: Aggregate = Field(
         default="mean", description="what becomes of a response's step scores p_1 .. p_K"
     )
-    weights: tuple[float, ...] | None = Field(
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         default=None,
         min_length=1,
         description="of `weighted`: factor of the first, second, ... step; the last one holds for "
@@ -29,14 +29,12 @@ class PrmSequenceConfig(GroupConfig):
         default="z-score", description="in the group: as `grpo`, as `dr_grpo` or as `rloo`"
     )
     ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
-    eps: float = Field(default=1e-6, ge=0, description="added to the deviation")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
 
     @model_validator(mode="after")
     def _weights_are_used(self) -> PrmSequenceConfig:
         if (self.aggregate == "weighted") != (self.weights is not None):
             raise ValueError("aggregate: weighted and weights belong together; set both or neither")
-        if self.weights is not None and min(self.weights) <= 0:
-            raise ValueError("weights must be above 0")
         return self
 
 

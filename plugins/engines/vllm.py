@@ -53,6 +53,7 @@ class VllmEngineConfig(PluginConfig):
     kv_cache_gb: float | None = Field(
         default=None,
         gt=0,
+        le=100_000,
         description="size of the key-value cache, GiB; null = 1 on a CPU, by utilization on a GPU",
     )
     enforce_eager: bool | None = Field(

@@ -52,7 +52,10 @@ class VllmServerConfig(PluginConfig):
     """Settings of the vLLM servers and of the requests to them."""
 
     replicas: int | None = Field(
-        default=None, ge=1, description="servers to start on this machine; null = 1, or none by URL"
+        default=None,
+        ge=1,
+        le=1_024,
+        description="servers to start on this machine; null = 1, or none by URL",
     )
     urls: tuple[str, ...] = Field(
         default=(), description="servers that run already, started as docs/engines.md says"
@@ -63,16 +66,25 @@ class VllmServerConfig(PluginConfig):
         "null = the system's temporary folder",
     )
     startup_timeout_s: float = Field(
-        default=600, gt=0, description="seconds that servers may take until they answer"
+        default=600, gt=0, le=86_400, description="seconds that servers may take until they answer"
     )
     request_timeout_s: float = Field(
-        default=600, gt=0, description="seconds without an answer after which a request has failed"
+        default=600,
+        gt=0,
+        le=86_400,
+        description="seconds without an answer after which a request has failed",
     )
     max_retries: int = Field(
-        default=3, ge=0, description="further tries of a request that failed at a living server"
+        default=3,
+        ge=0,
+        le=1_000,
+        description="further tries of a request that failed at a living server",
     )
     max_concurrency: int | None = Field(
-        default=None, ge=1, description="requests in flight per server; null = max_num_seqs"
+        default=None,
+        ge=1,
+        le=100_000,
+        description="requests in flight per server; null = max_num_seqs",
     )
     max_num_seqs: int | None = Field(
         default=None, ge=1, description="sequences decoded together; null = the run's batch size"
@@ -86,13 +98,14 @@ class VllmServerConfig(PluginConfig):
     kv_cache_gb: float | None = Field(
         default=None,
         gt=0,
+        le=100_000,
         description="key-value cache per server, GiB; null = 1 on a CPU, by utilization on a GPU",
     )
     enforce_eager: bool | None = Field(
         default=None, description="no compilation, no CUDA graphs; null = true on a CPU only"
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads per server; null = cores / replicas"
+        default=None, ge=1, le=10_000, description="CPU threads per server; null = cores / replicas"
     )
     gpus: tuple[str, ...] = Field(
         default=(),

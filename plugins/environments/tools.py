@@ -41,6 +41,7 @@ class ToolsConfig(PluginConfig):
     max_calls: int = Field(
         default=3,
         ge=1,
+        le=100_000,
         description="calls of an episode, at most; further calls get an error and count as failed",
     )
     max_result_chars: int = Field(default=2000, ge=1, description="characters of a result, at most")

@@ -13,7 +13,10 @@ class K3Config(PluginConfig):
     """Settings of `k3` and of what is built on it."""
 
     input_clamp: float | None = Field(
-        default=20.0, gt=0, description="bound of |d|, nats; no gradient beyond; null = off (TRL)"
+        default=20.0,
+        gt=0,
+        le=80,
+        description="bound of |d|, nats; no gradient beyond; null = off (TRL)",
     )
     output_clamp: float | None = Field(
         default=None,

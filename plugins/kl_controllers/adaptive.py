@@ -16,7 +16,10 @@ class AdaptiveConfig(StartConfig):
     """Settings of `adaptive`."""
 
     coef: float = Field(
-        default=0.2, gt=0, description="coefficient before the first update (authors' runs: 0.15)"
+        default=0.2,
+        gt=0,
+        le=1_000,
+        description="coefficient before the first update (authors' runs: 0.15)",
     )
     target: float = Field(default=6.0, gt=0, description="KL to hold, nats per kl_unit (verl: 0.1)")
     kl_unit: Literal["sequence", "token"] = Field(

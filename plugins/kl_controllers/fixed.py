@@ -10,7 +10,9 @@ from posttrain.core.contracts import KlController, PluginConfig
 class FixedConfig(PluginConfig):
     """Settings of `fixed`."""
 
-    coef: float = Field(default=0.04, ge=0, description="0 = no KL term, no reference model needed")
+    coef: float = Field(
+        default=0.04, ge=0, le=1_000, description="0 = no KL term, no reference model needed"
+    )
 
 
 class FixedController(KlController[FixedConfig]):

@@ -20,11 +20,12 @@ class CispoConfig(AnchoredConfig):
         default=1.0, ge=0, description="weight floor is 1 - clip_low; 1 or more = none (verl: 0.2)"
     )
     clip_high: float = Field(
-        default=4.0, ge=0, description="weight ceiling is 1 + clip_high (verl: 0.2)"
+        default=4.0, ge=0, le=1_000, description="weight ceiling is 1 + clip_high (verl: 0.2)"
     )
     weight_max: float | None = Field(
         default=None,
         gt=0,
+        le=1_000_000,
         description="the ceiling itself (TRL's epsilon_high); null = clip_high's",
     )
     ratio_level: Literal["token", "sequence"] = Field(

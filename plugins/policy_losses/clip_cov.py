@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
@@ -19,7 +19,10 @@ class ClipCovConfig(RatioConfig):
         default=0.2, ge=0, le=1, description="ratio floor is 1 - clip_low (the authors run with 1)"
     )
     clip_high: float = Field(
-        default=0.2, ge=0, description="ratio ceiling is 1 + clip_high (the authors run with 1)"
+        default=0.2,
+        ge=0,
+        le=1_000,
+        description="ratio ceiling is 1 + clip_high (the authors run with 1)",
     )
     cov_ratio: float = Field(
         default=2e-4, ge=0, le=1, description="share of the mini-batch's tokens to drop"
@@ -29,6 +32,14 @@ class ClipCovConfig(RatioConfig):
     min_k: int = Field(
         default=1, ge=0, description="tokens to drop at least (0: the paper; 1: verl)"
     )
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> ClipCovConfig:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(
+                f"cov_low ({self.cov_low:g}) is not below cov_high ({self.cov_high:g})"
+            )
+        return self
 
 
 class ClipCovLoss(PolicyLoss[ClipCovConfig]):

@@ -14,7 +14,9 @@ from posttrain.core.math.masking import masked
 class DroConfig(PluginConfig):
     """Settings of `dro`."""
 
-    beta: float = Field(default=0.1, ge=0, description="strength of the pull, per squared nat")
+    beta: float = Field(
+        default=0.1, ge=0, le=1_000, description="strength of the pull, per squared nat"
+    )
 
 
 class DroLoss(PolicyLoss[DroConfig]):

@@ -11,7 +11,10 @@ class DualClipConfig(PpoClipConfig):
     """Settings of `dual_clip`: those of `ppo_clip`, with the dual clip on."""
 
     dual_clip_c: float | None = Field(
-        default=3.0, gt=1, description="bound c of the loss where A < 0; null makes it ppo_clip"
+        default=3.0,
+        gt=1,
+        le=1_000_000,
+        description="bound c of the loss where A < 0; null makes it ppo_clip",
     )
 
 

@@ -13,7 +13,9 @@ class GspoConfig(PpoClipConfig):
     """Settings of `gspo`: those of `ppo_clip`, with the paper's bounds."""
 
     clip_low: float = Field(default=3e-4, ge=0, le=1, description="ratio floor is 1 - clip_low")
-    clip_high: float = Field(default=4e-4, ge=0, description="ratio ceiling is 1 + clip_high")
+    clip_high: float = Field(
+        default=4e-4, ge=0, le=1_000, description="ratio ceiling is 1 + clip_high"
+    )
     ratio_level: Literal["token", "sequence"] = Field(
         default="sequence", description="one ratio per response; token makes it ppo_clip"
     )

@@ -15,7 +15,9 @@ class GspoTokenConfig(RatioConfig):
     """Settings of `gspo_token`."""
 
     clip_low: float = Field(default=3e-4, ge=0, le=1, description="ratio floor is 1 - clip_low")
-    clip_high: float = Field(default=4e-4, ge=0, description="ratio ceiling is 1 + clip_high")
+    clip_high: float = Field(
+        default=4e-4, ge=0, le=1_000, description="ratio ceiling is 1 + clip_high"
+    )
     log_ratio_max: float | None = Field(
         default=None, gt=0, description="cap of the response's log ratio, nats (verl: 10)"
     )

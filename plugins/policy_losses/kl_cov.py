@@ -21,7 +21,9 @@ class KlCovConfig(RatioConfig):
         le=1,
         description="share of the mini-batch's tokens to penalise (paper: 2e-3 at 7B, 2e-4 at 32B)",
     )
-    kl_coef: float = Field(default=1.0, ge=0, description="penalty per nat of |log ratio|")
+    kl_coef: float = Field(
+        default=1.0, ge=0, le=1_000, description="penalty per nat of |log ratio|"
+    )
     min_k: int = Field(
         default=1, ge=0, description="tokens to penalise at least (0: the paper; 1: verl)"
     )

@@ -24,10 +24,13 @@ class PpoClipConfig(SequenceRatioConfig):
 
     clip_low: float = Field(default=0.2, ge=0, le=1, description="ratio floor is 1 - clip_low")
     clip_high: float = Field(
-        default=0.2, ge=0, description="ratio ceiling is 1 + clip_high (DAPO: 0.28)"
+        default=0.2, ge=0, le=1_000, description="ratio ceiling is 1 + clip_high (DAPO: 0.28)"
     )
     dual_clip_c: float | None = Field(
-        default=None, gt=1, description="bound c of the loss where A < 0 (usual: 3); null = off"
+        default=None,
+        gt=1,
+        le=1_000_000,
+        description="bound c of the loss where A < 0 (usual: 3); null = off",
     )
     ratio_level: Literal["token", "sequence"] = Field(
         default="token",

@@ -18,7 +18,9 @@ from posttrain.core.math.masking import masked
 class PpoPenaltyConfig(RatioConfig):
     """Settings of `ppo_penalty`."""
 
-    beta: float = Field(default=1.0, gt=0, description="penalty per nat on the first rollout batch")
+    beta: float = Field(
+        default=1.0, gt=0, le=1_000, description="penalty per nat on the first rollout batch"
+    )
     kl_target: float = Field(
         default=0.01, gt=0, description="KL per token that one rollout batch should move, nats"
     )

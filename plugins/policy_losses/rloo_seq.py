@@ -21,7 +21,9 @@ class RlooSeqConfig(SequenceRatioConfig):
     """Settings of `rloo_seq`."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1, description="ratio floor is 1 - clip_low")
-    clip_high: float = Field(default=0.2, ge=0, description="ratio ceiling is 1 + clip_high")
+    clip_high: float = Field(
+        default=0.2, ge=0, le=1_000, description="ratio ceiling is 1 + clip_high"
+    )
 
 
 class RlooSeqLoss(PolicyLoss[RlooSeqConfig]):

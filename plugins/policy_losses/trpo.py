@@ -18,9 +18,14 @@ class TrpoConfig(RatioConfig):
         default=0.01, gt=0, description="largest mean KL(old || new) of an update, nats"
     )
     damping: float = Field(default=0.1, ge=0, description="added to the Fisher matrix's diagonal")
-    cg_iters: int = Field(default=10, ge=1, description="conjugate-gradient iterations at most")
+    cg_iters: int = Field(
+        default=10, ge=1, le=10_000, description="conjugate-gradient iterations at most"
+    )
     max_backtracks: int = Field(
-        default=10, ge=0, description="how often a step that is not accepted is made shorter"
+        default=10,
+        ge=0,
+        le=1_000,
+        description="how often a step that is not accepted is made shorter",
     )
     backtrack_ratio: float = Field(
         default=0.8, gt=0, lt=1, description="factor on the step each time (0.5 is usual too)"

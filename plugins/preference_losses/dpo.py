@@ -20,7 +20,10 @@ class DpoConfig(BetaConfig):
         default=False, description="divide each answer's score by its tokens; beta is then larger"
     )
     sft_coef: float = Field(
-        default=0.0, ge=0, description="factor of the chosen answers' token-mean NLL (RPO: 1)"
+        default=0.0,
+        ge=0,
+        le=1_000,
+        description="factor of the chosen answers' token-mean NLL (RPO: 1)",
     )
     dpop_lambda: float = Field(
         default=0.0, ge=0, description="penalty on chosen answers that lose probability (DPOP: 50)"

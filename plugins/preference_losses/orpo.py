@@ -16,7 +16,10 @@ class OrpoConfig(BetaConfig):
     """Settings of `orpo`. `beta` is the paper's lambda, the factor of the odds-ratio term."""
 
     sft_coef: float = Field(
-        default=1.0, ge=0, description="factor of the chosen answers' token-mean NLL (paper: 1)"
+        default=1.0,
+        ge=0,
+        le=1_000,
+        description="factor of the chosen answers' token-mean NLL (paper: 1)",
     )
 
 

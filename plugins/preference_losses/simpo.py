@@ -13,7 +13,10 @@ class SimpoConfig(BetaConfig):
     """Settings of `simpo`."""
 
     beta: float = Field(
-        default=2.0, gt=0, description="factor of the mean log-prob per token (paper: 2 to 2.5)"
+        default=2.0,
+        gt=0,
+        le=1_000,
+        description="factor of the mean log-prob per token (paper: 2 to 2.5)",
     )
     gamma: float = Field(
         default=0.5, ge=0, description="reward margin to reach (TRL: 0.5; paper: 0.3 to 1.6)"
@@ -23,6 +26,8 @@ class SimpoConfig(BetaConfig):
     )
     alpha_po: float = Field(
         default=0.0,
+        ge=-10,
+        le=10,
         description="AlphaPO's shape: ln p becomes (1 - p^-alpha) / alpha; 0 = ln p (SimPO)",
     )
 

@@ -34,10 +34,11 @@ class CodeTestsConfig(PluginConfig):
     metadata_key: str = Field(
         default="tests", description="entry of the problem's metadata with the tests, a JSON list"
     )
-    test_timeout_s: float = Field(default=4.0, gt=0, description="seconds for one test")
+    test_timeout_s: float = Field(default=4.0, gt=0, le=86_400, description="seconds for one test")
     timeout_s: float = Field(
         default=12.0,
         gt=0,
+        le=86_400,
         description="seconds for all tests of a response",
     )
     limits: SandboxLimits = Field(

@@ -66,24 +66,30 @@ class LlmJudgeConfig(PluginConfig):
         description="regular expression whose group 1 is the score; the last match counts",
     )
     json_key: str = Field(default="score", description="key of the score in the last JSON object")
-    votes: int = Field(default=1, ge=1, description="replies to a response, whose median counts")
-    temperature: float = Field(default=0.0, ge=0, description="of the judge; 0 = greedy")
+    votes: int = Field(
+        default=1, ge=1, le=1_000, description="replies to a response, whose median counts"
+    )
+    temperature: float = Field(default=0.0, ge=0, le=100, description="of the judge; 0 = greedy")
     max_tokens: int = Field(default=512, ge=1, description="tokens of a reply, at most")
     cache: str | None = Field(
         default="~/.cache/posttrain/llm_judge",
         description="folder of replies that need not be asked for again; null = none",
     )
     requests_per_second: float | None = Field(default=None, gt=0, description="null = no limit")
-    max_concurrency: int = Field(default=8, ge=1, description="requests at one time")
+    max_concurrency: int = Field(default=8, ge=1, le=100_000, description="requests at one time")
     max_requests: int | None = Field(
         default=None, ge=1, description="attempts in all, since this stage began; null = no limit"
     )
     max_total_tokens: int | None = Field(
         default=None, ge=1, description="tokens of chats and replies in all; null = no limit"
     )
-    timeout_s: float = Field(default=60.0, gt=0, description="seconds for one attempt")
-    max_retries: int = Field(default=4, ge=0, description="further attempts at one request")
-    backoff_s: float = Field(default=1.0, ge=0, description="seconds before the first of them")
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400, description="seconds for one attempt")
+    max_retries: int = Field(
+        default=4, ge=0, le=1_000, description="further attempts at one request"
+    )
+    backoff_s: float = Field(
+        default=1.0, ge=0, le=3_600, description="seconds before the first of them"
+    )
 
     @field_validator("base_url")
     @classmethod

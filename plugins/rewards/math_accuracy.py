@@ -34,7 +34,7 @@ class MathAccuracyConfig(PluginConfig):
         default=2000, ge=16, description="characters at the end of the response that are read"
     )
     precision: int = Field(
-        default=6, ge=0, description="decimals to which decimal numbers must agree"
+        default=6, ge=0, le=100, description="decimals to which decimal numbers must agree"
     )
 
 

@@ -15,7 +15,9 @@ from posttrain.core.types import RewardSample, Score
 class RepetitionConfig(PluginConfig):
     """Settings of `repetition`."""
 
-    ngram: int = Field(default=3, ge=1, description="n, units in a row that are compared")
+    ngram: int = Field(
+        default=3, ge=1, le=10_000, description="n, units in a row that are compared"
+    )
     penalty: float = Field(
         default=1.0, ge=0, description="p, what a response that only repeats itself would lose"
     )

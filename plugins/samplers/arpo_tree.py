@@ -32,11 +32,18 @@ class ArpoTreeConfig(PluginConfig):
         description="N, responses to begin with; null = half of num_generations (paper: 8 of 16)",
     )
     beam: int = Field(
-        default=2, ge=2, description="Z, responses that go on from a branching point, at most"
+        default=2,
+        ge=2,
+        le=100_000,
+        description="Z, responses that go on from a branching point, at most",
     )
     alpha: float = Field(default=0.5, ge=0, le=1, description="probability to branch at dH = 0")
-    beta: float = Field(default=0.2, description="what a rise of the entropy adds to it")
-    tau: float = Field(default=0.5, description="of branch_mode threshold: branch where P > tau")
+    beta: float = Field(
+        default=0.2, ge=0, le=1_000, description="what a rise of the entropy adds to it"
+    )
+    tau: float = Field(
+        default=0.5, ge=0, le=1, description="of branch_mode threshold: branch where P > tau"
+    )
     entropy_tokens: int = Field(
         default=20, ge=1, description="k, tokens after a tool result whose entropy is read"
     )

@@ -38,12 +38,18 @@ class DynamicConfig(PluginConfig):
         description="mixed: groups with a right and a wrong response (DAPO); spread: those whose "
         "verdicts have a standard deviation above `tolerance`, for verifiers that give part marks",
     )
-    tolerance: float = Field(default=1e-6, ge=0, description="of `spread`")
+    tolerance: float = Field(default=1e-6, ge=0, le=1, description="of `spread`")
     max_rounds: int = Field(
-        default=10, ge=1, description="rounds of sampling per step, at most (NeMo-RL 10, SkyRL 30)"
+        default=10,
+        ge=1,
+        le=1_000_000,
+        description="rounds of sampling per step, at most (NeMo-RL 10, SkyRL 30)",
     )
     max_round_size: float = Field(
-        default=2.0, ge=1, description="prompts of one round, at most, in multiples of the batch"
+        default=2.0,
+        ge=1,
+        le=10_000,
+        description="prompts of one round, at most, in multiples of the batch",
     )
     surplus: Literal["carry_over", "drop"] = Field(
         default="carry_over", description="groups kept beyond the batch: for the next step, or gone"
@@ -54,6 +60,7 @@ class DynamicConfig(PluginConfig):
     max_lag: int = Field(
         default=1,
         ge=0,
+        le=1_000,
         description="policy versions that a carried group may be older than the engine's; older "
         "ones are dropped",
     )

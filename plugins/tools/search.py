@@ -12,6 +12,7 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Tool, ToolResult
 from posttrain.core.errors import DataError
+from posttrain.core.runtime.files import irregular
 
 K1, B = 1.2, 0.75
 MAX_QUERY_CHARS = 1000
@@ -81,6 +82,9 @@ def _read(config: SearchConfig) -> list[str]:
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md") and f.is_file())
     try:
+        kind = "" if path.is_dir() else irregular(path)
+        if kind:
+            raise DataError(f"tool 'search': '{path}' is {kind}, not a text file; correct `path`")
         texts = [file.read_text("utf-8") for file in files]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
