@@ -16,11 +16,10 @@ import torch
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.rescoring import recorded
 from posttrain.core.analysis.statistics import rank_correlation
+from posttrain.core.config.rl_stage import TOTAL
 from posttrain.core.rewards.checking import is_failure
 from posttrain.core.types import Score
 
-TOTAL = "total"
-"""Name of the summed reward next to its components."""
 FEWEST = 20
 NGRAM = 3
 """Tokens in a row that are compared."""

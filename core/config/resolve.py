@@ -23,7 +23,7 @@ from posttrain.core.config.presets import (
     tool_components,
     with_default_correction,
 )
-from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
 from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
 from posttrain.core.config.stages import (
     ApproveStage,
@@ -217,7 +217,8 @@ class _Resolver:
         for path, kind, component in rl_components(expanded):
             loc = ("stages", name, *path)
             filled, use = self.component(kind, component, loc, preset)
-            put(values, path, from_stage(kind, filled, expanded))
+            needs = getattr(self.manager.find(kind, component.name).cls, "needs", ()) if use else ()
+            put(values, path, from_stage(kind, filled, expanded, needs))
             used += use
         values["environment"], use = self.environment(name, expanded)
         used += use
@@ -232,6 +233,8 @@ class _Resolver:
             if use:
                 built = self.manager.build(Reward, reward.name, reward.fields())
                 roles |= built.required_inputs()
+        for index, label in enumerate(reward_labels(expanded.rewards)):
+            values["rewards"][index]["label"] = label
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
         filled_stage = RlStage.model_validate(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, count
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -34,6 +36,30 @@ LossTerms = Annotated[
 
 class RewardComponent(Component):
     weight: float = Field(default=1.0, description="factor in the weighted sum of rewards")
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="what metrics, tables and reports call it; null = the plugin's name, with _2 "
+        "for the second reward of that name",
+    )
+
+
+TOTAL = "total"
+"""What reports call the sum of the rewards."""
+
+
+def reward_labels(rewards: Sequence[RewardComponent]) -> list[str]:
+    """What each reward is called in records: its label, or a name that no other reward has."""
+    taken = {TOTAL, *(reward.label for reward in rewards if reward.label is not None)}
+    labels = []
+    for reward in rewards:
+        label = reward.label
+        if label is None:
+            numbered = (f"{reward.name}_{number}" for number in count(2))
+            label = next(name for name in chain([reward.name], numbered) if name not in taken)
+            taken.add(label)
+        labels.append(label)
+    return labels
 
 
 class KlSection(Section):

@@ -29,7 +29,6 @@ from posttrain.core.contracts import (
 from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
 
-
 POSITIVE_PULL, NEGATIVE_PULL = "contrib/pos", "contrib/neg"
 
 

@@ -276,6 +276,7 @@ def test_the_pulls_are_the_gradient_of_the_policy_terms(name: str) -> None:
     assert pulls["contrib/pos"] == pytest.approx(float(grad[advantages > 0].abs().sum()))
     assert pulls["contrib/neg"] == pytest.approx(float(grad[advantages < 0].abs().sum()))
 
+
 @pytest.mark.parametrize("name", ["importance_pg", "ppo_clip", "sapo", "trpo", "kl_cov", "bapo"])
 def test_a_log_ratio_beyond_the_clamp_is_finite_and_has_no_gradient(name: str) -> None:
     result, grad = token_loss(name, [[math.exp(25.0), 1.0]], [[-1.0, 1.0]])
