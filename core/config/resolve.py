@@ -45,12 +45,26 @@ PresetStageT = TypeVar("PresetStageT", RlStage, PreferenceStage)
 
 
 class PluginUse(NamedTuple):
-    """A plugin that a stage uses, with the package it comes from."""
+    """A plugin that a stage uses, with the package it comes from and the digest of its source.
+
+    `source` is empty for a built-in plugin, whose source is in posttrain's own digest.
+    """
 
     kind: str
     name: str
     package: str
     version: str
+    source: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Package, version and the start of the source's digest, as identities have it."""
+        return f"{self.package} {self.version} {self.source[:12]}".rstrip()
+
+
+def origins(plugins: Iterable[PluginUse]) -> list[tuple[str, str, str]]:
+    """(kind, name, origin) of each plugin."""
+    return [(use.kind, use.name, use.origin) for use in plugins]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +164,7 @@ class _Resolver:
             lines = explain(error, self.loaded.where, entry.cls.Config, loc, owner)
             self.problems += [line + by for line in lines]
             return plain, []
-        use = PluginUse(kind, entry.name, entry.package, entry.version)
+        use = PluginUse(kind, entry.name, entry.package, entry.version, entry.source)
         return plain | config.model_dump(mode="json"), [use]
 
     def environment(

@@ -120,7 +120,7 @@ RUN = {
     "name": "n",
 }
 STAGE = {"kind": "rl", "inputs": {"model": "sft"}, "steps": 3, "kl": {"coef": 0.1}}
-PLUGINS = [("reward", "accuracy", "posttrain", "1.2")]
+PLUGINS = [("reward", "accuracy", "posttrain 1.2")]
 
 
 def parts(**changes: object) -> dict[str, str]:
@@ -138,7 +138,8 @@ def parts(**changes: object) -> dict[str, str]:
         {"steps": 4},
         {"kl": {"coef": 0.2}},
         {"digests": {"model": "d2"}},
-        {"plugins": [("reward", "accuracy", "posttrain", "1.3")]},
+        {"plugins": [("reward", "accuracy", "posttrain 1.3")]},
+        {"plugins": [("reward", "accuracy", "posttrain 1.2 0123456789ab")]},
         {"task": {"name": "arithmetic", "style": "word"}},
         {"model": {"source": "x", "dtype": "bfloat16"}},
     ],

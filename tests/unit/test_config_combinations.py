@@ -190,7 +190,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rewards where no loss reads advantages",
         {"policy_loss": "positive_lm", "rewards": ["exact_match"]},
         r"rl\.rewards\.0: policy loss 'positive_lm' reads only the task's verdict, so "
-        r"'exact_match' would change nothing; .* or use a policy loss that reads advantages, such as 'ppo_clip'",
+        r"'exact_match' would change nothing; .* or use a policy loss that reads advantages, such "
+        r"as 'ppo_clip'",
     ),
     (
         "a component without a weight",
