@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import uuid
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -53,7 +54,7 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file whole: after a crash it holds the old text or the new one, never a part."""
-    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
@@ -71,8 +72,7 @@ def create_database(database: Path, schema: Path, library: str) -> bool:
     first, _, script = schema.read_text(encoding="utf-8").partition("\n")
     if first != f"-- {library} {version(library)}":
         return False
-    partial = database.with_name(f".partial-{os.getpid()}.db")
-    partial.unlink(missing_ok=True)
+    partial = database.with_name(f".partial-{uuid.uuid4().hex[:12]}.db")
     with closing(sqlite3.connect(partial)) as connection:
         connection.executescript(script)
     os.replace(partial, database)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import put_in_place
-from posttrain.core.runtime.processes import is_left_behind, owner
+from posttrain.core.runtime.processes import hold, is_left_behind, owner
 from posttrain.core.store.locks import locked
 
 MANIFEST = "manifest.json"
@@ -145,11 +146,16 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def _lock_of(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.lock")
+
+
 class ArtifactStore:
     """Finished stages under `root`, each in a folder named after its stage and identity."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._held: dict[Path, int | None] = {}
 
     def folder(self, stage: str, identity: str) -> Path:
         return self.root / f"{stage}-{identity[:16]}"
@@ -169,22 +175,35 @@ class ArtifactStore:
             yield
 
     def begin(self, stage: str) -> Path:
-        """A private folder for a stage to write into, with its owner in its name."""
+        """A private folder for a stage to write into, with its owner in its name.
+
+        A lock file next to it is held until the folder is committed or discarded.
+        """
         folder = self.root / f"{_PARTIAL}{stage}-{uuid.uuid4().hex[:8]}@{owner()}"
-        folder.mkdir(parents=True)
+        make_folder(self.root)
+        self._held[folder] = hold(_lock_of(folder))
+        folder.mkdir()
         return folder
 
     def remove_partial(self) -> None:
-        """Remove private folders that killed runs of this machine left behind.
+        """Remove private folders that killed runs left behind.
 
-        Those of runs that go on, here or on another machine that shares the store, are not touched.
+        Those of runs that go on, in this container or another, or on another machine that shares
+        the store, are not touched.
         """
         for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
-            if is_left_behind(folder.name.partition("@")[2]):
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir() and is_left_behind(folder.name.partition("@")[2], _lock_of(folder)):
+                self.discard(folder)
 
     def discard(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
+        self._let_go(partial)
+
+    def _let_go(self, partial: Path) -> None:
+        _lock_of(partial).unlink(missing_ok=True)
+        descriptor = self._held.pop(partial, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def commit(
         self,
@@ -215,6 +234,7 @@ class ArtifactStore:
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         # In place of one that `--no-cache` computed again, or whose files are damaged.
         put_in_place(partial, final)
+        self._let_go(partial)
         return final
 
     def lookup(self, stage: str, identity: str) -> tuple[StageResult | None, str]:

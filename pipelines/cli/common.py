@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -222,7 +223,11 @@ class Boundary(contextlib.AbstractContextManager[None]):
         sentence = f"unexpected {type(error).__name__}: {first}"
         if self.log_home is None or not self.log_home.is_dir():
             return f"{sentence}; run again with --debug for the traceback"
-        log = self.log_home / "logs" / f"error-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+        log = (
+            self.log_home
+            / "logs"
+            / f"error-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}.txt"
+        )
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text("".join(traceback.format_exception(error)))
