@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import WrongContent, put_in_place, read_json
 from posttrain.core.runtime.processes import hold, is_left_behind, owner
 from posttrain.core.store.locks import locked
 
@@ -277,11 +279,33 @@ class ArtifactStore:
         return [m["parts"] for m in manifests if m is not None and m.get("stage") == stage]
 
 
+class _Row(BaseModel):
+    kind: ArtifactKind
+    uri: str
+    digest: str
+    stage: str
+    parents: list[str]
+    mlflow_run_id: str
+    mlflow_model_id: str
+
+
+class _Manifest(BaseModel):
+    version: int
+    identity: str
+    parts: dict[str, str]
+    stage: str
+    kind: str
+    metrics: dict[str, float]
+    seconds: float
+    mlflow_run_id: str
+    artifacts: list[_Row]
+    files: dict[str, str]
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:  # Any: JSON
     """The manifest of a finished stage, or None when it is not one."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        found: dict[str, Any] = read_json(folder / MANIFEST, _Manifest)
+    except WrongContent:
         return None
-    needed = {"identity", "parts", "stage", "files", "artifacts"}
-    return found if isinstance(found, dict) and needed <= set(found) else None
+    return found

@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import create_database
 from posttrain.core.runtime.processes import is_left_behind, life, life_name, owner
 from posttrain.core.tracking.journal import JournalRow, read_journal, reason
@@ -135,7 +135,12 @@ def kill_running(uri: str) -> list[str]:
         dead = [run for run in running if is_left_behind(run.data.tags[TAG_OWNER], _alive(run))]
         for run in dead:
             run_id, tags = run.info.run_id, run.data.tags
-            rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
+            rows: list[JournalRow] = []
+            try:
+                rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
+            except RunError as error:  # of another run: it must not keep this one from starting
+                note = f"Its last metrics were not recovered: {error}"
+                client.set_tag(run_id, "mlflow.note.content", note)
             recover_rows(client, run_id, rows)
             client.set_terminated(
                 run_id,

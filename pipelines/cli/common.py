@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 EPILOG_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
     "approval, 6 rejected."
@@ -214,6 +215,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" at {error.filename}" if error.filename else ""
             message = f"the disk is full{where}; free some space or choose another --home"
+            self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, OSError) and error.errno in _NO_ACCESS and error.filename:
+            message = (
+                f"cannot use {error.filename}: {error.strerror}; correct its permissions or move "
+                "it away, or choose another --home"
+            )
             self._stop(message, ResourceError.exit_code)
         elif isinstance(error, Exception):
             self._stop(self._bug(error), 1)

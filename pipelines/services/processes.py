@@ -91,7 +91,7 @@ def find(record: Path) -> psutil.Process | None:
         by = Owner.parse(kept["by"]) if "by" in kept else Owner.this()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if is_free(_lock_of(record)):
             return None
         raise ResourceError(
