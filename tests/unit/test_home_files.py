@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.core.analysis.evidence import steps_in
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, write_cursor
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.runtime.processes import owner
 from posttrain.core.store.ancestry import Family
 from posttrain.core.store.approval import (
@@ -29,6 +29,7 @@ from posttrain.core.store.artifacts import MANIFEST, Artifact, ArtifactStore, St
 from posttrain.core.store.locks import locked
 from posttrain.core.store.run_record import RECORD, RunRecorder, find_run
 from posttrain.core.tracking.journal import Journal, JournalRow, read_journal
+from posttrain.core.tracking.registry import TAG_ROLLED_BACK, RegisteredVersion
 from posttrain.core.training.checkpoint import (
     SCHEMA_VERSION,
     check_whole,
@@ -279,3 +280,12 @@ def test_a_lock_file_with_anything_in_it_is_a_lock_file(tmp_path: Path) -> None:
         with pytest.raises(GivenUp), locked(path, waits=said.append, check=check):
             raise AssertionError("two hold it")
         assert len(said) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"by": 3}', "[" * 100_000])
+def test_a_tag_that_was_changed_in_mlflow_is_named(text: str) -> None:
+    tags = {TAG_ROLLED_BACK: text}
+    found = RegisteredVersion("sums", "2", "d", Path(), "", "", tags)
+    with pytest.raises(ResourceError, match=rf"tag '{TAG_ROLLED_BACK}' of 'sums' version 2 is not"):
+        assert found.rolled_back
+    assert RegisteredVersion("sums", "2", "d", Path(), "", "", {}).rolled_back is None
