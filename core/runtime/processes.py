@@ -49,7 +49,7 @@ class Owner:
     @classmethod
     def this(cls) -> Owner:
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:16]
             namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
         except OSError:
             boot = namespace = ""

@@ -96,7 +96,7 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
     store = ArtifactStore(tmp_path)
     mine = store.begin("sft")
     dead = str(replace(Owner.this(), start="1"))
-    elsewhere = str(replace(Owner.this(), host="elsewhere", boot="0" * 32))
+    elsewhere = str(replace(Owner.this(), host="elsewhere", boot="0" * 16))
     others = [tmp_path / f".partial-rl-0@{who}" for who in ("elsewhere@1@5", elsewhere, dead)]
     for folder in others:
         folder.mkdir()

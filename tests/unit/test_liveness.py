@@ -110,7 +110,7 @@ def test_what_is_recorded_of_a_process_says_whether_it_is_known_to_be_dead(tmp_p
     elsewhere = {
         "another container": replace(nobody, namespace="1"),
         "another container of another host name": replace(nobody, namespace="1", host="h"),
-        "before a restart": replace(nobody, boot="0" * 32),
+        "before a restart": replace(nobody, boot="0" * 16),
     }
     assert is_left_behind(str(nobody)) and is_left_behind(str(replace(me, start="1")))
     assert not is_left_behind(str(me), lock)
@@ -121,7 +121,7 @@ def test_what_is_recorded_of_a_process_says_whether_it_is_known_to_be_dead(tmp_p
     held = hold(lock)
     assert held is not None and hold(lock) is None and not is_free(lock)
     assert not any(is_left_behind(str(process), lock) for process in elsewhere.values())
-    other_machine = replace(nobody, boot="0" * 32, host="h")
+    other_machine = replace(nobody, boot="0" * 16, host="h")
     assert not is_left_behind(str(other_machine), lock)
 
 
