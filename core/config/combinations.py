@@ -279,18 +279,18 @@ class _Check:
         if not any("advantages" in loss.required_columns() for loss in self.losses):
             who = f"policy loss {', '.join(repr(loss.name) for loss in self.losses)}"
         reached: set[int] = set()
-        told = []
+        kinds = []
         if "reward_components" in read:
             weights = getattr(self.estimator.config, "weights", None) or (1.0,) * len(built)
             reached |= {index for index, weight in enumerate(weights) if weight}
-            told.append("rewards that its `weights` name")
+            kinds.append("rewards that its `weights` name")
         if "step_score" in read:
             reached |= set([i for i, reward in enumerate(built) if reward.gives_steps][:1])
-            told.append("step scores of the first reward that scores steps")
+            kinds.append("step scores of the first reward that scores steps")
         if "acc" in read:
             reached |= {i for i, reward in enumerate(built) if reward.is_verdict}
-            told.append("the task's verdict")
-        return reached, f"{who} reads only {' and '.join(told) or 'columns without rewards'}"
+            kinds.append("the task's verdict")
+        return reached, f"{who} reads only {' and '.join(kinds) or 'columns without rewards'}"
 
     def sampler(self) -> Iterable[str]:
         sampler, size = self.build("sampler", self.stage.sampler), self.stage.num_generations

@@ -64,7 +64,10 @@ class AdvantageEstimator(StatefulPlugin[ConfigT]):
         nothing.
         """
         columns = self.required_columns() & REWARD_COLUMNS
-        return columns if self.reads_token_rewards() else columns - {"rewards", "token_rewards"}
+        if self.reads_token_rewards():
+            return columns
+        # Both may stand there only to be checked.
+        return columns - {"token_rewards"} - ({"rewards"} - self.needs)
 
     def smallest_group(self) -> int:
         """Responses per prompt below which this estimator has nothing to compare (1 = any)."""
