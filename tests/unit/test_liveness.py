@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,6 +54,7 @@ def running(folder: Path, before: Sequence[str] = ()) -> Iterator[tuple[str, Pat
     """A process that computes a stage: its owner, its life file and its private folder."""
     command = [*before, sys.executable, "-c", LIVE, str(folder / "store"), str(folder / "runs")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    alive = "."
     try:
         assert process.stdout is not None
         reported, alive, partial = process.stdout.readline().strip().split("|")
@@ -60,6 +62,9 @@ def running(folder: Path, before: Sequence[str] = ()) -> Iterator[tuple[str, Pat
     finally:
         process.kill()
         process.wait()
+        deadline = time.monotonic() + 30
+        while not is_free(Path(alive)) and time.monotonic() < deadline:
+            time.sleep(0.05)  # its child is killed with it, but not waited for
 
 
 def start(uri: str, runs: Path) -> PipelineTracker:
