@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, count
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from posttrain.core.config.base import Component, Section, StageBase, one_or_many
+from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -50,16 +49,10 @@ TOTAL = "total"
 
 def reward_labels(rewards: Sequence[RewardComponent]) -> list[str]:
     """What each reward is called in records: its label, or a name that no other reward has."""
-    taken = {TOTAL, *(reward.label for reward in rewards if reward.label is not None)}
-    labels = []
-    for reward in rewards:
-        label = reward.label
-        if label is None:
-            numbered = (f"{reward.name}_{number}" for number in count(2))
-            label = next(name for name in chain([reward.name], numbered) if name not in taken)
-            taken.add(label)
-        labels.append(label)
-    return labels
+    given = [reward.label for reward in rewards if reward.label is not None]
+    unlabelled = [reward.name for reward in rewards if reward.label is None]
+    names = iter(distinct_names(unlabelled, (TOTAL, *given)))
+    return [next(names) if reward.label is None else reward.label for reward in rewards]
 
 
 class KlSection(Section):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.core.config.base import distinct_names
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage, reward_labels
@@ -327,6 +328,11 @@ def test_the_mends_that_the_messages_name_are_accepted(
     for part in place.split("."):
         found = found[int(part) if part.isdigit() else part]
     assert found == value
+
+
+def test_names_are_told_apart_by_numbers() -> None:
+    assert distinct_names(["a", "b", "a", "a_2", "a"]) == ["a", "b", "a_2", "a_2_2", "a_3"]
+    assert distinct_names(["a", "a"], ["a", "a_2"]) == ["a_3", "a_4"]
 
 
 def test_rewards_of_one_plugin_have_names_of_their_own(
