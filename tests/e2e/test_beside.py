@@ -60,7 +60,7 @@ def test_a_run_leaves_that_of_another_container_alone(tmp_path: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run([*container, "true"]).returncode:
         pytest.skip("no new namespace can be made here")
     made = tiny_config(make_tiny_model(tmp_path / "model"))
-    rl = made["stages"]["rl"] | {"inputs": {"model": "base"}, "rewards": ["accuracy"], "steps": 12}
+    rl = made["stages"]["rl"] | {"inputs": {"model": "base"}, "rewards": ["accuracy"], "steps": 60}
     config = write_config(tmp_path / "run.yaml", {**made, "stages": {"rl": rl}})
     home = prepared(tmp_path / "home")
     arguments = ["run", str(config), "--home", str(home), "--json"]
