@@ -45,7 +45,8 @@ def one_or_many(value: Any) -> str:  # Any: whatever YAML held
 
 def distinct_names(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
     """`names`, the second of one name with its number: `format_2`; none of them is in `taken`."""
-    known, found = set(taken), []
+    known = set(taken)
+    found: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in count(2))
         found.append(next(each for each in chain([name], numbered) if each not in known))

@@ -263,7 +263,7 @@ class _Check:
 
     def _reward_columns_read(self) -> frozenset[str]:
         """The columns with rewards in them that the update depends on."""
-        read = set()
+        read: set[str] = set()
         for loss in self.losses:
             if loss.source == "rollout":
                 read |= loss.required_columns()
@@ -279,7 +279,7 @@ class _Check:
         if not any("advantages" in loss.required_columns() for loss in self.losses):
             who = f"policy loss {', '.join(repr(loss.name) for loss in self.losses)}"
         reached: set[int] = set()
-        kinds = []
+        kinds: list[str] = []
         if "reward_components" in read:
             weights = getattr(self.estimator.config, "weights", None) or (1.0,) * len(built)
             reached |= {index for index, weight in enumerate(weights) if weight}

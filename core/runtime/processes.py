@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -100,6 +101,9 @@ def is_left_behind(reported: str, lock: Path | None = None) -> bool:
     return same_machine and lock is not None and is_free(lock)
 
 
+HOLD_TRIES = 50
+
+
 def hold(path: Path) -> int | None:
     """A descriptor that holds the lock file `path` for as long as this process has it open.
 
@@ -109,12 +113,17 @@ def hold(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    for _ in range(HOLD_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # `is_free` of another process takes it for a moment
+            time.sleep(0.02)
+        except OSError:
+            break
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def is_free(path: Path) -> bool:
