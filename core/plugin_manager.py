@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from posttrain.core import hooks
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
 from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.runtime.sources import plugin_source
 
 AnyPlugin = Plugin[Any]  # Any: the manager handles plugins of every config type
 PluginT = TypeVar("PluginT", bound=AnyPlugin)
@@ -33,6 +34,11 @@ class PluginEntry:
     cls: type[AnyPlugin]
     package: str
     version: str
+
+    @property
+    def source(self) -> str:
+        """Digest of the files it is made of; empty for the built-in ones."""
+        return plugin_source(self.cls, self.package)
 
 
 class PluginManager:

@@ -67,9 +67,8 @@ def rows_path(folder: Path, step: int) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps that `folder` has evidence of, in order."""
-    return sorted(
-        int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.safetensors")
-    )
+    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.safetensors"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def write_step(folder: Path, evidence: StepEvidence) -> int:
@@ -124,7 +123,10 @@ def read_step(folder: Path, step: int) -> StepEvidence:
         table = pq.read_table(rows_path(folder, step))
         header = json.loads((table.schema.metadata or {})[b"posttrain"])
         return _evidence(header, tensors, table.to_pylist())
-    except (OSError, SafetensorError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+    except (
+        OSError, SafetensorError, pa.ArrowException, LookupError, TypeError, ValueError,
+        AttributeError, RecursionError,
+    ) as error:  # fmt: skip
         raise RunError(
             f"the evidence of step {step} in {folder} cannot be read ({error}): it was changed "
             "after the run, or is of another version; compute the stage again with --no-cache"

@@ -16,11 +16,11 @@ import torch
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.rescoring import recorded
 from posttrain.core.analysis.statistics import rank_correlation
+from posttrain.core.config.base import distinct_names
+from posttrain.core.config.rl_stage import TOTAL
 from posttrain.core.rewards.checking import is_failure
 from posttrain.core.types import Score
 
-TOTAL = "total"
-"""Name of the summed reward next to its components."""
 FEWEST = 20
 NGRAM = 3
 """Tokens in a row that are compared."""
@@ -82,21 +82,13 @@ def responses_of(evidence: StepEvidence) -> list[Response]:
 
 def component_scores(evidence: StepEvidence) -> dict[str, list[Score]]:
     """Scores of each reward by name; without their statuses, what is missing counts as unscored."""
-    batch, names = evidence.batch, numbered(evidence.component_names)
+    batch, names = evidence.batch, distinct_names(evidence.component_names)
     if batch.scores:
         return {name: [row[i] for row in batch.scores] for i, name in enumerate(names)}
     if not names:
         return {}
     parts = batch.column("reward_components")
     return {name: recorded(parts[:, i].tolist()) for i, name in enumerate(names)}
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Names of rewards, the second of one name with its number: `format (2)`."""
-    return [
-        name if name not in names[:place] else f"{name} ({names[:place].count(name) + 1})"
-        for place, name in enumerate(names)
-    ]
 
 
 # --- repetition ----------------------------------------------------------------------------------

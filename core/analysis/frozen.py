@@ -21,7 +21,7 @@ from posttrain.core.math.masking import masked, row_means
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.metrics import MetricSums
-from posttrain.core.training.objective import Objective, PreparedMini
+from posttrain.core.training.objective import Objective, PreparedMini, positive_share
 from posttrain.core.training.splitting import mini_rows
 from posttrain.core.training.updates import UpdateSettings
 
@@ -185,6 +185,8 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
             total = total + share.total
             for name, value in share.parts.items():
                 parts.add_scalar(name, value)
+            for name, value in share.pulls.items():
+                metrics.add_scalar(name, value)
             for name, (values, where) in share.tokens.items():
                 metrics.add(name, values, where)
         (gradient,) = torch.autograd.grad(total, logprobs)
@@ -198,7 +200,7 @@ def evaluate(step: FrozenStep, variant: Variant) -> VariantResult:
         masked(weights, batch.mask),
         sum(totals) / count,
         {name: value / count for name, value in parts.result().items()},
-        metrics.result(),
+        positive_share(metrics.result()),
     )
 
 

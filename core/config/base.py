@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, count
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
@@ -41,6 +43,17 @@ class Component(ConfigModel):
 def one_or_many(value: Any) -> str:  # Any: whatever YAML held
     """The tag, `one` or `many`, of a field that takes one component or a list of them."""
     return "many" if isinstance(value, list | tuple) else "one"
+
+
+def distinct_names(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
+    """`names`, the second of one name with its number: `format_2`; none of them is in `taken`."""
+    known = set(taken)
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in count(2))
+        found.append(next(each for each in chain([name], numbered) if each not in known))
+        known.add(found[-1])
+    return found
 
 
 class StageBase(Section):

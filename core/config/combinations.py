@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
-from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.rl_stage import TOTAL, RlStage
 from posttrain.core.config.sections import EvaluationSection, GenerationSection, OptimizerSection
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def check_rl(
     check = _Check(name, stage, loaded, manager)
     yield from check.loss_terms()
     yield from check.advantage()
+    yield from check.rewards()
     yield from check.sampler()
     yield from check.critic()
     yield from check.kl()
@@ -235,6 +236,76 @@ class _Check:
                 f"compare; use num_generations: {smallest} or more, or an advantage for single "
                 "responses such as 'reinforce_baseline'",
             )
+
+    def rewards(self) -> Iterable[str]:
+        """Labels that occur twice, and rewards that change nothing in the update."""
+        rewards = self.stage.rewards
+        labels = [reward.label for reward in rewards]
+        for index, label in enumerate(labels):
+            if label in labels[:index] or label == TOTAL:
+                why = "the sum of rewards" if label == TOTAL else "another reward"
+                yield self.line(
+                    f"rewards.{index}.label",
+                    f"'{label}' is what records call {why}; choose another label",
+                )
+        built = [self.build("reward", reward) for reward in rewards]
+        read = self._reward_columns_read()
+        if read & {"rewards", "token_rewards"} or all(loss.source == "ptx" for loss in self.losses):
+            return
+        reached, reader = self._rewards_reached(built, read)
+        other = "an advantage that reads the sum of rewards, such as 'grpo'"
+        if reader.startswith("policy loss"):
+            other = "a policy loss that reads advantages, such as 'ppo_clip'"
+        for index, reward in enumerate(rewards):
+            if reward.weight and index not in reached:
+                yield self.line(
+                    f"rewards.{index}",
+                    f"{reader}, so '{reward.name}' would change nothing; remove it, set weight: 0 "
+                    f"to record it only, or use {other}",
+                )
+        weights = getattr(self.estimator.config, "weights", None)
+        if "reward_components" in read and weights and len(weights) != len(rewards):
+            yield self.line(
+                "advantage.weights",
+                f"{len(weights)} weights for {len(rewards)} rewards; give one per reward, in their "
+                "order, or leave weights out",
+            )
+        if self.stage.reward_clip != (None, None):
+            yield self.line(
+                "reward_clip",
+                f"{reader}, so the clipped sum of rewards would change nothing; remove reward_clip",
+            )
+
+    def _reward_columns_read(self) -> frozenset[str]:
+        """The columns with rewards in them that the update depends on."""
+        read: set[str] = set()
+        for loss in self.losses:
+            if loss.source == "rollout":
+                read |= loss.required_columns()
+        if "advantages" in read:
+            read |= self.estimator.reward_columns()
+        if self.stage.resample is not None or self.stage.drop_groups == "zero_advantage":
+            read.add("rewards")
+        return frozenset(read)
+
+    def _rewards_reached(self, built: list[Any], read: frozenset[str]) -> tuple[set[int], str]:
+        """Positions of the rewards in `read`, where their sum is not, and who reads it that way."""
+        who = f"advantage '{self.estimator.name}'"
+        if not any("advantages" in loss.required_columns() for loss in self.losses):
+            who = f"policy loss {', '.join(repr(loss.name) for loss in self.losses)}"
+        reached: set[int] = set()
+        kinds: list[str] = []
+        if "reward_components" in read:
+            weights = getattr(self.estimator.config, "weights", None) or (1.0,) * len(built)
+            reached |= {index for index, weight in enumerate(weights) if weight}
+            kinds.append("rewards that its `weights` name")
+        if "step_score" in read:
+            reached |= set([i for i, reward in enumerate(built) if reward.gives_steps][:1])
+            kinds.append("step scores of the first reward that scores steps")
+        if "acc" in read:
+            reached |= {i for i, reward in enumerate(built) if reward.is_verdict}
+            kinds.append("the task's verdict")
+        return reached, f"{who} reads only {' and '.join(kinds) or 'columns without rewards'}"
 
     def sampler(self) -> Iterable[str]:
         sampler, size = self.build("sampler", self.stage.sampler), self.stage.num_generations

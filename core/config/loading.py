@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -340,8 +341,16 @@ def find_config(name: Path) -> Path:
     )
 
 
+def default_name(path: Path) -> str:
+    """What a config without a `name` is called: its file, so that two of them stay apart."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-_.") or "posttrain"
+
+
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result."""
+    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
+
+    Without a `name` the run has that of the first file.
+    """
     if not paths:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
     files = tuple(find_config(path) for path in paths)
@@ -353,6 +362,7 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
         _merge(raw, value, (), marks, lines)
     for override in overrides:
         _apply_override(raw, marks, override)
+    raw.setdefault("name", default_name(files[0]))
 
     def where(loc: Loc) -> str:
         return mark_of(marks, loc, str(files[0]))

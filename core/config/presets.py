@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,16 +78,19 @@ def put(values: Any, path: Loc, filled: dict[str, object]) -> None:
     values[path[-1]] = filled
 
 
-def from_stage(kind: str, filled: dict[str, object], stage: RlStage) -> dict[str, object]:
+def from_stage(
+    kind: str, filled: dict[str, object], stage: RlStage, needs: Container[str] = ()
+) -> dict[str, object]:
     """A component's fields, those that were left null filled with what the stage itself says.
 
     An aggregator that divides by a constant length gets the response limit; an advantage that
-    weighs reward components gets the rewards' weights; a reward that bounds lengths the response
-    limit, and for the buffer before the bound a fifth of it (DAPO's 4,096 of 20,480).
+    weighs reward components (it `needs` that column) gets the rewards' weights; a reward that
+    bounds lengths the response limit, and for the buffer before the bound a fifth of it (DAPO's
+    4,096 of 20,480).
     """
     if kind == "aggregator" and filled.get("norm_length", 0) is None:
         return {**filled, "norm_length": stage.generation.max_response_length}
-    if kind == "advantage" and filled.get("weights", ()) is None:
+    if "reward_components" in needs and filled.get("weights", ()) is None:
         return {**filled, "weights": [reward.weight for reward in stage.rewards]}
     if kind == "reward" and {"max_length", "buffer_length"} <= set(filled):
         longest, buffer = filled["max_length"], filled["buffer_length"]

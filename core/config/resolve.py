@@ -23,7 +23,7 @@ from posttrain.core.config.presets import (
     tool_components,
     with_default_correction,
 )
-from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
 from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
 from posttrain.core.config.stages import (
     ApproveStage,
@@ -45,12 +45,26 @@ PresetStageT = TypeVar("PresetStageT", RlStage, PreferenceStage)
 
 
 class PluginUse(NamedTuple):
-    """A plugin that a stage uses, with the package it comes from."""
+    """A plugin that a stage uses, with the package it comes from and the digest of its source.
+
+    `source` is empty for a built-in plugin, whose source is in posttrain's own digest.
+    """
 
     kind: str
     name: str
     package: str
     version: str
+    source: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Package, version and the start of the source's digest, as identities have it."""
+        return f"{self.package} {self.version} {self.source[:12]}".rstrip()
+
+
+def origins(plugins: Iterable[PluginUse]) -> list[tuple[str, str, str]]:
+    """(kind, name, origin) of each plugin."""
+    return [(use.kind, use.name, use.origin) for use in plugins]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +169,7 @@ class _Resolver:
             lines = explain(error, self.loaded.where, entry.cls.Config, loc, owner)
             self.problems += [line + by for line in lines]
             return plain, []
-        use = PluginUse(kind, entry.name, entry.package, entry.version)
+        use = PluginUse(kind, entry.name, entry.package, entry.version, entry.source)
         return plain | config.model_dump(mode="json"), [use]
 
     def environment(
@@ -223,7 +237,8 @@ class _Resolver:
         for path, kind, component in rl_components(expanded):
             loc = ("stages", name, *path)
             filled, use = self.component(kind, component, loc, preset)
-            put(values, path, from_stage(kind, filled, expanded))
+            needs = getattr(self.manager.find(kind, component.name).cls, "needs", ()) if use else ()
+            put(values, path, from_stage(kind, filled, expanded, needs))
             used += use
         values["environment"], use = self.environment(name, expanded)
         used += use
@@ -238,6 +253,8 @@ class _Resolver:
             if use:
                 built = self.manager.build(Reward, reward.name, reward.fields())
                 roles |= built.required_inputs()
+        for index, label in enumerate(reward_labels(expanded.rewards)):
+            values["rewards"][index]["label"] = label
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
         filled_stage = RlStage.model_validate(values)

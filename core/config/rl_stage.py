@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from posttrain.core.config.base import Component, Section, StageBase, one_or_many
+from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -39,6 +40,24 @@ class RewardComponent(Component):
         le=1_000_000,
         description="factor in the weighted sum of rewards; below 0 it is a penalty",
     )
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="what metrics, tables and reports call it; null = the plugin's name, with _2 "
+        "for the second reward of that name",
+    )
+
+
+TOTAL = "total"
+"""What reports call the sum of the rewards."""
+
+
+def reward_labels(rewards: Sequence[RewardComponent]) -> list[str]:
+    """What each reward is called in records: its label, or a name that no other reward has."""
+    given = [reward.label for reward in rewards if reward.label is not None]
+    unlabelled = [reward.name for reward in rewards if reward.label is None]
+    names = iter(distinct_names(unlabelled, (TOTAL, *given)))
+    return [next(names) if reward.label is None else reward.label for reward in rewards]
 
 
 class KlSection(Section):

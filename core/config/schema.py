@@ -112,7 +112,12 @@ RUN_NAME_HELP = "what can be filled in is {name}, {seed}, {task} and {date}"
 class RunConfig(Section):
     """One pipeline run."""
 
-    name: str = Field(default="posttrain", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
+    name: str = Field(
+        default="posttrain",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=100,
+        description="of the experiment and of deployments; not set = the config file's name",
+    )
     description: str = ""
     run_name: str = Field(
         default="{name}-seed{seed}",

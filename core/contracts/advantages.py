@@ -26,6 +26,10 @@ from posttrain.core.math import groups
 from posttrain.core.math.masking import masked, whiten_row_means, whiten_rows, whiten_tokens
 from posttrain.core.math.returns import ValuedSteps
 
+REWARD_COLUMNS = frozenset({"token_rewards", "rewards", "reward_components", "step_score", "acc"})
+"""Columns in which rewards arrive: their sum by token and by response, each by itself, the steps of
+the first reward that scores steps, and the task's verdict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
@@ -52,6 +56,18 @@ class AdvantageEstimator(StatefulPlugin[ConfigT]):
         False: they would be lost, so a batch that has them is refused.
         """
         return True
+
+    def reward_columns(self) -> frozenset[str]:
+        """Those of `REWARD_COLUMNS` that the result depends on.
+
+        A reward with a weight that reaches none of them is refused, because it would change
+        nothing.
+        """
+        columns = self.required_columns() & REWARD_COLUMNS
+        if self.reads_token_rewards():
+            return columns
+        # Both may stand there only to be checked.
+        return columns - {"token_rewards"} - ({"rewards"} - self.needs)
 
     def smallest_group(self) -> int:
         """Responses per prompt below which this estimator has nothing to compare (1 = any)."""

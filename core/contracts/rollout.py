@@ -107,6 +107,8 @@ class Reward(Plugin[ConfigT]):
     others was clipped."""
     gives_steps: ClassVar[bool] = False
     """Whether its scores carry `steps`, which process-supervised advantages read."""
+    is_verdict: ClassVar[bool] = False
+    """Whether its score is the task's verdict itself, which is also the column `acc`."""
 
     def required_inputs(self) -> frozenset[str]:
         """The stage's inputs that it reads as it is configured; all of `needs_inputs` at most."""

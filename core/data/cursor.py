@@ -12,10 +12,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from posttrain.core.errors import DataError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.types import Problem
 
 VERSION = 1
@@ -69,24 +70,46 @@ def row_digest(problem: Problem) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
+class _Base(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    digest: str
+    model_id: str
+    reported: str
+
+
+class _Round(BaseModel):
+    number: int
+    rows: list[str]
+    base: _Base | None
+
+
+class _Values(BaseModel):
+    version: int
+    finished: int
+    round: _Round | None
+    seen: list[str]
+
+
 def read_cursor(path: Path) -> Cursor:
     """The cursor of a config; an empty one if it never ran. Raises `DataError` if it is damaged."""
     if not path.exists():
         return Cursor()
     try:
-        values: dict[str, Any] = json.loads(path.read_text())  # Any: JSON
+        values = read_json(path, _Values)
         if values["version"] != VERSION:
-            raise ValueError(f"version {values['version']}, expected {VERSION}")
-        found = values["round"]
-        if found is not None:
-            base = None if found["base"] is None else PinnedModel(**found["base"])
-            found = Round(int(found["number"]), tuple(found["rows"]), base)
-        return Cursor(int(values["finished"]), frozenset(values["seen"]), found)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+            raise WrongContent(f"version {values['version']}, expected {VERSION}")
+    except WrongContent as error:
         raise DataError(
             f"{path}, which keeps what was trained on, cannot be read ({error}): restore it, or "
             "remove it, and every row counts as new"
         ) from error
+    found = values["round"]
+    if found is not None:
+        base = None if found["base"] is None else PinnedModel(**found["base"])
+        found = Round(found["number"], tuple(found["rows"]), base)
+    return Cursor(values["finished"], frozenset(values["seen"]), found)
 
 
 def write_cursor(path: Path, cursor: Cursor) -> None:

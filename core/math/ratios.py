@@ -105,27 +105,12 @@ def clip_metrics(
     return {name: masked(flag.to(ratio.dtype), mask) for name, flag in flags.items()}
 
 
-def unclipped(ratio: Tensor, flags: dict[str, Tensor]) -> Tensor:
-    """`ratio` where `clip_metrics` found a gradient, else 0: the weight of a token's gradient."""
-    dead = flags["clip/frac"].bool() | flags["clip/dual_frac"].bool()
-    return masked(ratio.detach(), ~dead)
-
-
-def ratio_metrics(
-    ratio: Tensor, log_ratio: Tensor, weight: Tensor, advantages: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
+def ratio_metrics(ratio: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Metrics [B, T] of every loss with a ratio, 0 under the mask.
 
-    `ratio` is the loss's own and `log_ratio` the tokens'; `weight` is |d loss / d logprobs| / |A|,
-    so r where nothing is clipped.
+    `ratio` is the loss's own and `log_ratio` the tokens'.
     """
-    pull = weight.detach() * advantages
-    return {
-        "ratio": masked(ratio.detach(), mask),
-        **kl_metrics(log_ratio, mask),
-        "contrib/pos": masked(pull.clamp(min=0), mask),
-        "contrib/neg": masked((-pull).clamp(min=0), mask),
-    }
+    return {"ratio": masked(ratio.detach(), mask), **kl_metrics(log_ratio, mask)}
 
 
 def kl_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -37,10 +37,16 @@ OnMissing = Literal["zero", "unscored"]
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward plugin and its factor in the sum."""
+    """A reward plugin and its factor in the sum; `label` is what records call it."""
 
     reward: Reward[Any]
     weight: float
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its label, or the plugin's name where it has none."""
+        return self.label or self.reward.name
 
 
 @dataclass
@@ -59,7 +65,7 @@ class Scorer:
     @property
     def names(self) -> list[str]:
         """Names of the rewards, in the order of their components."""
-        return [weighted.reward.name for weighted in self.rewards]
+        return [weighted.name for weighted in self.rewards]
 
     def score(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """`batch` with its reward columns, and metrics; `RunError` if too many rewards failed."""

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import json
 import os
 import shutil
 import sqlite3
 import stat
+import uuid
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 
 def put_in_place(partial: Path, final: Path) -> None:
@@ -66,11 +72,46 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file whole: after a crash it holds the old text or the new one, never a part."""
-    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+class WrongContent(ValueError):
+    """A file of ours does not hold what was written; the message says why, without its name."""
+
+
+@functools.cache
+def _shape(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def of_shape(value: object, kind: Any) -> Any:  # Any: JSON of a type that is known at run time
+    """`value`, of JSON, if it is what the type `kind` says; raises `WrongContent` otherwise."""
+    try:
+        _shape(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise WrongContent(f"{place or 'the whole'}: {first['msg']}") from error
+    return value
+
+
+def read_json(path: Path, kind: Any) -> Any:  # Any: JSON of a type that is known at run time
+    """The JSON of a file of ours; raises `WrongContent` if it is not what `kind` says.
+
+    `kind` is a type such as `dict[str, str]`, or a pydantic model for an object with known keys.
+    """
+    try:
+        return of_shape(json.loads(path.read_bytes()), kind)
+    except WrongContent:
+        raise
+    except OSError as error:
+        raise WrongContent(f"it cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise WrongContent(f"it is not JSON: {error}") from error
 
 
 def create_database(database: Path, schema: Path, library: str) -> bool:
@@ -84,8 +125,7 @@ def create_database(database: Path, schema: Path, library: str) -> bool:
     first, _, script = schema.read_text(encoding="utf-8").partition("\n")
     if first != f"-- {library} {version(library)}":
         return False
-    partial = database.with_name(f".partial-{os.getpid()}.db")
-    partial.unlink(missing_ok=True)
+    partial = database.with_name(f".partial-{uuid.uuid4().hex[:12]}.db")
     with closing(sqlite3.connect(partial)) as connection:
         connection.executescript(script)
     os.replace(partial, database)

@@ -12,8 +12,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from posttrain.core.errors import DataError, PosttrainError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
 Given = Literal["terminal", "command line", "prefect", "timeout"]
 ALL_GATES = "all"
@@ -124,7 +126,7 @@ def kept_answer(folder: Path, stage: str, key: str) -> Answer | None:
     """The answer that was given while no process waited for it; None if none was."""
     note = _read_note(folder, stage, key)
     given = None if note is None else note.get("answer")
-    return Answer(**given) if isinstance(given, dict) else None
+    return None if given is None else Answer(**given)
 
 
 def keep_answer(folder: Path, stage: str, key: str, answer: Answer) -> None:
@@ -133,19 +135,38 @@ def keep_answer(folder: Path, stage: str, key: str, answer: Answer) -> None:
     _write_note(folder, stage, key, {"asked_at": asked, "answer": asdict(answer)})
 
 
+class _Answer(BaseModel):
+    approved: bool
+    by: str
+    reason: str
+    at: str
+    given: Given
+
+
+class _OnlyAnswer(_Answer):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Note(BaseModel):
+    asked_at: str
+    answer: _OnlyAnswer | None = None
+
+
 def _note_path(folder: Path, stage: str, key: str) -> Path:
     return folder / f"{stage}-{key}.json"
 
 
 def _read_note(folder: Path, stage: str, key: str) -> dict[str, Any] | None:  # Any: JSON
     path = _note_path(folder, stage, key)
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        note: dict[str, Any] = json.loads(path.read_text())
+        note: dict[str, Any] = read_json(path, _Note)
         datetime.fromisoformat(note["asked_at"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: remove it, and the gate asks again") from error
+    except ValueError as error:
+        raise DataError(
+            f"{path} is damaged ({error}): remove it, and the gate asks again"
+        ) from error
     return note
 
 
@@ -155,7 +176,13 @@ def _write_note(folder: Path, stage: str, key: str, note: Mapping[str, object]) 
 
 
 def read_answer(folder: Path) -> Answer:
-    values = json.loads((folder / APPROVAL_FILE).read_text())
+    try:
+        values = read_json(folder / APPROVAL_FILE, _Answer)
+    except WrongContent as error:
+        raise DataError(
+            f"{folder / APPROVAL_FILE} is not the answer of a gate ({error}): remove "
+            f"{folder.parent}, and the gate asks again"
+        ) from error
     return Answer(**{name: values[name] for name in Answer.__dataclass_fields__})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.files import put_in_place
-from posttrain.core.runtime.processes import is_left_behind, owner
+from posttrain.core.runtime.files import WrongContent, put_in_place, read_json
+from posttrain.core.runtime.processes import hold, is_left_behind, owner
 from posttrain.core.store.locks import locked
 
 MANIFEST = "manifest.json"
@@ -145,11 +148,16 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def _lock_of(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.lock")
+
+
 class ArtifactStore:
     """Finished stages under `root`, each in a folder named after its stage and identity."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._held: dict[Path, int | None] = {}
 
     def folder(self, stage: str, identity: str) -> Path:
         return self.root / f"{stage}-{identity[:16]}"
@@ -169,22 +177,35 @@ class ArtifactStore:
             yield
 
     def begin(self, stage: str) -> Path:
-        """A private folder for a stage to write into, with its owner in its name."""
+        """A private folder for a stage to write into, with its owner in its name.
+
+        A lock file next to it is held until the folder is committed or discarded.
+        """
         folder = self.root / f"{_PARTIAL}{stage}-{uuid.uuid4().hex[:8]}@{owner()}"
-        folder.mkdir(parents=True)
+        make_folder(self.root)
+        self._held[folder] = hold(_lock_of(folder))
+        folder.mkdir()
         return folder
 
     def remove_partial(self) -> None:
-        """Remove private folders that killed runs of this machine left behind.
+        """Remove private folders that killed runs left behind.
 
-        Those of runs that go on, here or on another machine that shares the store, are not touched.
+        Those of runs that go on, in this container or another, or on another machine that shares
+        the store, are not touched.
         """
         for folder in self.root.glob(f"{_PARTIAL}*@*@*"):
-            if is_left_behind(folder.name.partition("@")[2]):
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir() and is_left_behind(folder.name.partition("@")[2], _lock_of(folder)):
+                self.discard(folder)
 
     def discard(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
+        self._let_go(partial)
+
+    def _let_go(self, partial: Path) -> None:
+        _lock_of(partial).unlink(missing_ok=True)
+        descriptor = self._held.pop(partial, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def commit(
         self,
@@ -215,6 +236,7 @@ class ArtifactStore:
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
         # In place of one that `--no-cache` computed again, or whose files are damaged.
         put_in_place(partial, final)
+        self._let_go(partial)
         return final
 
     def lookup(self, stage: str, identity: str) -> tuple[StageResult | None, str]:
@@ -257,11 +279,33 @@ class ArtifactStore:
         return [m["parts"] for m in manifests if m is not None and m.get("stage") == stage]
 
 
+class _Row(BaseModel):
+    kind: ArtifactKind
+    uri: str
+    digest: str
+    stage: str
+    parents: list[str]
+    mlflow_run_id: str
+    mlflow_model_id: str
+
+
+class _Manifest(BaseModel):
+    version: int
+    identity: str
+    parts: dict[str, str]
+    stage: str
+    kind: str
+    metrics: dict[str, float]
+    seconds: float
+    mlflow_run_id: str
+    artifacts: list[_Row]
+    files: dict[str, str]
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:  # Any: JSON
     """The manifest of a finished stage, or None when it is not one."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        found: dict[str, Any] = read_json(folder / MANIFEST, _Manifest)
+    except WrongContent:
         return None
-    needed = {"identity", "parts", "stage", "files", "artifacts"}
-    return found if isinstance(found, dict) and needed <= set(found) else None
+    return found

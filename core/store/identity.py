@@ -52,7 +52,7 @@ def stage_parts(
     run: Mapping[str, object],
     stage: Mapping[str, object],
     input_digests: Mapping[str, str],
-    plugins: Sequence[tuple[str, str, str, str]],
+    plugins: Sequence[tuple[str, str, str]],
     engine: str,
     task_fingerprint: str,
     outside: Mapping[str, str] | None = None,
@@ -60,7 +60,8 @@ def stage_parts(
     """The named parts of a stage's identity.
 
     `run` and `stage` are the resolved config as JSON-like mappings, `input_digests` maps roles to
-    digests, `plugins` are (kind, name, package, version), `engine` is the engine that `auto` chose,
+    digests, `plugins` are (kind, name, origin), the origin being package, version and, for one that
+    is not built in, the digest of its source. `engine` is the engine that `auto` chose,
     `task_fingerprint` the digest of outside data the task reads, `outside` maps the stage's fields
     that name a file or folder to digests of what is in it.
     """
@@ -80,7 +81,7 @@ def stage_parts(
     parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
     parts |= {f"file {field}": digest for field, digest in outside.items()}
     parts |= {f"input {role}": digest for role, digest in input_digests.items()}
-    parts |= {f"plugin {kind} {name}": f"{pkg} {ver}" for kind, name, pkg, ver in plugins}
+    parts |= {f"plugin {kind} {name}": origin for kind, name, origin in plugins}
     if kind != "approve":  # a person's answer is about the model, whatever code asked for it
         parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
     return parts
@@ -312,10 +313,18 @@ def _plugin(name: str, old: Mapping[str, str], now: Mapping[str, str]) -> Change
     before, after = old.get(name), now.get(name)
     if before is None or after is None:
         return Change(f"{what} is {'not used any more' if after is None else 'used now'}")
-    (package, version), (other, newer) = before.split(" ", 1), after.split(" ", 1)
-    if package == other:
+    (package, version, _), (other, newer, _) = _origin(before), _origin(after)
+    if package != other:
+        return Change(what, f"of {package} {version}", f"of {other} {newer}")
+    if version != newer:
         return Change(what, version, newer)
-    return Change(what, f"of {before}", f"of {after}")
+    return Change(f"the source of {what} changed")
+
+
+def _origin(text: str) -> tuple[str, str, str]:
+    """Package, version and source digest of a plugin; what is not there is empty."""
+    package, version, source, *_ = [*text.split(" "), "", ""]
+    return package, version, source
 
 
 def _input(role: str, sources: Mapping[str, str]) -> Change:

@@ -85,7 +85,7 @@ def _taken(descriptor: int) -> bool:
 
 def _holder(path: Path) -> str:
     try:
-        number = path.read_text().strip()
-    except FileNotFoundError:
+        number = path.read_text("utf-8", errors="replace").strip()[:20]
+    except OSError:
         number = ""
     return f"process {number}" if number else "another process"

@@ -105,11 +105,10 @@ def environment(device: torch.device, dtype: torch.dtype, engine: str) -> dict[s
 
 
 def with_plugins(
-    found: Mapping[str, str], plugins: Sequence[tuple[str, str, str, str]]
+    found: Mapping[str, str], plugins: Sequence[tuple[str, str, str]]
 ) -> dict[str, str]:
-    """`found`, and the package of each plugin (kind, name, package, version)."""
-    used = {f"{kind} plugin {name}": f"{package} {ver}" for kind, name, package, ver in plugins}
-    return {**found, **used}
+    """`found`, and the origin of each plugin (kind, name, origin)."""
+    return {**found, **{f"{kind} plugin {name}": origin for kind, name, origin in plugins}}
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
 CONFIG = "config.yaml"
 RECORD = "run.json"
@@ -81,9 +83,16 @@ def find_run(home: Path, wanted: str) -> RunRecord:
 def _read(folder: Path) -> RunRecord:
     path = folder / RECORD
     try:
-        row = json.loads(path.read_text())
-        return RunRecord(row["run_id"], row["name"], folder, row["began"], dict(row["stages"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        row = read_json(path, _Row)
+    except WrongContent as error:
         raise RunError(
             f"{path} is not the record that a run wrote ({error}): nothing can be read of this run"
         ) from error
+    return RunRecord(row["run_id"], row["name"], folder, row["began"], row["stages"])
+
+
+class _Row(BaseModel):
+    run_id: str
+    name: str
+    began: str
+    stages: dict[str, str]

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import BaseModel
 from requests.exceptions import ChunkedEncodingError
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import of_shape, write_text
 
 T = TypeVar("T")
 MAX_WAITING = 1000
@@ -160,20 +161,36 @@ def journal_path(folder: Path, stage: str, identity: str = "") -> Path:
 def read_journal(path: Path) -> list[JournalRow]:
     """All complete rows, oldest first; none if there is no file.
 
-    Reading ends at the first line that is not a whole row: a kill can only cut the last one.
+    The last line may be cut, by a kill. Raises `RunError` for any other line that is not a row.
     """
-    rows: list[JournalRow] = []
-    if not path.is_file():
-        return rows
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        rows.append(JournalRow(row["step"], row["time_ms"], row["metrics"]))
-    return rows
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise _damaged(str(path), error.strerror or str(error)) from error
+    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+class _Row(BaseModel):
+    step: int
+    time_ms: int
+    metrics: dict[str, float]
+
+
+def _row(line: bytes, where: str) -> JournalRow:
+    try:
+        row = of_shape(json.loads(line), _Row)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(where, str(error)) from error
+    return JournalRow(row["step"], row["time_ms"], row["metrics"])
+
+
+def _damaged(where: str, why: str) -> RunError:
+    return RunError(
+        f"{where} is not what a run wrote of its metrics ({why}): restore the file, or run with "
+        "--fresh to start the stage over"
+    )
 
 
 class Journal:

@@ -62,7 +62,9 @@ METRICS: dict[str, Metric] = {
     "clip/seq_frac": Metric("fraction", "responses that a bound on their ratio cuts"),
     "clip/band_pos_frac": Metric("fraction", "tokens outside the clip's band, advantage above 0"),
     "clip/band_neg_frac": Metric("fraction", "tokens outside the clip's band, advantage below 0"),
-    "contrib/pos_share": Metric("fraction", "gradient weight on tokens with a positive advantage"),
+    "contrib/pos_share": Metric(
+        "fraction", "of the policy loss's gradient weight, on tokens with a positive advantage"
+    ),
     "bapo/c_low": Metric("ratio", "lower clip bound of the step"),
     "bapo/c_high": Metric("ratio", "upper clip bound of the step"),
     "bapo/rho": Metric("fraction", "share of positive tokens under those bounds"),

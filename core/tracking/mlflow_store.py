@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import socket
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Metric, RunStatus
+from mlflow.entities import Metric, Run, RunStatus
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import create_database
-from posttrain.core.runtime.processes import is_left_behind, owner
+from posttrain.core.runtime.processes import is_left_behind, life, life_name, owner
 from posttrain.core.tracking.journal import JournalRow, read_journal, reason
 
 SQLITE = "sqlite:///"
@@ -29,6 +29,7 @@ TAG_STAGE = "posttrain.stage"
 TAG_KIND = "posttrain.kind"
 TAG_CACHED_FROM = "posttrain.cached_from"
 TAG_OWNER = "posttrain.process"
+TAG_ALIVE = "posttrain.alive"
 TAG_JOURNAL = "posttrain.journal"
 MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
 
@@ -100,8 +101,7 @@ def _create(database: Path, artifacts: Path) -> None:
 
     A version of MLflow that is not the schema file's migrates from nothing, for 2 s.
     """
-    partial = database.with_name(f".partial-{os.getpid()}.db")
-    partial.unlink(missing_ok=True)
+    partial = database.with_name(f".partial-{uuid.uuid4().hex[:12]}.db")
     with explained("create its tables", f"{SQLITE}{database}"):
         create_database(partial, SCHEMA, "mlflow")
         store = SqlAlchemyStore(f"{SQLITE}{partial}", artifacts.as_uri())  # type: ignore[no-untyped-call]
@@ -109,36 +109,53 @@ def _create(database: Path, artifacts: Path) -> None:
     os.replace(partial, database)
 
 
-def process_tags(journal: Path | None) -> dict[str, str]:
-    """Tags by which a later run finds out that this process died."""
-    tags = {TAG_OWNER: owner()}
-    return tags if journal is None else tags | {TAG_JOURNAL: str(journal)}
+def process_tags(folder: Path | None, journal: Path | None = None) -> dict[str, str]:
+    """Tags by which a later run finds out that this process died.
+
+    `folder` is where it keeps the file that it holds locked for life, in sight of later runs.
+    """
+    alive = None if folder is None else life(folder.resolve())
+    tags = {TAG_OWNER: owner(), TAG_ALIVE: alive, TAG_JOURNAL: journal}
+    return {name: str(value) for name, value in tags.items() if value is not None}
 
 
 def kill_running(uri: str) -> list[str]:
-    """Mark runs that a dead process of this machine left RUNNING as KILLED; returns their ids.
+    """Mark runs that a dead process left RUNNING as KILLED; returns their ids.
 
     What their journals hold and MLflow does not is written first, so nothing measured is lost.
-    Runs of other machines, or without our tags, are left alone.
+    Runs whose process may be alive, in another container or on another machine, are left alone,
+    and so are those without our tags.
     """
     client = connect(uri)
     with explained("end runs of dead processes", uri):
         experiments = [item.experiment_id for item in client.search_experiments()]
         running = client.search_runs(
-            experiments,
-            f"attributes.status = 'RUNNING' and tags.`{TAG_OWNER}` LIKE '{socket.gethostname()}@%'",
+            experiments, f"attributes.status = 'RUNNING' and tags.`{TAG_OWNER}` != ''"
         )
-        dead = [run for run in running if is_left_behind(run.data.tags[TAG_OWNER])]
+        dead = [run for run in running if is_left_behind(run.data.tags[TAG_OWNER], _alive(run))]
         for run in dead:
             run_id, tags = run.info.run_id, run.data.tags
-            rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
+            rows: list[JournalRow] = []
+            try:
+                rows = read_journal(Path(tags[TAG_JOURNAL])) if TAG_JOURNAL in tags else []
+            except RunError as error:  # of another run: it must not keep this one from starting
+                note = f"Its last metrics were not recovered: {error}"
+                client.set_tag(run_id, "mlflow.note.content", note)
             recover_rows(client, run_id, rows)
             client.set_terminated(
                 run_id,
                 RunStatus.to_string(RunStatus.KILLED),
                 end_time=rows[-1].time_ms if rows else None,
             )
+        for path in {path for run in dead if (path := _alive(run)) is not None}:
+            path.unlink(missing_ok=True)
     return [run.info.run_id for run in dead]
+
+
+def _alive(run: Run) -> Path | None:
+    """The file that the process of a run holds locked; None for any other file that a tag names."""
+    path = Path(run.data.tags.get(TAG_ALIVE, ""))
+    return path if path.name == life_name(run.data.tags[TAG_OWNER]) else None
 
 
 def recover_rows(client: MlflowClient, run_id: str, rows: Sequence[JournalRow]) -> None:

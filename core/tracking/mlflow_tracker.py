@@ -75,7 +75,7 @@ class PipelineTracker(MlflowRun):
             experiment_id = _experiment(client, uri, experiment)
             session = Session(client, Writer(uri), uri, experiment_id, journal)
             run_id = _create_run(
-                session, run_name, {**tags, **(source or {}), **store.process_tags(None)}
+                session, run_name, {**tags, **(source or {}), **store.process_tags(journal)}
             )
             _log_params(client, run_id, params)
         tracker = cls(session, run_id, source or {})
@@ -101,7 +101,7 @@ class PipelineTracker(MlflowRun):
         """
         session, folder = self._session, self._session.journal
         path = None if folder is None else journal_path(folder, name, identity)
-        tags = self._child_tags(name, kind) | store.process_tags(path)
+        tags = self._child_tags(name, kind) | store.process_tags(folder, path)
         if resumed_step is not None:
             tags["posttrain.resumed_step"] = str(resumed_step)
 

@@ -7,10 +7,12 @@ doing the same again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
@@ -18,6 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.files import of_shape
 from posttrain.core.store.artifacts import combine_digests, tree_digests
 from posttrain.core.tracking import mlflow_store as store
 
@@ -53,8 +56,19 @@ class RegisteredVersion:
     @property
     def rolled_back(self) -> dict[str, str] | None:
         """Who took this version back, when, why; None if nobody did."""
-        text = self.tags.get(TAG_ROLLED_BACK, "")
-        return dict(json.loads(text)) if text else None
+        found: dict[str, str] | None = self.noted(TAG_ROLLED_BACK, dict[str, str])
+        return found
+
+    def noted(self, tag: str, kind: Any) -> Any:  # Any: JSON of a type known at run time
+        """The JSON of a tag, None without one; raises `ResourceError` where it is not `kind`."""
+        text = self.tags.get(tag, "")
+        try:
+            return of_shape(json.loads(text), kind) if text else None
+        except (ValueError, RecursionError) as error:
+            raise ResourceError(
+                f"the tag '{tag}' of '{self.name}' version {self.version} is not what was written "
+                f"({error}): correct or remove it in MLflow"
+            ) from error
 
 
 def check_weights(found: RegisteredVersion) -> None:
@@ -128,7 +142,10 @@ def add_version(client: MlflowClient, model_id: str, name: str, tags: Mapping[st
 def _show_on_model(client: MlflowClient, model_id: str, name: str, version: str) -> None:
     """Let the model's page say which versions it is: MLflow reads that from a tag of the model."""
     entry = {"name": name, "version": version}
-    known = json.loads(client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+    known: list[object] = []
+    with contextlib.suppress(ValueError, RecursionError):  # it is only for MLflow's own page
+        text = client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]")
+        known = of_shape(json.loads(text), list[object])
     if entry not in known:
         reported = json.dumps([*known, entry])
         client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: reported})

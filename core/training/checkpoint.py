@@ -11,6 +11,7 @@ replay lie in `kept/`, where a stage that is computed again does not take them f
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 from torch.nn import Module
 
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
-from posttrain.core.runtime.files import put_in_place
+from posttrain.core.runtime.files import WrongContent, of_shape, put_in_place, read_json
 from posttrain.core.store.artifacts import file_digest
 
 if TYPE_CHECKING:
@@ -174,13 +176,33 @@ def read_step(folder: Path) -> int:
     return int(_read_record(folder)["step"])
 
 
+class _Versioned(BaseModel):
+    version: int
+    step: int
+
+
+class _Tensors(BaseModel):
+    step_count: int
+    precision: str
+    sha256: dict[str, str]
+
+
+class _Record(_Versioned):
+    """What is written next to the tensors."""
+
+    parts: dict[str, Any]  # Any: JSON, each part's own
+    history: list[dict[str, float]]
+    optimizers: dict[str, _Tensors]
+    reference: dict[str, str]
+
+
 def _read_record(folder: Path) -> dict[str, Any]:
     """What `save_checkpoint` wrote next to the tensors."""
     try:
-        record: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        if not isinstance(record, dict) or "step" not in record:
-            raise ValueError("no object with a step")
-    except (ValueError, OSError) as error:
+        record: dict[str, Any] = read_json(folder / _STATE, _Versioned)
+        if record["version"] == SCHEMA_VERSION:
+            of_shape(record, _Record)
+    except WrongContent as error:
         raise DamagedCheckpoint(
             f"checkpoint '{folder}' is damaged ({_STATE} is not what was written: {error}): run "
             "with --fresh to start the stage over"
@@ -202,6 +224,7 @@ def master_weights(folder: Path, place: str) -> dict[str, torch.Tensor]:
 
 
 KEPT = "kept"
+_NAME = re.compile(r"step-[0-9]{6,}")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -227,7 +250,9 @@ def kept_checkpoints(total: int, keep: KeepSection) -> int:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """The checkpoints below `root`, newest first; those that a kill cut short are none."""
-    found = [path for path in root.glob("step-*") if is_complete(path)]
+    found = [
+        path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and is_complete(path)
+    ]
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 

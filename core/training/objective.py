@@ -29,6 +29,8 @@ from posttrain.core.contracts import (
 from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
 
+POSITIVE_PULL, NEGATIVE_PULL = "contrib/pos", "contrib/neg"
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
@@ -71,13 +73,15 @@ class MicroLoss:
     """A micro-batch's share of the loss: `total` with gradient, and detached for the record.
 
     `parts` are shares of each term; `tokens` are [B, T] or [B] values with the mask of that shape
-    over which they are averaged.
+    over which they are averaged. `pulls` are sums of |d policy terms / d logprobs| over the tokens
+    whose advantage is above 0 (`POSITIVE_PULL`) and below 0 (`NEGATIVE_PULL`).
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     tokens: Mapping[str, tuple[Tensor, Tensor]]
     ratio: Tensor | None = None
+    pulls: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +235,7 @@ class Objective:
                 for n, v in result.metrics.items()
             }
             total = total + value
+        pulls = policy_pulls(total, logprobs, micro)
         if self.kl is not None and kl_coef > 0:
             kl = exact_kl
             if kl is None:
@@ -252,7 +257,7 @@ class Objective:
             )
             parts["loss/entropy"] = -self.entropy_coef * bonus.detach()
             total = total - self.entropy_coef * bonus
-        return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach())
+        return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach(), pulls)
 
     def _masked(
         self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch
@@ -293,6 +298,29 @@ class Objective:
         behaviour = micro.column("old_logprobs") if source == "old" else micro.rollout_logprobs
         known = known_tokens(behaviour, micro.mask)  # an engine may give none: a ratio of 1 there
         return bounded_exp(masked(logprobs, known) - masked(behaviour, known))
+
+
+def policy_pulls(policy: Tensor, logprobs: Tensor, micro: RolloutBatch) -> dict[str, Tensor]:
+    """Sums of |d policy / d logprobs| over the tokens with an advantage above and below 0.
+
+    `policy` is the sum of the policy terms after aggregation, so a token counts with the weight
+    that its aggregator, its masks, its clip and its rollout correction give it. Empty without a
+    gradient or without advantages.
+    """
+    if micro.advantages is None or not policy.requires_grad:
+        return {}
+    (slope,) = torch.autograd.grad(policy, logprobs, retain_graph=True)
+    size, advantages = slope.abs().double(), masked(micro.advantages, micro.mask)
+    sides = {POSITIVE_PULL: advantages > 0, NEGATIVE_PULL: advantages < 0}
+    return {name: masked(size, side).sum() for name, side in sides.items()}
+
+
+def positive_share(metrics: dict[str, float]) -> dict[str, float]:
+    """`metrics` with `contrib/pos_share` in place of the two sums of `MicroLoss.pulls`."""
+    positive, negative = (metrics.pop(name, 0.0) for name in (POSITIVE_PULL, NEGATIVE_PULL))
+    if positive + negative > 0:
+        metrics["contrib/pos_share"] = positive / (positive + negative)
+    return metrics
 
 
 def entropy_mask(entropy: Tensor, mask: Tensor, share: float) -> Tensor:

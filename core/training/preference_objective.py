@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from posttrain.core.config.base import distinct_names
 from posttrain.core.contracts import (
     LabelledScores,
     LabelLoss,
@@ -247,7 +248,8 @@ class PreferenceMicro:
     """A micro-batch's share of the loss.
 
     `total` carries the gradient, as do `losses` [B], what each row adds before the division.
-    `parts` are the terms' shares of `total`, by the name of the loss, when there are several.
+    `parts` are the terms' shares of `total`, by the name of the loss (`dpo`,
+    `dpo_2`), when there are several.
     """
 
     total: Tensor
@@ -328,8 +330,11 @@ class PreferenceObjective:
         else:
             weighed, rows = self._of_labels(tokens, counts, prepared)
         losses = torch.stack(list(weighed)).sum(dim=0)
-        shares = zip(self.terms, weighed, strict=True)
-        parts = {term.loss.name: part.detach().sum() / counts.num_rows for term, part in shares}
+        names = distinct_names(term.loss.name for term in self.terms)
+        parts = {
+            name: part.detach().sum() / counts.num_rows
+            for name, part in zip(names, weighed, strict=True)
+        }
         total = losses.sum() / counts.num_rows
         return PreferenceMicro(total, losses, parts if len(parts) > 1 else {}, rows)
 

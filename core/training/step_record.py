@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import of_shape, write_text
 from posttrain.core.tracking.metric_names import find_metric
 from posttrain.core.training.digests import Block, block_bounds, block_digests, tensor_digest
 from posttrain.core.training.ranks import Ranks
@@ -146,6 +147,22 @@ def values_path(folder: Path, step: int) -> Path:
     return folder / VALUES / f"step-{step:06d}.safetensors"
 
 
+class _EnvironmentRow(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    environment: dict[str, str]
+
+
+class _StepRow(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    batch: dict[str, str]
+    weights: dict[str, str]
+    shapes: dict[str, list[int]]
+    metrics: dict[str, float]
+
+
 def read_record(folder: Path) -> dict[int, StepRecord]:
     """The recorded steps, by number; a last line that a kill cut short is none."""
     path = folder / STEPS
@@ -157,15 +174,14 @@ def read_record(folder: Path) -> dict[int, StepRecord]:
             break
         try:
             row = json.loads(line)
-            if "environment" in row:
-                environment = row["environment"]
+            if isinstance(row, dict) and "environment" in row:
+                environment = of_shape(row, _EnvironmentRow)["environment"]
                 continue
-            record = StepRecord(**row, environment=environment)
-        except (ValueError, TypeError) as error:
+            record = StepRecord(**of_shape(row, _StepRow), environment=environment)
+        except (ValueError, RecursionError) as error:
             raise RunError(
                 f"{path}:{number}: this is not a record of a step ({error}): it was changed after "
-                "the "
-                "run; compute the stage again with --no-cache"
+                "the run; compute the stage again with --no-cache"
             ) from error
         found[record.step] = record
     return found

@@ -19,7 +19,7 @@ from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.metrics import MetricSums
-from posttrain.core.training.objective import MicroLoss, Objective
+from posttrain.core.training.objective import MicroLoss, Objective, positive_share
 from posttrain.core.training.optim import StepReport, StoredOptimizer
 from posttrain.core.training.splitting import micro_rows
 
@@ -196,13 +196,10 @@ class Progress:
 
     def metrics(self) -> dict[str, float]:
         """Of all updates so far; what sums over the parts of an update is given per update."""
-        metrics = self.sums.result()
+        metrics = positive_share(self.sums.result())
         for name in [n for n in metrics if n.startswith("loss/")] + ["grad/clipped"]:
             if name in metrics:
                 metrics[name] /= max(1, self.num_updates)
-        positive, negative = metrics.pop("contrib/pos", 0.0), metrics.pop("contrib/neg", 0.0)
-        if positive + negative > 0:
-            metrics["contrib/pos_share"] = positive / (positive + negative)
         metrics["train/updates"] = float(self.num_updates)
         if self.report is not None:
             metrics["grad/norm"] = self.norm_sum / self.num_updates
@@ -215,7 +212,7 @@ def record_micro(
 ) -> None:
     """Add a micro-batch's share of every metric."""
     mask = micro.mask
-    for name, value in loss.parts.items():
+    for name, value in (*loss.parts.items(), *loss.pulls.items()):
         sums.add_scalar(name, value)
     sums.add_scalar("loss/total", loss.total.detach())
     sums.add("entropy/mean", out.entropy.cpu(), mask)

@@ -22,7 +22,7 @@ from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.dag import makes, stage_kind
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.rl_stage import RewardComponent, RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
@@ -92,8 +92,9 @@ class PastRun:
         if (values.get("critic") or {}).get("init") == "reward_model":
             roles.add("reward_model")
         for reward in values["rewards"]:
-            fields = {k: v for k, v in reward.items() if k not in ("name", "weight")}
-            roles |= self.manager.build(Reward, reward["name"], fields).required_inputs()
+            component = RewardComponent.model_validate(reward)
+            built = self.manager.build(Reward, component.name, component.fields())
+            roles |= built.required_inputs()
         return roles
 
     def raw_stage(self, name: str) -> dict[str, Any]:  # Any: nested YAML values

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from posttrain.core.config.dag import stage_kind
+from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
@@ -144,7 +145,7 @@ class Replay:
         """What else than the step itself could make a difference."""
         runtime, engine = engines.runtime, engines.name
         found = environment(runtime.device, runtime.dtype, engine)
-        here = with_plugins(found, self.run.resolved.plugins[source.stage])
+        here = with_plugins(found, origins(self.run.resolved.plugins[source.stage]))
         changed = differences(source.recorded[step].environment, here)
         if changed:
             self.note("not as it was when the step was taken: " + "; ".join(changed))

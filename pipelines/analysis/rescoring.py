@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.forensics import TOTAL, component_scores, numbered
+from posttrain.core.analysis.forensics import component_scores
 from posttrain.core.analysis.report import Picture, Report, Row, shortened, table
 from posttrain.core.analysis.rescoring import (
     Flips,
@@ -25,7 +25,7 @@ from posttrain.core.analysis.rescoring import (
     recorded,
 )
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.rl_stage import TOTAL, RlStage
 from posttrain.core.config.spec import Spec, parse_spec
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import set_threads
@@ -124,7 +124,7 @@ def rescore(
     set_threads(resolved.config.limits.num_threads)
     there = run.stage_inputs(found.stage, resolved, run.inputs(found.stage))
     scorer = build_scorer(there, config, there.tokenizer())
-    names = numbered(scorer.names)
+    names = scorer.names
     made = _Rescoring()
     with scorer.pool or nullcontext():
         for evidence in read_steps(found, step):

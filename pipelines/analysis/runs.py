@@ -26,7 +26,7 @@ from posttrain.core.analysis.statistics import (
 )
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.dag import stage_kind
-from posttrain.core.errors import ConfigError, ResourceError, RunError
+from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store.artifacts import read_manifest
 from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
@@ -123,14 +123,8 @@ def _rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]], str
     identity = run.identity(stage)
     path = journal_path(run.home / "runs", stage, identity)
     rows: dict[int, Mapping[str, float]] = {}
-    try:
-        for row in read_journal(path):
-            rows[row.step] = {**rows.get(row.step, {}), **row.metrics}
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise RunError(
-            f"{path} is not the journal that a run wrote ({error}): it was changed; compute the "
-            "stage again with --no-cache"
-        ) from error
+    for row in read_journal(path):
+        rows[row.step] = {**rows.get(row.step, {}), **row.metrics}
     if rows:
         return rows, "journal"
     record = run.store.folder(stage, identity) / FOLDER

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 EPILOG_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
     "approval, 6 rejected."
@@ -215,6 +217,12 @@ class Boundary(contextlib.AbstractContextManager[None]):
             where = f" at {error.filename}" if error.filename else ""
             message = f"the disk is full{where}; free some space or choose another --home"
             self._stop(message, ResourceError.exit_code)
+        elif isinstance(error, OSError) and error.errno in _NO_ACCESS and error.filename:
+            message = (
+                f"cannot use {error.filename}: {error.strerror}; correct its permissions or move "
+                "it away, or choose another --home"
+            )
+            self._stop(message, ResourceError.exit_code)
         elif isinstance(error, Exception):
             self._stop(self._bug(error), 1)
 
@@ -223,7 +231,11 @@ class Boundary(contextlib.AbstractContextManager[None]):
         sentence = f"unexpected {type(error).__name__}: {first}"
         if self.log_home is None or not self.log_home.is_dir():
             return f"{sentence}; run again with --debug for the traceback"
-        log = self.log_home / "logs" / f"error-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+        log = (
+            self.log_home
+            / "logs"
+            / f"error-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}.txt"
+        )
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text("".join(traceback.format_exception(error)))

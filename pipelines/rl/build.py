@@ -12,7 +12,12 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.rl_stage import CriticSection, LossTermComponent, RlStage
+from posttrain.core.config.rl_stage import (
+    CriticSection,
+    LossTermComponent,
+    RlStage,
+    reward_labels,
+)
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import (
     Aggregator,
@@ -255,10 +260,13 @@ def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer)
     for reward in rewards:
         if reward.runs_in == "host":
             reward.setup(setup)
-    weights = [component.weight for component in stage.rewards]
+    labels = reward_labels(stage.rewards)
     return Scorer(
         task=context.task,
-        rewards=[WeightedReward(r, w) for r, w in zip(rewards, weights, strict=True)],
+        rewards=[
+            WeightedReward(reward, component.weight, label)
+            for reward, component, label in zip(rewards, stage.rewards, labels, strict=True)
+        ],
         tokenizer=tokenizer,
         clip=stage.reward_clip,
         on_missing=stage.on_missing,

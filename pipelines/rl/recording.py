@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
 from posttrain.core.models.device import peak_memory_gb
+from posttrain.core.runtime.files import WrongContent, read_json
 from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.critic import ValuePhase
@@ -233,8 +235,15 @@ def tracked_rows(
     before an interruption, are dropped. Raises `ResourceError` where the file cannot be kept.
     """
     path, shown = folder / TRACKED_FILE, evaluated[:TRACKED_PROMPTS]
-    known: dict[str, list[str]] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    answers = {k: v for k, v in known.items() if int(k) < step and len(v) == len(shown)}
+    known: dict[str, list[str]] = {}
+    if path.is_file():
+        with contextlib.suppress(WrongContent):  # people look at it, nothing is computed from it
+            known = read_json(path, dict[str, list[str]])
+    answers = {
+        at: texts
+        for at, texts in known.items()
+        if at.isdecimal() and int(at) < step and len(texts) == len(shown)
+    }
     answers[str(step)] = [
         f"{'✓' if row.greedy_correct >= 1 else '✗'} {row.greedy_text[:TRACKED_LENGTH]}"
         for row in shown

@@ -129,7 +129,7 @@ def start_tracking(
 def plugins_yaml(resolved: ResolvedRun) -> str:
     """The plugins of each stage with their packages' versions; `auto` engines are in the tags."""
     found = {
-        stage: {f"{use.kind} {use.name}": f"{use.package} {use.version}" for use in uses}
+        stage: {f"{use.kind} {use.name}": use.origin for use in uses}
         for stage, uses in resolved.plugins.items()
     }
     return yaml.safe_dump(found, sort_keys=False)

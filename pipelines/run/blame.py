@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.differences import Setting, differing_settings
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
-from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
+from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, RunError, nearest
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.ancestry import Ancestor, Family, Made
 from posttrain.core.store.run_record import RunRecord, find_run
@@ -219,9 +219,13 @@ class Blame:
 
     def _record(self, made: Made) -> RunRecord | None:
         """The first run of this home that had the stage: the one that computed it."""
-        records = [
-            find_run(self.home, path.parent.name) for path in self.home.glob("runs/*/run.json")
-        ]
+        records = []
+        for path in self.home.glob("runs/*/run.json"):
+            try:
+                records.append(find_run(self.home, path.parent.name))
+            except RunError as error:  # of some other run, perhaps
+                if str(error) not in self.notes:
+                    self.notes.append(str(error))
         had = [r for r in records if r.stages.get(made.stage) == made.identity]
         return min(had, key=lambda record: record.began, default=None)
 

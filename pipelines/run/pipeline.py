@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.dag import PASSES_ON, makes
-from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
@@ -361,7 +361,7 @@ class Pipeline:
     def _recorder(self, name: str, files: StageFiles, found: Path | None) -> StepRecorder | None:
         runtime = self.runtime
         here = environment(runtime.device, runtime.dtype, self.engines.name)
-        return files.recorder(found, with_plugins(here, self.resolved.plugins[name]))
+        return files.recorder(found, with_plugins(here, origins(self.resolved.plugins[name])))
 
     def _context(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.dag import PASSES_ON, makes
-from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype
@@ -47,7 +47,7 @@ def parts_of_stage(
         config["stages"][name]["measured_as"] = {
             key: measured[key] for key in ("evaluation", "environment")
         }
-    plugins = [(use.kind, use.name, use.package, use.version) for use in resolved.plugins[name]]
+    plugins = origins(resolved.plugins[name])
     paths = resolved.config.stages[name].outside_paths()
     outside = outside_digests({f"stages.{name}.{field}": path for field, path in paths.items()})
     parts = stage_parts(

@@ -12,9 +12,10 @@ from http import HTTPStatus
 from pathlib import Path
 
 import httpx
+from pydantic import BaseModel, ConfigDict
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.store.locks import locked
 
 HOST = "127.0.0.1"
@@ -27,6 +28,14 @@ class Ports:
     postgres: int = 5433
     prefect: int = 4200
     mlflow: int = 5000
+
+
+class _Ports(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    postgres: int
+    prefect: int
+    mlflow: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +70,15 @@ class Layout:
 
     def ports(self) -> Ports | None:
         path = self.folder / "ports.json"
-        try:
-            return Ports(**json.loads(path.read_text()))
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except (ValueError, TypeError) as error:
-            raise ResourceError(f"{path} cannot be read ({error}): remove it") from error
+        try:
+            return Ports(**read_json(path, _Ports))
+        except WrongContent as error:
+            raise ResourceError(
+                f"{path} does not hold the ports of this home's services ({error}): remove it, "
+                "and `posttrain services up` writes it again"
+            ) from error
 
     def keep_ports(self, ports: Ports) -> None:
         write_text(self.folder / "ports.json", json.dumps(asdict(ports)))

@@ -15,7 +15,9 @@ from typing import Any
 
 import psutil
 
+from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import write_text
+from posttrain.core.runtime.processes import Owner, hold, is_free, owner
 
 MARK = "POSTTRAIN_SERVICES"
 """Every process of the services, and what it starts, has this variable: the services' folder."""
@@ -49,6 +51,8 @@ def _default_signals() -> None:
 
 def start(launch: Launch, folder: Path) -> psutil.Process:
     """Start and record it, in a session of its own: no Ctrl-C of a terminal reaches it."""
+    lock = _lock_of(launch.record)
+    held = hold(lock)
     with launch.log.open("w") as log:
         os.chmod(launch.log, 0o600)
         process = subprocess.Popen(
@@ -60,21 +64,53 @@ def start(launch: Launch, folder: Path) -> psutil.Process:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_default_signals,
+            pass_fds=() if held is None else (held,),  # the service holds it until it ends
             **as_user(launch.user),
         )
+    if held is not None:
+        os.close(held)
     found = psutil.Process(process.pid)
-    write_text(launch.record, json.dumps({"pid": process.pid, "started": found.create_time()}))
+    kept = {"pid": process.pid, "started": found.create_time(), "by": owner()}
+    write_text(launch.record, json.dumps(kept))
     return found
 
 
+def _lock_of(record: Path) -> Path:
+    return record.with_suffix(".lock")
+
+
 def find(record: Path) -> psutil.Process | None:
-    """The recorded process if it still runs; its number may have gone to another one since."""
+    """The recorded process if it still runs; its number may have gone to another one since.
+
+    Raises `ResourceError` where it runs in another container, which cannot be looked into, and for
+    a record of which nothing can be made while somebody may hold its lock.
+    """
     try:
-        kept = json.loads(record.read_text())
-        process = psutil.Process(int(kept["pid"]))
-        same = abs(process.create_time() - float(kept["started"])) < SAME_START_S
+        kept = json.loads(record.read_text("utf-8"))
+        pid, started = int(kept["pid"]), float(kept["started"])
+        by = Owner.parse(kept["by"]) if "by" in kept else Owner.this()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if is_free(_lock_of(record)):
+            return None
+        raise ResourceError(
+            f"{record} is not the record of a process ({error}): end {record.stem} of this home if "
+            "it still runs, then remove the record"
+        ) from error
+    if by is None or not by.is_visible():
+        if is_free(_lock_of(record)):
+            return None
+        raise ResourceError(
+            f"{record.stem} of this home was started in another container or on another machine "
+            f"({kept['by']}) and may run there: use `posttrain services` there, or, if that is "
+            f"gone for good, remove {record}"
+        )
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < SAME_START_S
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
+    except psutil.NoSuchProcess:
         return None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from posttrain.core.analysis.statistics import Comparison, compare, read_outcomes, same_problems
 from posttrain.core.config.stages import EvaluateStage, PromoteStage
@@ -113,15 +115,23 @@ def _decide(
     )
 
 
+class _Promotion(BaseModel):
+    """What the tag of a promotion holds, as far as it is read."""
+
+    reason: str = ""
+    comparison: dict[str, str | int | float] | None = None
+
+
 def _already(name: str, champion: RegisteredVersion) -> Decision:
     """The promotion of a model that is the champion, as it was written down when it became it."""
-    kept = json.loads(champion.tags.get(registry.TAG_PROMOTION, "{}"))
+    kept = champion.noted(registry.TAG_PROMOTION, _Promotion) or {}
     compared = kept.get("comparison")
+    whole = compared is not None and set(compared) == {part.name for part in fields(Comparison)}
     why = f" ({kept['reason']})" if "reason" in kept else ""
     return Decision(
         True,
         f"it is {name}, version {champion.version}, already{why}",
-        None if compared is None else Comparison(**compared),
+        Comparison(**compared) if whole else None,
     )
 
 

@@ -104,6 +104,5 @@ class BapoLoss(PolicyLoss[BapoConfig]):
         low, high = prepared.scalars["bapo/c_low"], prepared.scalars["bapo/c_high"]
         loss = ratios.clipped_loss(ratio, advantages, low, high)
         flags = ratios.clip_metrics(ratio, advantages, mask, low, high)
-        live = ratios.unclipped(ratio, flags)
-        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, live, advantages, mask)
+        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(loss, mask, metrics, ratio)

@@ -63,5 +63,5 @@ class CispoLoss(AnchoredLoss[CispoConfig]):
         bounded = (weight != ratio.detach()).to(ratio.dtype)
         metrics["clip/frac"] = masked(bounded, mask)
         log_ratio = ratios.clamped(by_token, config.ratio_clamp)
-        metrics |= ratios.ratio_metrics(ratio, log_ratio, weight, advantages, mask)
+        metrics |= ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * weight * masked(logprobs, mask), mask, metrics, ratio)

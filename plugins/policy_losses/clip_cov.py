@@ -90,8 +90,7 @@ class ClipCovLoss(PolicyLoss[ClipCovConfig]):
         ratio = log_ratio.exp()
         loss = masked(ratios.clipped_loss(ratio, advantages, *self._bounds()), ~drop)
         flags = ratios.clip_metrics(ratio, advantages, mask, *self._bounds())
-        live = masked(ratios.unclipped(ratio, flags), ~drop)
-        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, live, advantages, mask)
+        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, mask)
         metrics["cov/picked_frac"] = masked(drop.to(ratio.dtype), mask)
         return TokenLoss(loss, mask, metrics, ratio)
 

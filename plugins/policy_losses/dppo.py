@@ -69,7 +69,7 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
         }
         metrics = {name: masked(flag.to(ratio.dtype), mask) for name, flag in flags.items()}
         weight = masked(ratio.detach().clamp(max=config.ratio_max), ~flags["clip/frac"])
-        metrics |= ratios.ratio_metrics(ratio, log_ratio, weight, advantages, mask)
+        metrics |= ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * weight * new, mask, metrics, ratio)
 
     def _divergence(self, new: Tensor, old: Tensor, log_ratio: Tensor) -> Tensor:

@@ -73,8 +73,7 @@ class GmpoLoss(PolicyLoss[GmpoConfig]):
         loss = -advantages * scale
         plain = ratios.row_log_ratios(log_ratio, kept, bound=config.ratio_clamp)
         ratio = masked(plain.expand_as(log_ratio), mask).exp()
-        live = masked(ratios.unclipped(scale.expand_as(ratio), flags), kept)
-        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, live, advantages, mask)
+        metrics = flags | ratios.ratio_metrics(ratio, log_ratio, mask)
         # A token outside the band is not cut when its advantage pushes it back.
         outside = (log_ratio > config.log_clip_high) | (log_ratio < -config.log_clip_low)
         for name, side in (("pos", signs > 0), ("neg", signs < 0)):

@@ -34,5 +34,5 @@ class ImportancePgLoss(AnchoredLoss[ImportancePgConfig]):
         behaviour = self.anchor_logprobs(micro)
         log_ratio = clamped(log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
         ratio = log_ratio.exp()
-        metrics = ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
+        metrics = ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)

@@ -66,7 +66,7 @@ class KlCovLoss(PolicyLoss[KlCovConfig]):
         log_ratio = ratios.clamped(by_token, self.config.ratio_clamp)
         ratio = log_ratio.exp()
         penalty = masked(self.config.kl_coef * by_token.abs(), penalised)
-        metrics = ratios.ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
+        metrics = ratios.ratio_metrics(ratio, log_ratio, mask)
         metrics["kl/old_abs"] = masked(by_token.detach().abs(), mask)
         metrics["cov/picked_frac"] = masked(penalised.to(ratio.dtype), mask)
         return TokenLoss(penalty - advantages * ratio, mask, metrics, ratio)

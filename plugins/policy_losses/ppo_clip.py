@@ -71,8 +71,8 @@ class PpoClipLoss(PolicyLoss[PpoClipConfig]):
         bounds = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip_c
         loss = ratios.clipped_loss(ratio, advantages, *bounds)
         flags = ratios.clip_metrics(ratio, advantages, mask, *bounds)
-        live, old_gap = ratios.unclipped(ratio, flags), ratios.clamped(by_token, config.ratio_clamp)
-        metrics = flags | ratios.ratio_metrics(ratio, old_gap, live, advantages, mask)
+        old_gap = ratios.clamped(by_token, config.ratio_clamp)
+        metrics = flags | ratios.ratio_metrics(ratio, old_gap, mask)
         if config.ratio_level == "sequence":
             metrics["clip/seq_frac"] = ratios.row_flags(flags["clip/frac"], mask)
         return TokenLoss(loss, mask, metrics, ratio)

@@ -58,7 +58,7 @@ class PpoPenaltyLoss(PolicyLoss[PpoPenaltyConfig]):
         )
         ratio = log_ratio.exp()
         loss = self.beta * (log_ratio.expm1() - log_ratio) - advantages * ratio
-        metrics = ratios.ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
+        metrics = ratios.ratio_metrics(ratio, log_ratio, mask)
         metrics["kl/penalty_beta"] = torch.full_like(metrics["ratio"], self.beta)
         return TokenLoss(loss, mask, metrics, ratio)
 

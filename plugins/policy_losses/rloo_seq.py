@@ -55,7 +55,6 @@ class RlooSeqLoss(PolicyLoss[RlooSeqConfig]):
         low, high = 1 - config.clip_low, 1 + config.clip_high
         loss = ratios.clipped_loss(ratio, advantages, low, high)
         flags = ratios.clip_metrics(ratio, advantages, mask, low, high)
-        live = ratios.unclipped(ratio, flags)
-        metrics = flags | ratios.ratio_metrics(ratio, by_token, live, advantages, mask)
+        metrics = flags | ratios.ratio_metrics(ratio, by_token, mask)
         metrics["clip/seq_frac"] = ratios.row_flags(flags["clip/frac"], mask)
         return TokenLoss(loss, mask, metrics, ratio)

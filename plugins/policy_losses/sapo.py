@@ -63,8 +63,6 @@ class SapoLoss(PolicyLoss[SapoConfig]):
         taus = ratio.new_tensor([config.tau_neg, config.tau_pos])
         tau = taus[(advantages > 0).long()]
         gate = torch.sigmoid(tau * (ratio - 1))
-        # 4 s (1 - s) is sech^2 of half the argument.
-        weight = 4 * ratio.detach() * gate.detach() * (1 - gate.detach())
         log_ratio = ratios.clamped(by_token, config.ratio_clamp)
-        metrics = ratios.ratio_metrics(ratio, log_ratio, weight, advantages, mask)
+        metrics = ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * gate * 4 / tau, mask, metrics, ratio)

@@ -65,5 +65,5 @@ class TrpoLoss(PolicyLoss[TrpoConfig]):
             self.config.ratio_clamp,
         )
         ratio = log_ratio.exp()
-        metrics = ratios.ratio_metrics(ratio, log_ratio, ratio, advantages, mask)
+        metrics = ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * ratio, mask, metrics, ratio)

@@ -65,7 +65,7 @@ class VespoLoss(PolicyLoss[VespoConfig]):
         held = log_w.detach()
         phi = (decay + k * held - decay * held.exp()).exp()
         ratio = masked(log_w.expand_as(by_token), mask).exp()
-        metrics = ratios.ratio_metrics(ratio, by_token, phi, advantages, mask)
+        metrics = ratios.ratio_metrics(ratio, by_token, mask)
         # An empty row has w = 1.
         of_rows = torch.where(mask.bool().any(dim=1), row_means(phi, mask), 1.0)
         metrics["vespo/phi"] = of_rows.to(phi.dtype)

@@ -18,6 +18,7 @@ class AccuracyReward(Reward[NoConfig]):
     name = "accuracy"
     Config = NoConfig
     runs_in = "host"
+    is_verdict = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

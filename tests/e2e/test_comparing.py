@@ -29,7 +29,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(make_tiny_model(folder / "model"))
     stages = config["stages"]
     stages["rl"] |= {"inputs": {"model": "sft"}, "steps": STEPS, "checkpoint_every": 0}
-    stages["rl"]["rewards"] = ["accuracy", {"name": "repetition", "ngram": 1, "weight": 0.5}]
+    stages["rl"]["rewards"] = [
+        "accuracy",
+        {"name": "repetition", "ngram": 1, "weight": 0.5},
+        {"name": "repetition", "ngram": 2, "weight": 0},
+    ]
     stages["rl"]["reward_pool"] = {"workers": 2, "timeout_s": 1.0}
     stages["evaluate"]["inputs"] = {"model": "rl"}
     config["stages"] = {name: stages[name] for name in ("sft", "rl", "evaluate")}
@@ -173,10 +177,13 @@ def test_a_home_without_the_journal_reads_the_record_in_the_store(
 
 def test_the_same_rewards_again_flip_nothing_and_negated_ones_all(home: Path) -> None:
     before, run = all_but_reports(home), run_id(home, "a")
-    same = ask(home, "rescore", run, "--reward", "accuracy", "--reward", "repetition,ngram=1:0.5")
+    rewards = ("accuracy", "repetition,ngram=1:0.5", "repetition,ngram=2:0")
+    same = ask(home, "rescore", run, *(word for r in rewards for word in ("--reward", r)))
     assert [step["step"] for step in same["steps"]] == [1, 2, 3]
     assert sum(step["flipped"] + step["tied"] for step in same["steps"]) == 0
     assert same["before"] == same["after"]
+    assert list(same["before"]) == ["accuracy", "repetition", "repetition_2", "total"]
+    assert same["before"]["repetition"] != same["before"]["repetition_2"]
     negated = ("--reward", "accuracy:-1", "--reward", "repetition,ngram=1:-0.5")
     turned = ask(home, "rescore", run, *negated, "--step", "2")
     (step,) = turned["steps"]
@@ -209,7 +216,7 @@ def test_forensics_tell_each_reward_over_time(home: Path) -> None:
     rows = journal(home, run)
     for step in found["steps"]:
         recorded = rows[step["step"]]
-        for name in ("accuracy", "repetition"):
+        for name in ("accuracy", "repetition", "repetition_2"):
             mean = step["rewards"][name]["mean"]
             assert mean == pytest.approx(recorded[f"reward/component/{name}"], abs=1e-6)
         assert step["rewards"]["total"]["mean"] == pytest.approx(recorded["reward/mean"], abs=1e-6)

@@ -66,7 +66,7 @@ def test_a_gate_is_asked_once_and_a_damaged_note_says_what_to_do(tmp_path: Path)
     fresh = first_asked(tmp_path, "gate", "other")
     assert first_asked(tmp_path, "gate", "other") == fresh <= utc_now()
     (tmp_path / "gate-k.json").write_text("{")
-    with pytest.raises(DataError, match="gate-k.json is damaged: remove it"):
+    with pytest.raises(DataError, match=r"gate-k.json is damaged .*: remove it"):
         first_asked(tmp_path, "gate", "k")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.processes import Owner
 from posttrain.core.store.artifacts import (
     MANIFEST,
     Artifact,
@@ -93,12 +95,16 @@ def test_a_manifest_that_is_none_is_a_miss_and_tells_no_reason(tmp_path: Path, t
 def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     mine = store.begin("sft")
-    here = mine.name.split("@")[1]
-    others = [tmp_path / f".partial-rl-0@{who}" for who in ("elsewhere@1@5", f"{here}@1@0")]
+    dead = str(replace(Owner.this(), start="1"))
+    elsewhere = str(replace(Owner.this(), host="elsewhere", boot="0" * 16))
+    others = [tmp_path / f".partial-rl-0@{who}" for who in ("elsewhere@1@5", elsewhere, dead)]
     for folder in others:
         folder.mkdir()
     store.remove_partial()
-    assert sorted(tmp_path.iterdir()) == sorted([mine, others[0]])
+    kept = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == sorted([mine, *others[:2]])
+    store.discard(mine)
+    assert sorted(tmp_path.iterdir()) == sorted(others[:2]), "its lock file went with it"
 
 
 def test_a_result_takes_the_place_of_another_that_came_first(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ RUN = {
     "name": "n",
 }
 STAGE = {"kind": "rl", "inputs": {"model": "sft"}, "steps": 3, "kl": {"coef": 0.1}}
-PLUGINS = [("reward", "accuracy", "posttrain", "1.2")]
+PLUGINS = [("reward", "accuracy", "posttrain 1.2")]
 
 
 def parts(**changes: object) -> dict[str, str]:
@@ -138,7 +144,8 @@ def parts(**changes: object) -> dict[str, str]:
         {"steps": 4},
         {"kl": {"coef": 0.2}},
         {"digests": {"model": "d2"}},
-        {"plugins": [("reward", "accuracy", "posttrain", "1.3")]},
+        {"plugins": [("reward", "accuracy", "posttrain 1.3")]},
+        {"plugins": [("reward", "accuracy", "posttrain 1.2 0123456789ab")]},
         {"task": {"name": "arithmetic", "style": "word"}},
         {"model": {"source": "x", "dtype": "bfloat16"}},
     ],

@@ -98,6 +98,12 @@ def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None
         (RunError("stage 'rl' diverged"), 1, "error: stage 'rl' diverged"),
         (ResourceError("no memory"), 4, "error: no memory"),
         (OSError(errno.ENOSPC, "full", "/data/x"), 4, "error: the disk is full at /data/x"),
+        (
+            OSError(errno.EISDIR, "Is a directory", "/h/x"),
+            4,
+            "error: cannot use /h/x: Is a directory",
+        ),
+        (OSError(errno.EACCES, "denied", "/h/x"), 4, "error: cannot use /h/x: denied; correct"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
         (ValueError("bad\nsecond line"), 1, "error: unexpected ValueError: bad; "),
     ],

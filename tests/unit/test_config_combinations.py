@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.core.config.base import distinct_names
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.rl_stage import RlStage, reward_labels
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 
 
 def resolved(
-    tmp_path: Path, manager: PluginManager, dtype: str = "bfloat16", **stage: Any
+    tmp_path: Path,
+    manager: PluginManager,
+    dtype: str = "bfloat16",
+    **stage: Any,
 ) -> ResolvedRun:
     config = {
         "task": "arithmetic",
@@ -150,6 +154,84 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.optimizer: warmup_steps \(3\) and warmup_rollouts \(2\) are two ways",
     ),
     (
+        "an outcome reward next to process rewards",
+        {
+            "algorithm": "grpo_process",
+            "rewards": ["step_verdict", "accuracy"],
+        },
+        r"rl\.rewards\.1: advantage 'grpo_process' reads only step scores of the first reward that "
+        r"scores steps, so 'accuracy' would change nothing; remove it, set weight: 0",
+    ),
+    (
+        "an outcome reward next to process rewards as an outcome",
+        {
+            "advantage": "prm_sequence",
+            "rewards": ["length_penalty", "step_verdict"],
+        },
+        r"rl\.rewards\.0: advantage 'prm_sequence' reads only step scores",
+    ),
+    (
+        "two rewards that score steps",
+        {
+            "advantage": "grpo_process",
+            "rewards": ["step_verdict", "step_verdict"],
+        },
+        r"rl\.rewards\.1: .* so 'step_verdict' would change nothing",
+    ),
+    (
+        "rewards where only verdicts are read",
+        {
+            "advantage": {"name": "pass_at_k", "variant": "analytic"},
+            "rewards": ["accuracy", "format"],
+            "num_generations": 8,
+        },
+        r"rl\.rewards\.1: advantage 'pass_at_k' reads only the task's verdict",
+    ),
+    (
+        "rewards where no loss reads advantages",
+        {"policy_loss": "positive_lm", "rewards": ["exact_match"]},
+        r"rl\.rewards\.0: policy loss 'positive_lm' reads only the task's verdict, so "
+        r"'exact_match' would change nothing; .* or use a policy loss that reads advantages, such "
+        r"as 'ppo_clip'",
+    ),
+    (
+        "a component without a weight",
+        {
+            "advantage": {"name": "gdpo", "weights": [1.0, 0.0]},
+            "rewards": ["accuracy", {"name": "exact_match"}],
+        },
+        r"rl\.rewards\.1: advantage 'gdpo' reads only rewards that its `weights` name",
+    ),
+    (
+        "another number of weights than of rewards",
+        {"advantage": {"name": "gdpo", "weights": [1.0]}, "rewards": ["accuracy", "exact_match"]},
+        r"rl\.advantage\.weights: 1 weights for 2 rewards; give one per reward",
+    ),
+    (
+        "a clip of a sum that nobody reads",
+        {
+            "advantage": "grpo_process",
+            "rewards": ["step_verdict"],
+            "reward_clip": [0, 1],
+        },
+        r"rl\.reward_clip: .* so the clipped sum of rewards would change nothing",
+    ),
+    (
+        "two rewards of one label",
+        {"rewards": [{"name": "accuracy", "label": "a"}, {"name": "exact_match", "label": "a"}]},
+        r"rl\.rewards\.1\.label: 'a' is what records call another reward; choose another label",
+    ),
+    (
+        "a reward that is called as the sum",
+        {"rewards": [{"name": "accuracy", "label": "total"}]},
+        r"rl\.rewards\.0\.label: 'total' is what records call the sum of rewards",
+    ),
+    (
+        "a label that MLflow has no name for",
+        {"rewards": [{"name": "accuracy", "label": "a/b (2)"}]},
+        r"rl\.rewards\.0\.label: ",
+    ),
+    (
         "a trust region in bfloat16",
         {"algorithm": "trpo"},
         r"model\.dtype: policy loss 'trpo' solves for its step, which bfloat16 is too coarse for",
@@ -181,7 +263,42 @@ MENDED: list[tuple[dict[str, Any], str, object]] = [
     ),
     ({"algorithm": "grpo", "advantage": "gae", "critic": {}}, "critic.init", "policy"),
     ({"algorithm": "rloo", "num_generations": 2}, "advantage.name", "rloo"),
-    ({"algorithm": "grpo_process", "rewards": ["step_verdict"]}, "rewards.0.name", "step_verdict"),
+    (
+        {"algorithm": "grpo_process", "rewards": ["step_verdict"]},
+        "rewards.0.name",
+        "step_verdict",
+    ),
+    (
+        {
+            "algorithm": "grpo_process",
+            "rewards": ["step_verdict", {"name": "accuracy", "weight": 0}],
+        },
+        "rewards.1.weight",
+        0,
+    ),
+    (
+        {
+            "advantage": "grpo",
+            "rewards": [{"name": "step_verdict", "weight": 0.5}, "accuracy"],
+        },
+        "rewards.0.label",
+        "step_verdict",
+    ),
+    (
+        {"advantage": {"name": "pass_at_k", "variant": "analytic", "k": 2}},
+        "rewards.0.name",
+        "accuracy",
+    ),
+    ({"policy_loss": "positive_lm"}, "rewards.0.name", "accuracy"),
+    (
+        {
+            "policy_loss": "positive_lm",
+            "rewards": ["exact_match"],
+            "resample": {"method": "pow"},
+        },
+        "resample.method",
+        "pow",
+    ),
     (
         {"aggregator": {"name": "token-mean", "counts": "micro", "allow_local": True}},
         "aggregator.counts",
@@ -211,6 +328,21 @@ def test_the_mends_that_the_messages_name_are_accepted(
     for part in place.split("."):
         found = found[int(part) if part.isdigit() else part]
     assert found == value
+
+
+def test_names_are_told_apart_by_numbers() -> None:
+    assert distinct_names(["a", "b", "a", "a_2", "a"]) == ["a", "b", "a_2", "a_2_2", "a_3"]
+    assert distinct_names(["a", "a"], ["a", "a_2"]) == ["a_3", "a_4"]
+
+
+def test_rewards_of_one_plugin_have_names_of_their_own(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    rewards = ["accuracy", "accuracy", {"name": "exact_match", "label": "accuracy_2"}, "accuracy"]
+    found = stage_of(resolved(tmp_path, manager, rewards=rewards)).rewards
+    labels = ["accuracy", "accuracy_3", "accuracy_2", "accuracy_4"]
+    assert [reward.label for reward in found] == labels == reward_labels(found)
+    assert all("label" not in reward.fields() for reward in found)
 
 
 def test_reward_components_weigh_as_the_stages_rewards_do(

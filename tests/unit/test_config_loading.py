@@ -193,3 +193,21 @@ def test_a_missing_file_is_told_with_its_nearest_neighbour(tmp_path: Path) -> No
     assert "did you mean 'train.yaml'?" in message(tmp_path / "trian.yaml")
     assert "does not exist" in message(tmp_path / "no" / "x.yaml")
     assert "is a folder" in message(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("short run.yaml", "short-run"),
+        ("gsm8k_v1.2.yml", "gsm8k_v1.2"),
+        ("-odd-.yaml", "odd"),
+        ("été.yaml", "t"),
+        ("???.yaml", "posttrain"),
+    ],
+)
+def test_a_config_without_a_name_has_that_of_its_file(tmp_path: Path, file: str, name: str) -> None:
+    loaded = load_config([write(tmp_path, GOOD, file), write(tmp_path, "seed: 7\n", "b.yaml")])
+    assert loaded.config.name == loaded.raw["name"] == name
+    assert load_config([tmp_path / file], ["name=other"]).config.name == "other"
+    named = write(tmp_path, "name: given\n", "c.yaml")
+    assert load_config([tmp_path / file, named]).config.name == "given"

@@ -23,7 +23,7 @@ STAGE = {
     "rewards": [{"name": "accuracy", "weight": 1.0}, {"name": "format", "weight": 0.2}],
     "lora": None,
 }
-PLUGINS = [("reward", "accuracy", "posttrain", "0.1"), ("reward", "brevity", "example", "1.2")]
+PLUGINS = [("reward", "accuracy", "posttrain 0.1"), ("reward", "brevity", "example 1.2 aaaaaa")]
 SOURCES = {"model": "sft", "reward_model": "rm"}
 DIGESTS = {"model": "m1", "reward_model": "r1"}
 
@@ -79,12 +79,16 @@ def described(*, before: dict[str, object] | None = None, **now: object) -> str:
             "stages.rl.lora null -> {rank: 16, alpha: 32}",
         ),
         (
-            {"plugins": [PLUGINS[0], ("reward", "brevity", "example", "1.3")]},
+            {"plugins": [PLUGINS[0], ("reward", "brevity", "example 1.3 bbbbbb")]},
             "reward plugin brevity 1.2 -> 1.3",
         ),
         (
-            {"plugins": [PLUGINS[0], ("reward", "brevity", "other", "1.2")]},
+            {"plugins": [PLUGINS[0], ("reward", "brevity", "other 1.2 aaaaaa")]},
             "reward plugin brevity of example 1.2 -> of other 1.2",
+        ),
+        (
+            {"plugins": [PLUGINS[0], ("reward", "brevity", "example 1.2 bbbbbb")]},
+            "the source of reward plugin brevity changed",
         ),
         ({"digests": {"model": "m2"}}, "input model changed: sft made another one"),
         ({"files": {"ptx.path": "d2"}}, "the content of stages.rl.ptx.path changed"),
@@ -106,7 +110,7 @@ def test_settings_come_before_what_follows_from_them_and_three_are_enough() -> N
             steps=4,
             seed=1,
             digests={"model": "m2"},
-            plugins=[PLUGINS[0], ("reward", "brevity", "example", "1.3")],
+            plugins=[PLUGINS[0], ("reward", "brevity", "example 1.3 bbbbbb")],
             code="0.1.0+bbbb",
         ),
         [parts()],

@@ -9,17 +9,20 @@ import pytest
 import torch
 
 from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
-from posttrain.core.data.tokens import response_batch
+from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
+    Scorer,
     WeightedReward,
     duplicate_frac,
     rollout_metrics,
     score_batch,
 )
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
+from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.types import RewardSample, Score
+from tests.helpers.tiny import make_tiny_tokenizer
 
 
 class Given(Reward[NoConfig]):
@@ -75,6 +78,19 @@ def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConf
     assert metrics["reward/unscored_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx(0.625)  # over the scored rows alone
     assert metrics["reward/component/second"] == pytest.approx(0.625)
+
+
+def test_two_rewards_of_one_plugin_have_two_records(task: Task[NoConfig]) -> None:
+    batch = batch_of(task, ["a", "b"])
+    rewards = [
+        WeightedReward(Given([1.0, 1.0]), 1.0),
+        WeightedReward(Given([0.0, 0.5]), 1.0, label="given_2"),
+    ]
+    scorer = Scorer(task, rewards, ChatTokenizer(make_tiny_tokenizer(), None))
+    scored, metrics = scorer.score(batch)
+    assert metrics["reward/component/given"] == 1.0
+    assert metrics["reward/component/given_2"] == 0.25
+    assert sample_rows(scored, scorer.names)[1]["reward/given_2"] == 0.5
 
 
 def test_a_reward_that_returns_too_few_scores_is_refused(task: Task[NoConfig]) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.runtime.processes import owner
+from posttrain.core.runtime.processes import Owner
 from posttrain.core.tracking import mlflow_store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_tracker import (
@@ -120,11 +121,12 @@ def test_a_number_given_to_another_process_since_does_not_keep_a_run_alive(uri: 
     tracker = start(uri)
     client = MlflowClient(tracking_uri=uri)
     assert kill_running(uri) == []
-    host, number, begun = owner().split("@")
-    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, f"{host}@{number}@{begun}1")
+    me = Owner.this()
+    other = str(replace(me, start=f"{me.start}1"))
+    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, other)
     assert kill_running(uri) == [tracker.run_id]
     client.set_terminated(tracker.run_id, "RUNNING")
-    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, f"another-machine@{number}@1")
+    client.set_tag(tracker.run_id, mlflow_store.TAG_OWNER, f"another-machine@{me.pid}@1")
     assert kill_running(uri) == []
 
 

@@ -11,7 +11,6 @@ from posttrain.core.analysis.forensics import (
     Pattern,
     Response,
     find_patterns,
-    numbered,
     repeated_across_prompts,
     repeated_in_group,
     repetition,
@@ -127,7 +126,3 @@ def test_white_space_makes_no_other_text() -> None:
 def test_few_responses_say_nothing() -> None:
     patterns = find_patterns([scored(n, 0.3) for n in range(19)])
     assert {p.suspicious for p in patterns} == {None}
-
-
-def test_two_rewards_of_one_name_are_numbered() -> None:
-    assert numbered(["a", "b", "a"]) == ["a", "b", "a (2)"]

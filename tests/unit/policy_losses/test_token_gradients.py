@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss
 from posttrain.core.errors import ConfigError
+from posttrain.core.training.objective import LossTerm, Objective, positive_share
 from tests.helpers.batches import build_batch
 from tests.helpers.losses import (
     ACTIVE,
     MANAGER,
+    build_aggregator,
     build_loss,
     objective_of,
     policy_batch,
@@ -202,11 +206,75 @@ def test_nothing_flows_into_the_other_policies(name: str) -> None:
         assert result.metrics["ratio"].equal(torch.where(batch.mask.bool(), result.ratio, 0.0))
 
 
+def pulls_of(objective: Objective, batch: RolloutBatch, new: Tensor) -> dict[str, float]:
+    """The sums that `contrib/pos_share` is made of, over all rows at once."""
+    batch, _ = objective.correct(batch)
+    prepared = objective.prepare(batch, torch.Generator().manual_seed(5))
+    new = new.clone().requires_grad_()
+    loss = objective.loss(new, -new, batch, prepared)
+    return {name: float(value) for name, value in loss.pulls.items()}
+
+
 def test_the_positive_share_of_the_gradient_counts_live_tokens() -> None:
-    result, _ = token_loss("ppo_clip", [[1.1, 1.5, 0.9, 0.5, 2.0]], [[2.0, 2.0, -1.0, -1.0, -1.0]])
-    assert result.metrics["contrib/pos"][0].tolist() == pytest.approx([2.2, 0, 0, 0, 0])
-    assert result.metrics["contrib/neg"][0].tolist() == pytest.approx([0, 0, 0.9, 0, 2.0])
-    assert result.metrics["clip/frac"][0].tolist() == [0, 1, 0, 1, 0]
+    ratios = torch.tensor([[1.1, 1.5, 0.9, 0.5, 2.0]], dtype=torch.float64)
+    batch = build_batch(
+        torch.ones(1, 5),
+        old_logprobs=torch.zeros(1, 5, dtype=torch.float64),
+        advantages=torch.tensor([[2.0, 2.0, -1.0, -1.0, -1.0]], dtype=torch.float64),
+    )
+    pulls = pulls_of(objective_of(build_loss("ppo_clip")), batch, ratios.log())
+    assert pulls == {
+        "contrib/pos": pytest.approx(2.2 / 5),
+        "contrib/neg": pytest.approx((0.9 + 2.0) / 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "share"), [("token-mean", 1 / 6), ("token-sum", 1 / 6), ("prompt-mean", 1 / 6),
+     ("seq-mean-token-sum-norm", 1 / 6), ("seq-mean-token-mean", 1 / 2)]
+)  # fmt: skip
+def test_the_positive_share_has_the_weights_of_the_aggregator(
+    aggregator: str, share: float
+) -> None:
+    """A right response of one token next to a wrong one of five."""
+    mask = torch.tensor([[1.0, 0, 0, 0, 0], [1.0] * 5])
+    batch = build_batch(
+        mask,
+        group_id=(0, 0),
+        old_logprobs=torch.zeros(2, 5, dtype=torch.float64),
+        advantages=mask.double() * torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
+    )
+    objective = objective_of(build_loss("ppo_clip"), aggregator)
+    pulls = pulls_of(objective, batch, torch.zeros(2, 5, dtype=torch.float64))
+    metrics = positive_share({**pulls, "loss/total": 0.0})
+    assert metrics == {"loss/total": 0.0, "contrib/pos_share": pytest.approx(share)}
+
+
+def test_the_positive_share_adds_the_terms_with_their_factors() -> None:
+    mask = torch.ones(2, 1)
+    batch = build_batch(
+        mask,
+        old_logprobs=torch.zeros(2, 1, dtype=torch.float64),
+        advantages=torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
+        acc=torch.tensor([1.0, 0.0], dtype=torch.float64),
+    )
+    mean = build_aggregator("token-mean")
+    terms = (LossTerm(build_loss("ppo_clip"), mean), LossTerm(build_loss("positive_lm"), mean, 3.0))
+    pulls = pulls_of(Objective(terms, mean), batch, torch.zeros(2, 1, dtype=torch.float64))
+    assert positive_share(pulls)["contrib/pos_share"] == pytest.approx((0.5 + 3) / (0.5 + 3 + 0.5))
+
+
+@pytest.mark.parametrize("name", sorted(e.name for e in MANAGER.entries("policy_loss")))
+def test_the_pulls_are_the_gradient_of_the_policy_terms(name: str) -> None:
+    batch, new = policy_batch(3)
+    loss = build_loss(name, ACTIVE.get(name))
+    objective = objective_of(loss, "seq-mean-token-mean")
+    batch, _ = objective.correct(batch)
+    _, grad = total_and_grad(objective, batch, new)
+    pulls = pulls_of(objective, batch, new)
+    advantages = batch.column("advantages")
+    assert pulls["contrib/pos"] == pytest.approx(float(grad[advantages > 0].abs().sum()))
+    assert pulls["contrib/neg"] == pytest.approx(float(grad[advantages < 0].abs().sum()))
 
 
 @pytest.mark.parametrize("name", ["importance_pg", "ppo_clip", "sapo", "trpo", "kl_cov", "bapo"])

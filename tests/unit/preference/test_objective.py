@@ -168,6 +168,14 @@ def test_terms_are_added_with_their_factors_and_shown_apart() -> None:
     assert apart[1] == pytest.approx(-tokens.chosen.sum().item() / 8)  # a mean over tokens
 
 
+def test_two_losses_of_one_plugin_have_two_records() -> None:
+    tokens, betas = made_pairs(), (0.1, 0.5)
+    terms = [PreferenceTerm(MANAGER.build(PreferenceLoss, "dpo", {"beta": b})) for b in betas]
+    found = metrics_of(whole(PreferenceObjective(tuple(terms)), tokens))
+    apart = [whole(PreferenceObjective((term,)), tokens).total.item() for term in terms]
+    assert [found["loss/term/dpo"], found["loss/term/dpo_2"]] == pytest.approx(apart)
+
+
 @pytest.mark.parametrize(
     "names", [("dpo",), ("sft", "dpo"), ("aot",), ("aot_unpaired",), ("cpo",), ("orpo",)]
 )

@@ -1,0 +1,138 @@
+"""The source of a plugin: the files that its class is made of, and their digest.
+
+A version says nothing of an installed package that is edited in place, nor of a file next to the
+config, so a stage's identity holds this digest too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+
+from posttrain.core.errors import ResourceError
+
+OWN = "posttrain"
+"""The root of modules whose digest is in every identity already."""
+LARGE = 1 << 20
+"""Bytes above which a file that is not Python counts with its size alone."""
+_LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_COMPILED = {".pyc", ".pyo"}
+# The first name of each module that a line imports. Relative imports stay inside a package.
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w. \t,]+))", re.MULTILINE)
+
+
+def plugin_source(cls: type, package: str) -> str:
+    """sha256 over the source of `cls`, which the distribution `package` offers; "" for our own.
+
+    That is its module's whole package, or the module, and the modules and packages next to it
+    that it imports; of plugins that it derives from too. Raises `ResourceError` for a file that
+    cannot be read.
+    """
+    modules = {base.__module__ for base in cls.__mro__ if getattr(base, "kind", None)}
+    foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
+    places = dict.fromkeys(place for name in foreign if (place := _place(name)) is not None)
+    digests = [_digest(place, package) for place in places]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
+
+
+@functools.cache
+def _digest(place: Path, package: str) -> str:
+    """Digest of every file of a package or module, and of what it imports from next to it."""
+    digest = hashlib.sha256()
+    for name, path in sorted(_files(place, package)):
+        try:
+            size = path.stat().st_size
+            whole = path.suffix == ".py" or size <= LARGE
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if whole else str(size)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot read {path}, which is part of a plugin: {error.strerror}; its digest "
+                "decides whether a stage is computed again"
+            ) from error
+        digest.update(f"{name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(place: Path, package: str) -> Iterator[tuple[str, Path]]:
+    """(name from the package on, path) of each file, once."""
+    waiting, seen = [place], {place}
+    neighbours = _neighbours(place.parent, package)
+    while waiting:
+        here = waiting.pop()
+        for path in _below(here):
+            yield path.relative_to(here.parent).as_posix(), path
+            for name in _imported(path):
+                found = _beside(place.parent, name, neighbours)
+                if found is not None and found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
+
+
+def _place(name: str) -> Path | None:
+    """The folder of the package or the file of the module that holds the module `name`.
+
+    None for one that came from no file. A namespace has no file of its own: what counts is the
+    first package or module below it.
+    """
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        module = sys.modules.get(".".join(parts[:count]))
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            path = Path(file).absolute()
+            return path.parent if path.stem == "__init__" else path
+    return None
+
+
+def _below(place: Path) -> list[Path]:
+    """The file itself, or every file of a package but caches and links."""
+    if not place.is_dir():
+        return [place] if place.is_file() else []
+    return [
+        path
+        for path in place.rglob("*")
+        if path.suffix not in _COMPILED and not _LEFT_OUT & set(path.parts) and path.is_file()
+    ]
+
+
+def _imported(path: Path) -> set[str]:
+    """First names of what a module imports, wherever in it."""
+    if path.suffix != ".py":
+        return set()
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except OSError:
+        return set()  # reading it for the digest says why
+    found = set()
+    for single, several in _IMPORT.findall(text):
+        names = [single] if single else several.split(",")
+        found |= {name.split()[0].partition(".")[0] for name in names if name.split()}
+    return found
+
+
+def _beside(folder: Path, name: str, allowed: frozenset[str] | None) -> Path | None:
+    """The module or package `name` in `folder`, if it belongs to the plugin."""
+    if name == OWN or (allowed is not None and name not in allowed):
+        return None
+    package, module = folder / name, folder / f"{name}.py"
+    if (package / "__init__.py").is_file():
+        return package
+    return module if module.is_file() else None
+
+
+def _neighbours(folder: Path, package: str) -> frozenset[str] | None:
+    """What in `folder` may belong to the plugin: the files of its distribution in a folder of
+    installed packages, and anything elsewhere (None).
+    """
+    if not any(folder.glob("*.dist-info")):
+        return None
+    try:
+        files = Distribution.from_name(package).files or ()
+    except (PackageNotFoundError, ValueError):
+        files = ()
+    return frozenset(file.parts[0].removesuffix(".py") for file in files)
