@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,14 +154,21 @@ def merge_adapter(model: torch.nn.Module) -> None:
     model.__dict__.pop("peft_config", None)  # peft's mark of an adapted model
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
-    """Write the adapter as peft does, so that peft and vLLM read it; `base` names its model."""
+def save_adapter(
+    model: PreTrainedModel, folder: Path, base: str = "", revision: str | None = None
+) -> None:
+    """Write the adapter as peft does, so that peft and vLLM read it.
+
+    `base` names the model whose weights it was trained next to. The small head of a classifier is
+    trained as a whole, and belongs to the adapter.
+    """
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     layers = dict(_layers(model))
     first = next(iter(layers.values()))
-    LoraConfig(
+    heads = _whole_heads(model)
+    config = LoraConfig(
         r=first.r[NAME],
         lora_alpha=first.lora_alpha[NAME],
         use_rslora=bool(first.use_rslora[NAME]),
@@ -168,16 +176,30 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
         fan_in_fan_out=bool(first.fan_in_fan_out),
         lora_dropout=0.0,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        modules_to_save=sorted({name.partition(".")[0] for name in heads}) or None,
         base_model_name_or_path=base or None,
+        revision=revision,
         inference_mode=True,
-    ).save_pretrained(str(folder))
-    tensors = {}
+    )
+    # peft keeps names in sets, whose order is another one in every process.
+    values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True), "utf-8")
+    tensors = {f"{PREFIX}{name}": weight for name, weight in heads.items()}
     for name, layer in layers.items():
         for kind, factor in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             weight = factor[NAME].weight.detach().cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = weight
     save_file(tensors, folder / WEIGHTS)
+
+
+def _whole_heads(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What an adapted model trains outside its backbone, by name."""
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name and not _in_backbone(model, name)
+    }
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
@@ -206,6 +228,7 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
         if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
     ]
     if wanted == "all":
+        _refuse_fused_experts(model, linear)
         return linear
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     unknown = sorted(set(wanted) - set(kinds))
@@ -216,6 +239,28 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
             "or 'all'"
         )
     return [name for name in linear if name.rpartition(".")[2] in set(wanted)]
+
+
+def _refuse_fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> None:
+    """Raise `ConfigError` where `all` would leave experts out, whose weights are no layers."""
+    fused = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1
+        and _in_backbone(model, name)
+        and "expert" in name.lower()
+        # Those that are linear layers of their own are adapted, and their routers are no experts.
+        and name.removesuffix(".weight") not in set(linear)
+        and not name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+    ]
+    if fused:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        names = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in fused}))
+        raise ConfigError(
+            f"lora.targets: all cannot adapt the experts of model type '{model.config.model_type}' "
+            f"({names}), whose weights are fused into one tensor: name the layers to adapt, of "
+            f"[{kinds}], which leaves the experts as they are, or train all weights with lora: null"
+        )
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:

@@ -31,7 +31,8 @@ _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 SHARED = frozenset(name for names in _SHARED_SECTIONS.values() for name in names)
 """Sections of the run whose fields are parts of identities."""
-# Where a model comes from is in its digest; the name of the place does not matter.
+# Where a model comes from is in its digest; the name of the place does not matter. Checkpoints
+# change no result.
 _IGNORED = (
     "model.source",
     "model.until_registered",
@@ -39,6 +40,7 @@ _IGNORED = (
     "model.fallback",
     "model.device",
     "inputs.",
+    "checkpoint_every",
 )
 # What of a stage does not decide its result, by kind: how long an answer is waited for, how many
 # rows would have been enough or too many when the rows themselves are known.

@@ -19,11 +19,12 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, Counts, TokenLoss
 from posttrain.core.math.returns import explained_variance, rewards_to_go, value_loss
 from posttrain.core.models.sharded import put_away
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
-from posttrain.core.training.splitting import micro_rows, mini_batches
+from posttrain.core.training.splitting import micro_rows, mini_rows
 
 SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
 
@@ -121,7 +122,7 @@ class Critic:
         old, returns, mask = batch.column("values"), batch.column("returns"), batch.mask
         sums, rate = MetricSums(), 0.0
         sums.add("value/mean", old, mask)
-        for mini in mini_batches(
+        for rows in mini_rows(
             batch,
             settings.epochs,
             settings.num_mini_batches,
@@ -129,15 +130,22 @@ class Critic:
             "critic_mini_batches",
             step,
         ):
-            loss = self._accumulate(mini, sums, check)
-            report = self.optimizer.step()
-            sums.add_means({"loss/value": loss, "value/grad_norm": report.grad_norm})
+            own = self._accumulate(batch.select(rows), check)
+            loss = own.pop("loss", default=0.0)
+            suspects = rows[sorted(own.suspects)] if own.suspects else rows
+            report = self.optimizer.step(loss=loss, rows=suspects.tolist())
             rate = report.learning_rate
+            if report.non_finite:
+                sums.add_scalar("value/non_finite", 1.0)
+                continue
+            sums.merge(own)
+            sums.add_means({"loss/value": loss, "value/grad_norm": report.grad_norm})
         metrics = sums.result() | {"value/lr": rate}
         explained = explained_variance(old, returns, mask)
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
 
-    def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
+    def _accumulate(self, mini: RolloutBatch, check: Callable[[], None]) -> MetricSums:
+        """Forward and backward over a mini-batch; its `loss` and metrics."""
         order, own = self._micro_rows(mini), MetricSums()
         totals = self.settings.aggregator.count(mini.mask, mini.group_id)
         totals = replace(totals, num_parts=len(order))
@@ -148,11 +156,9 @@ class Critic:
             if counts:
                 own.add("value/clip_frac", clipped.double(), micro.mask)
                 own.add_scalar("loss", loss.detach())
+                note_suspects(own, loss, rows.tolist(), micro.returns, micro.values)
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
-        own = self.ranks.merge(own)
-        total = own.pop("loss", default=0.0)
-        sums.merge(own)
-        return total
+        return self.ranks.merge(own)
 
     def _loss(self, micro: RolloutBatch, counts: Counts) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and where [B, T] the clip decided it."""

@@ -8,6 +8,7 @@ reads were filled before, by `columns.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
 from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
+from posttrain.core.training.finite import not_finite, note_suspects
 from posttrain.core.training.forward import (
     UNCUT,
     ResponseForward,
@@ -107,6 +109,7 @@ class Learner:
                 taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
                 done.sums.add_means(taken)
                 done.num_updates += 1
+                self._check_trust_region(taken, rows, done)
                 done.saw(rows, mini.column("old_logprobs"), mini.entropy, number)
             elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
@@ -156,10 +159,19 @@ class Learner:
             done.rate_factor *= self.guard.factor
         if self.ptx is not None:
             self.ptx.accumulate(self.model, *place, own, check, self.ranks)
-        done.sums.merge(own)
-        report = self.optimizer.step(done.rate_factor)
-        done.took(report)
+        loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
+        suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
+        report = self.optimizer.step(done.rate_factor, loss=loss, rows=suspects.tolist())
+        done.took(report, own)
         return True
+
+    def _check_trust_region(self, taken: Mapping[str, float], rows: Tensor, done: Progress) -> None:
+        """Note a trust region's step whose loss or gradient is not finite: it moved nothing."""
+        loss = done.sums.mean("loss/total", default=0.0)
+        if wrong := not_finite(loss, taken["grad/norm"]):
+            suspects = done.sums.suspects or rows.tolist()
+            self.optimizer.note_non_finite(wrong, suspects)
+            done.sums.add_scalar("grad/non_finite", 1.0)
 
     def _prepare(
         self, mini: RolloutBatch, step: int, number: int, check: Check
@@ -185,6 +197,7 @@ class Learner:
         if any(loss.wants_phase_kl() for loss in losses):
             now = self.forward_only(self.model, batch, check)
             gap = (now.logprobs - batch.column("old_logprobs"))[batch.mask.bool()].double()
+            gap = gap[gap.isfinite()]  # rows of a step that was skipped have none
             if gap.numel():
                 found["kl/phase_k3"] = float((gap.clamp(-20, 20).expm1() - gap).mean())
         for loss in losses:
@@ -286,6 +299,7 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro)
+                note_suspects(sums, loss.total, rows.tolist(), out.logprobs, micro.advantages)
                 sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]

@@ -282,7 +282,7 @@ class NaturalGradient:
         mini.require(["advantages", "old_logprobs"], "the trust region")
         parts, surrogate, gradient = self._differentiate(mini, objective, prepared, check, record)
         metrics = _nothing_taken() | {"grad/norm": float(gradient.norm())}
-        if not gradient.any():
+        if not gradient.any() or not math.isfinite(surrogate + metrics["grad/norm"]):
             return metrics | {"trpo/skipped": 1.0}
         everything = [WeightedTokens(part.micro, part.weights) for part in parts]
         fisher = Fisher(

@@ -186,9 +186,16 @@ class Progress:
             self.products.forget()
             self.products = None
 
-    def took(self, report: StepReport) -> None:
-        """Count an optimizer step."""
+    def took(self, report: StepReport, own: MetricSums) -> None:
+        """Count an optimizer step with the metrics of its mini-batch.
+
+        Metrics of a step that is skipped, because its numbers are not finite, count nowhere.
+        """
         self.report = report
+        if report.non_finite:
+            self.sums.add_scalar("grad/non_finite", 1.0)
+            return
+        self.sums.merge(own)
         self.norm_sum += report.grad_norm
         self.num_updates += 1
         self.sums.add_scalar("train/skipped_empty", float(report.skipped))
@@ -205,7 +212,8 @@ class Progress:
             metrics["contrib/pos_share"] = positive / (positive + negative)
         metrics["train/updates"] = float(self.num_updates)
         if self.report is not None:
-            metrics["grad/norm"] = self.norm_sum / self.num_updates
+            if self.num_updates:
+                metrics["grad/norm"] = self.norm_sum / self.num_updates
             metrics["lr"] = self.report.learning_rate
         return metrics
 
