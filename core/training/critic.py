@@ -24,7 +24,7 @@ from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
-from posttrain.core.training.splitting import micro_rows, mini_rows
+from posttrain.core.training.splitting import micro_rows, mini_batches
 
 SLOPE_WINDOW = 10  # steps over which the rise of the explained variance is judged
 
@@ -122,7 +122,7 @@ class Critic:
         old, returns, mask = batch.column("values"), batch.column("returns"), batch.mask
         sums, rate = MetricSums(), 0.0
         sums.add("value/mean", old, mask)
-        for rows in mini_rows(
+        for rows, mini in mini_batches(
             batch,
             settings.epochs,
             settings.num_mini_batches,
@@ -130,8 +130,8 @@ class Critic:
             "critic_mini_batches",
             step,
         ):
-            own = self._accumulate(batch.select(rows), check)
-            loss = own.pop("loss", default=0.0)
+            own = MetricSums()
+            loss = self._accumulate(mini, own, check)
             suspects = rows[sorted(own.suspects)] if own.suspects else rows
             report = self.optimizer.step(loss=loss, rows=suspects.tolist())
             rate = report.learning_rate
@@ -144,8 +144,7 @@ class Critic:
         explained = explained_variance(old, returns, mask)
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
 
-    def _accumulate(self, mini: RolloutBatch, check: Callable[[], None]) -> MetricSums:
-        """Forward and backward over a mini-batch; its `loss` and metrics."""
+    def _accumulate(self, mini: RolloutBatch, sums: MetricSums, check: Callable[[], None]) -> float:
         order, own = self._micro_rows(mini), MetricSums()
         totals = self.settings.aggregator.count(mini.mask, mini.group_id)
         totals = replace(totals, num_parts=len(order))
@@ -158,7 +157,10 @@ class Critic:
                 own.add_scalar("loss", loss.detach())
                 note_suspects(own, loss, rows.tolist(), micro.returns, micro.values)
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
-        return self.ranks.merge(own)
+        own = self.ranks.merge(own)
+        total = own.pop("loss", default=0.0)
+        sums.merge(own)
+        return total
 
     def _loss(self, micro: RolloutBatch, counts: Counts) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss, and where [B, T] the clip decided it."""

@@ -198,8 +198,8 @@ class _TokenStates(Module):
         return hidden[:, :length][chosen[:, :length].to(hidden.device)]
 
 
-Record = Callable[[MicroLoss, ResponseForward, RolloutBatch], None]
-"""Receives each micro-batch's loss and forward pass at the weights the step starts from."""
+Record = Callable[[MicroLoss, ResponseForward, RolloutBatch, Tensor], None]
+"""Receives each micro-batch's loss, forward pass and rows at the weights the step starts from."""
 
 
 class TrustRegion(Protocol):
@@ -321,7 +321,7 @@ class NaturalGradient:
                 continue
             loss, out, hidden = self._forward(micro, found, objective)
             if record is not None:
-                record(loss, out, micro)
+                record(loss, out, micro, rows)
             grads = torch.autograd.grad(loss.total, self._flat.params, allow_unused=True)
             gradient -= self._flat.join(grads)
             surrogate -= float(loss.total.detach())

@@ -14,25 +14,21 @@ from posttrain.core.runtime.seeding import generator
 
 def mini_batches(
     batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
-) -> Iterator[RolloutBatch]:
-    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch)."""
-    for rows in mini_rows(batch, epochs, num_parts, seed, *path):
-        yield batch if num_parts == 1 else batch.select(rows)
+) -> Iterator[tuple[Tensor, RolloutBatch]]:
+    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch).
 
-
-def mini_rows(
-    batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
-) -> Iterator[Tensor]:
-    """Row indices of each of `mini_batches`."""
+    Each comes with the indices of its rows in `batch`.
+    """
     for epoch in range(epochs):
         if num_parts == 1:
-            yield torch.arange(len(batch))
+            yield torch.arange(len(batch)), batch
             continue
         groups = list(batch.groups())
         order = torch.randperm(len(groups), generator=generator(seed, *path, epoch)).tolist()
         for part in torch.tensor(order).tensor_split(num_parts):
             if part.numel():  # fewer groups than parts: a batch that was drawn again
-                yield torch.cat([groups[i] for i in part.tolist()])
+                rows = torch.cat([groups[i] for i in part.tolist()])
+                yield rows, batch.select(rows)
 
 
 def micro_rows(

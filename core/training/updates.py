@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import MicroLoss, Objective
@@ -219,10 +220,11 @@ class Progress:
 
 
 def record_micro(
-    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch
+    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
 ) -> None:
-    """Add a micro-batch's share of every metric."""
+    """Add a micro-batch's share of every metric; `rows` [n] are its rows in the mini-batch."""
     mask = micro.mask
+    note_suspects(sums, loss.total, rows.tolist(), out.logprobs, micro.advantages)
     for name, value in loss.parts.items():
         sums.add_scalar(name, value)
     sums.add_scalar("loss/total", loss.total.detach())

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from posttrain.pipelines.stage.context import StageContext
 
 
+ADAPTER = "adapter"
+"""Where the adapter of a trained model lies, in the model's folder."""
+
+
 def reference_of(
     stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None
 ) -> PreTrainedModel:
@@ -62,7 +66,7 @@ def save_trained(
     """Write the model as a Hugging Face directory; an adapter merged, and alone in `adapter/`."""
     folder = context.out / kind
     if is_adapted(model):
-        save_adapter(model, folder / "adapter", *base_of_adapter(context))
+        save_adapter(model, folder / ADAPTER, *base_of_adapter(context))
         merge_adapter(model)
     if kind == "reward_model":
         save_reward_model(model, tokenizer.tokenizer, folder, end_tokens(context.model_dir, model))
