@@ -160,8 +160,8 @@ def save_reward_model(
         ]
         tokenizer.add_special_tokens({"pad_token": unused[0] if unused else _PADDING[0]})
     pad = int(tokenizer.pad_token_id)
-    rows: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr,assignment]
-    if pad >= rows:
+    embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    if pad >= len(embeddings):
         model.resize_token_embeddings(pad + 1, mean_resizing=False)
     model.config.pad_token_id = pad
     model.config.get_text_config().pad_token_id = pad

@@ -183,7 +183,8 @@ def save_adapter(
         inference_mode=True,
     )
     # peft keeps names in sets, whose order is another one in every process.
-    values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    stored: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
+    values = {k: sorted(v) if isinstance(v, set) else v for k, v in stored.items()}
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True), "utf-8")
     tensors = {f"{PREFIX}{name}": weight for name, weight in heads.items()}
     for name, layer in layers.items():
@@ -227,6 +228,11 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
     ]
+    if not linear:
+        raise ConfigError(
+            f"lora finds no linear layers in model type '{model.config.model_type}': train all "
+            "weights with lora: null"
+        )
     if wanted == "all":
         _refuse_fused_experts(model, linear)
         return linear
@@ -243,25 +249,29 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
 
 def _refuse_fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> None:
     """Raise `ConfigError` where `all` would leave experts out, whose weights are no layers."""
-    fused = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.dim() > 1
-        and _in_backbone(model, name)
-        and "expert" in name.lower()
-        # Those that are linear layers of their own are adapted, and their routers are no experts.
-        and name.removesuffix(".weight") not in set(linear)
-        and not name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
-    ]
+    reached, fused = set(linear), set()
+    for owner, module in model.named_modules():
+        if owner in reached or not _in_backbone(model, owner):
+            continue
+        is_expert = "expert" in f"{owner}.{type(module).__name__}".lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_expert and parameter.dim() > 1:
+                fused.add(re.sub(r"\.\d+(?=\.)", ".*", f"{owner}.{name}"))
     if fused:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        names = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in fused}))
         raise ConfigError(
             f"lora.targets: all cannot adapt the experts of model type '{model.config.model_type}' "
-            f"({names}), whose weights are fused into one tensor: name the layers to adapt, of "
-            f"[{kinds}], which leaves the experts as they are, or train all weights with lora: null"
+            f"({', '.join(sorted(fused))}), whose weights are fused into one tensor: name the "
+            f"layers to adapt, of [{kinds}], which leaves the experts as they are, or train all "
+            "weights with lora: null"
         )
 
 
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
-    return name.startswith(f"{model.base_model_prefix}.")
+    """Whether `name` is of the model below its head.
+
+    The head stands next to a model of its own; `base_model_prefix` is not right for every type.
+    """
+    from transformers import PreTrainedModel as Pretrained
+
+    return isinstance(getattr(model, name.partition(".")[0], None), Pretrained)

@@ -19,16 +19,23 @@ def mini_batches(
 
     Each comes with the indices of its rows in `batch`.
     """
+    for rows in mini_rows(batch, epochs, num_parts, seed, *path):
+        yield rows, batch if num_parts == 1 else batch.select(rows)
+
+
+def mini_rows(
+    batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
+) -> Iterator[Tensor]:
+    """Row indices of each of `mini_batches`."""
     for epoch in range(epochs):
         if num_parts == 1:
-            yield torch.arange(len(batch)), batch
+            yield torch.arange(len(batch))
             continue
         groups = list(batch.groups())
         order = torch.randperm(len(groups), generator=generator(seed, *path, epoch)).tolist()
         for part in torch.tensor(order).tensor_split(num_parts):
             if part.numel():  # fewer groups than parts: a batch that was drawn again
-                rows = torch.cat([groups[i] for i in part.tolist()])
-                yield rows, batch.select(rows)
+                yield torch.cat([groups[i] for i in part.tolist()])
 
 
 def micro_rows(
