@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from posttrain.core.runtime.seeding import generator
 if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -217,6 +219,26 @@ def _merged(layer: Any) -> Tensor:  # Any: as above
     change = (b @ a) * layer.scaling[NAME]
     merged: Tensor = base.to(wide) + (change.t() if layer.fan_in_fan_out else change)
     return merged.to(base.dtype)
+
+
+def check_targets(folder: Path, section: LoraSection, place: str) -> None:
+    """Raise `ConfigError` if the model in `folder` has not the layers that `section` names.
+
+    Reads its config alone; one that transformers cannot read is refused when it is loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever a config makes a model class raise
+        logger.info("%s is not checked before the model is loaded: %s", place, error)
+        return
+    try:
+        _targets(model, section.targets)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:

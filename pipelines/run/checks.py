@@ -68,6 +68,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     config = resolved.config
     check_source(config.model)
     check_optimizers(resolved)
+    check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
         assert issubclass(engine, RolloutEngine)
@@ -88,3 +89,17 @@ def check_optimizers(resolved: ResolvedRun) -> None:
             reason = why_missing() if section is not None and section.moments == "8bit" else None
             if reason is not None:
                 raise ResourceError(f"stages.{place}: {reason}")
+
+
+def check_adapters(resolved: ResolvedRun) -> None:
+    """The layers that adapters name are those of the base model, where it is a directory."""
+    config = resolved.config
+    folder = Path(config.model.source).expanduser()
+    sections = {name: getattr(stage, "lora", None) for name, stage in config.stages.items()}
+    wanted = {name: section for name, section in sections.items() if section is not None}
+    if not wanted or not (folder / "config.json").is_file():
+        return
+    from posttrain.core.models.lora import check_targets  # late: with it comes transformers
+
+    for name, section in wanted.items():
+        check_targets(folder, section, f"stages.{name}.lora")

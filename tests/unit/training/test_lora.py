@@ -34,6 +34,8 @@ from posttrain.core.models.lora import (
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.pipelines.run.checks import check_adapters, resolve_configs
+from tests.helpers.pipeline import write_config
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.training.test_stream import make_batch, make_model
 
@@ -230,6 +232,30 @@ def test_all_layers_of_a_model_with_fused_experts_are_refused_not_left_out(famil
     model = AutoModelForCausalLM.from_config(config)
     add_adapter(model, LoraSection(targets=tuple(named)), seed=0)
     assert is_adapted(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "wrong"),
+    [("mixtral", "all", "experts"), ("llama", ("c_attn",), "c_attn"), ("llama", "all", "")],
+)
+def test_layers_are_checked_before_a_run_begins(
+    family: str, targets: Any, wrong: str, tmp_path: Path
+) -> None:
+    made = AutoConfig.for_model(family, **SMALL, **HEADS)
+    made.save_pretrained(tmp_path)
+    config = {
+        "model": {"source": str(tmp_path)},
+        "task": "arithmetic",
+        "stages": {"sft": {"kind": "sft", "inputs": {"model": "base"}, "lora": {}}},
+    }
+    config["stages"]["sft"]["lora"] = {"targets": targets}  # type: ignore[index]
+    path = write_config(tmp_path / "run.yaml", config)
+    resolved, _ = resolve_configs([path], None)
+    if not wrong:
+        check_adapters(resolved)
+        return
+    with pytest.raises(ConfigError, match=f"^stages.sft.lora: .*{wrong}"):
+        check_adapters(resolved)
 
 
 def test_all_layers_are_adapted_where_the_prefix_of_the_backbone_is_another_one() -> None:
