@@ -231,7 +231,8 @@ def check_targets(folder: Path, section: LoraSection, place: str) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            auto: Any = AutoModelForCausalLM  # Any: it is not typed
+            model = auto.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a config makes a model class raise
         logger.info("%s is not checked before the model is loaded: %s", place, error)
         return

@@ -116,7 +116,10 @@ class FiniteGuard:
         return RunError(f"{what}; the step was not taken and nothing was stored. {self._advice()}")
 
     def _advice(self) -> str:
-        skip = f", or leave such steps out with {self.place}.non_finite: skip"
+        skip = (
+            f", or leave such steps out with {self.place}.non_finite: skip, which goes on from the "
+            "last checkpoint"
+        )
         return (
             f"Try a lower {self.place}.learning_rate (it is {self.section.learning_rate:g}) or a "
             f"warm-up ({self.place}.warmup_steps), {self.place}.max_grad_norm if it is null, "

@@ -72,6 +72,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(tmp_path: Path
     assert done.code == 1 and "above optimizer.max_skipped 1" in done.text, done.text
     done = run_command("run", str(config), "--home", str(home), *OFTEN, *skip, "--json")
     assert done.code == 0, done.text
+    assert done.result["stages"]["sft"]["status"] == "resumed", "all before it is not lost"
     steps = [at for at, _ in counted(home, done)]
     assert steps[0] == step and 2 <= len(steps) < 8
     assert all(f"step {at}" in done.text for at in steps), "a warning of each"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, PairLoss, PolicyLoss, PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, Pair
@@ -41,6 +43,8 @@ from posttrain.core.training.preference_objective import PreferenceObjective, Pr
 from posttrain.core.training.reward_model import reward_step
 from posttrain.core.training.sft import sft_step
 from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.types import Problem
+from posttrain.pipelines.rl.recording import Recorder
 from tests.helpers.rollouts import ragged_batch
 from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
@@ -320,3 +324,37 @@ def test_many_rows_are_shortened() -> None:
     many = NonFinite("the loss is nan", tuple(range(40)))
     text = str(guard([]).judge(1, [many], [], [f"key-{i}" for i in range(40)]))
     assert "all of the 40 rows" in text and "and 35 more" in text and "key-30" not in text
+
+
+@pytest.mark.parametrize("metric", ["grad/non_finite", "value/non_finite"])
+def test_an_rl_stage_ends_before_the_engine_gets_anything(metric: str) -> None:
+    """The policy's optimizer and the critic's are judged by their own sections."""
+    logged: list[tuple[int, dict[str, float]]] = []
+    warned: list[str] = []
+    context: Any = SimpleNamespace(
+        name="rl", warn=warned.append, log_step=lambda step, found: logged.append((step, found))
+    )
+    skips = {"non_finite": "skip", "max_skipped": 1}
+    critics = metric.startswith("value")
+    stage = RlStage.model_validate(
+        {
+            "kind": "rl",
+            "optimizer": {"learning_rate": 1e-5} | ({} if critics else skips),
+            "critic": {"optimizer": {"learning_rate": 1e-4} | (skips if critics else {})},
+        }
+    )
+    stored: Any = SimpleNamespace(stored=SimpleNamespace(take_non_finite=lambda: [FOUND]))
+    problems = [Problem(key, "", "", "") for key in ("a", "b")]
+    update: Any = SimpleNamespace(
+        rollout=SimpleNamespace(step=3), batch=SimpleNamespace(problems=problems)
+    )
+    nothing: Any = None
+    made = Recorder(context, stage, nothing, stored, stored, nothing, ())
+    made.metrics = {metric: 1.0, "reward/mean": 0.5}
+    made._require_finite(update)
+    assert "step 3" in warned[0] and "1 'b'" in warned[0] and not logged
+    made.history.append({metric: 1.0})
+    section = "critic.optimizer" if critics else "optimizer"
+    with pytest.raises(RunError, match=f"above {section}.max_skipped 1"):
+        made._require_finite(update)
+    assert logged == [(3, made.metrics)], "the metrics of the step that failed are recorded"
