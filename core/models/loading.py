@@ -160,12 +160,19 @@ def save_reward_model(
         ]
         tokenizer.add_special_tokens({"pad_token": unused[0] if unused else _PADDING[0]})
     pad = int(tokenizer.pad_token_id)
-    embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    if pad >= len(embeddings):
+    rows = len(_embeddings(model))
+    if pad >= rows:
         model.resize_token_embeddings(pad + 1, mean_resizing=False)
+        with torch.no_grad():
+            _embeddings(model)[rows:] = 0.0  # transformers draws them
     model.config.pad_token_id = pad
     model.config.get_text_config().pad_token_id = pad
     save_model(model, tokenizer, folder)
+
+
+def _embeddings(model: PreTrainedModel) -> torch.Tensor:
+    found: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return found
 
 
 _PADDING = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>")

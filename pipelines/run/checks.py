@@ -95,11 +95,14 @@ def check_adapters(resolved: ResolvedRun) -> None:
     """The layers that adapters name are those of the base model, where it is a directory."""
     config = resolved.config
     folder = Path(config.model.source).expanduser()
-    sections = {name: getattr(stage, "lora", None) for name, stage in config.stages.items()}
-    wanted = {name: section for name, section in sections.items() if section is not None}
+    wanted = {}
+    for name, stage in config.stages.items():
+        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+            if (section := getattr(holder, "lora", None)) is not None:
+                wanted[place] = section
     if not wanted or not (folder / "config.json").is_file():
         return
     from posttrain.core.models.lora import check_targets  # late: with it comes transformers
 
-    for name, section in wanted.items():
-        check_targets(folder, section, f"stages.{name}.lora")
+    for place, section in wanted.items():
+        check_targets(folder, section, f"stages.{place}.lora")

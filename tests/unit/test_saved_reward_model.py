@@ -95,6 +95,8 @@ def test_a_vocabulary_without_a_token_for_padding_is_given_one(tmp_path: Path, s
     size = len(tokenizer)
     model = check(tmp_path, "llama", tokenizer, set(), "<|pad|>", rows=size + spare)
     assert model.config.vocab_size == max(size + 1, size + spare)
+    if not spare:
+        assert not model.get_input_embeddings().weight[size].any(), "the same in every run"
 
 
 def check(
