@@ -17,6 +17,10 @@ from transformers import (
     AutoTokenizer,
 )
 
+from posttrain.core.data.tokens import response_batch
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.loading import load_reward_model
+from posttrain.core.training.reward_model import score_batch_rows
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import END, make_tiny_model, make_tiny_tokenizer
 
@@ -147,8 +151,18 @@ def test_the_reward_model_scores_the_same_in_a_batch(two_homes: list[Finished]) 
     model = AutoModelForSequenceClassification.from_pretrained(made)
     tokenizer = AutoTokenizer.from_pretrained(made)
     ids = [tokenizer(text)["input_ids"] for text in (f"1{END}", f"3 + 4 = 7{END}", "12", f"{END}")]
+    rows = response_batch(
+        prompts=[row[:1] for row in ids],
+        responses=[row[1:] for row in ids],
+        group_ids=range(len(ids)),
+        pad_token_id=0,
+        problems=(),
+    )
+    runtime = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
     with torch.no_grad():
+        ours = score_batch_rows(load_reward_model(made, runtime, new_head=False), rows)[:, None]
         alone = torch.cat([model(input_ids=torch.tensor([row])).logits for row in ids])
+        torch.testing.assert_close(alone, ours, rtol=0, atol=1e-4)
         for side in ("left", "right"):
             batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side=side)
             both = {name: batch[name] for name in ("input_ids", "attention_mask")}
