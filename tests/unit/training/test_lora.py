@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.run.checks import check_adapters, resolve_configs
+from posttrain.pipelines.stage.trained import base_of_adapter
 from tests.helpers.pipeline import write_config
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.training.test_stream import make_batch, make_model
@@ -205,6 +207,27 @@ def test_the_file_is_the_same_in_every_process(tmp_path: Path) -> None:
     assert len(found["target_modules"]) == 7
     assert (found["base_model_name_or_path"], found["revision"]) == ("base", "commit")
     assert LoraConfig.from_pretrained(str(tmp_path)).r == 3
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "made_by", "named"),
+    [
+        ("hub/models--a--b/snapshots/c0ffee", "a/b", "base", ("a/b", "c0ffee")),
+        ("models/bundled", "a/b", "base", ("{root}/models/bundled", None)),
+        ("given", "given", "base", ("{root}/given", None)),
+        ("artifacts/sft-1/model", "a/b", "sft", ("{root}/artifacts/sft-1/model", None)),
+        ("artifacts/snapshots/model", "a/b", "sft", ("{root}/artifacts/snapshots/model", None)),
+    ],
+)
+def test_the_base_of_an_adapter_is_what_the_stage_read(
+    tmp_path: Path, folder: str, source: str, made_by: str, named: tuple[str, str | None]
+) -> None:
+    stage: Any = SimpleNamespace(
+        model_dir=tmp_path / folder,
+        inputs={"model": SimpleNamespace(stage=made_by)},
+        run=SimpleNamespace(model=SimpleNamespace(source=source)),
+    )
+    assert base_of_adapter(stage) == (named[0].format(root=tmp_path.resolve()), named[1])
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
