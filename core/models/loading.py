@@ -110,7 +110,7 @@ def load_process_reward_model(path: Path, runtime: ModelRuntime) -> PreTrainedMo
 
 def non_finite_weights(model: PreTrainedModel) -> list[str]:
     """Names of the weights that hold a value that is not finite."""
-    return [name for name, tensor in model.state_dict().items() if not _is_finite(tensor)]
+    return [name for name, tensor in model.named_parameters() if not _is_finite(tensor)]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -140,4 +140,5 @@ def _named(rows: Sequence[int], keys: Sequence[str]) -> str:
     known = [f"{row} '{keys[row]}'" if row < len(keys) else f"{row}" for row in rows]
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     which = "all" if len(rows) == len(keys) else f"{len(rows)}"
-    return f"{which} of the {len(keys)} rows of its batch: {', '.join(known[:_SHOWN])}{more}"
+    size = f" of the {len(keys)}" if keys else ""
+    return f"{which}{size} rows of its batch: {', '.join(known[:_SHOWN])}{more}"
