@@ -31,7 +31,7 @@ SIZES = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,

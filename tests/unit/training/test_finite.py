@@ -260,6 +260,19 @@ def test_weights_that_a_step_on_finite_numbers_spoils_are_noticed() -> None:
     assert report.non_finite and found.in_weights
 
 
+@pytest.mark.parametrize("loss", [NAN, INF, -INF])
+def test_a_loss_is_enough(loss: float) -> None:
+    module = torch.nn.Linear(2, 2)
+    before = module.weight.detach().clone()
+    optimizer = MasterOptimizer(module, OptimizerSection(), 9)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    report = optimizer.step(loss=loss, rows=[1])
+    assert report.non_finite and torch.equal(module.weight, before)
+    assert module.weight.grad is None, "nor is it added to the next one"
+    assert optimizer.step_count == 1, "the schedule goes on"
+
+
 @pytest.mark.parametrize("value", [1e30, 3e38])
 def test_large_weights_are_finite(value: float) -> None:
     module = torch.nn.Linear(2, 2)
