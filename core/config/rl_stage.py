@@ -289,7 +289,9 @@ class RlStage(StageBase):
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
+    )
     mismatch_alarm: float = Field(
         default=0.02,
         gt=0,

@@ -191,6 +191,17 @@ class OptimizerSection(Section):
         description="of bfloat16 weights. masters: a float32 copy takes updates, and the weights "
         "are rounded from it; stochastic: no copy, each update is rounded up or down at random",
     )
+    non_finite: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="a step whose loss or gradient is not finite (NaN, infinite) is never taken. "
+        "fail: the stage ends; skip: it goes on with the next one, and weights and moments stay as "
+        "they are",
+    )
+    max_skipped: int = Field(
+        default=10,
+        ge=1,
+        description="steps of a stage that are skipped like this at most; one more ends it",
+    )
 
     @model_validator(mode="after")
     def _one_warmup(self) -> OptimizerSection:
@@ -214,7 +225,8 @@ class LoraSection(Section):
     )
     targets: Literal["all"] | tuple[str, ...] = Field(
         default="all",
-        description="names of linear layers, as q_proj; all = every one but the output layer",
+        description="names of linear layers, as q_proj; all = every one but the output layer, "
+        "refused where a model has its experts in fused tensors, which no adapter reaches",
     )
 
 
@@ -301,8 +313,15 @@ class LimitsSection(Section):
 class KeepSection(Section):
     """What a run keeps to go on from, and to compute a past step again. Never changes a result."""
 
+    checkpoint_minutes: float = Field(
+        default=10.0,
+        ge=0,
+        description="minutes of training after which a stage writes a checkpoint, in addition to "
+        "its checkpoint_every; later where writing one takes long, so that it is a twentieth of "
+        "the time at most; 0 = never",
+    )
     checkpoints: int = Field(
-        default=1,
+        default=2,
         ge=1,
         le=10_000,
         description="newest checkpoints of a stage while it runs; from 2 on, a damaged one is "

@@ -44,7 +44,9 @@ class SftStage(StageBase):
     lora: LoraSection | None = Field(
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
+    )
 
 
 class PreferenceDataStage(StageBase):
@@ -89,7 +91,9 @@ class PreferenceDataStage(StageBase):
     lora: LoraSection | None = Field(
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0 = only at the end")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
+    )
 
     def outside_paths(self) -> dict[str, str]:
         """The file of preferences; what a task brings is in the task's own digest."""

@@ -77,6 +77,9 @@ class Estimator:
                 models, keep = self._models(stage), self.data.config.keep
                 each = sum(model.checkpoint for model in models)
                 written = memory.checkpoints(stage.checkpoint_every, steps, keep.every)
+                if keep.checkpoint_minutes:
+                    spent = steps * sum(phases.values())
+                    written = max(written, int(spent // (60 * keep.checkpoint_minutes)))
                 staying = memory.checkpoints(0, steps, keep.every)
                 left = models[0].held["weights"] + staying * each
                 more = min(1 + keep.checkpoints, written - staying) * each

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.linear import is_emulated, widen
@@ -105,11 +108,75 @@ def load_process_reward_model(path: Path, runtime: ModelRuntime) -> PreTrainedMo
     )
 
 
+def non_finite_weights(model: PreTrainedModel) -> list[str]:
+    """Names of the weights that hold a value that is not finite."""
+    return [name for name, tensor in model.named_parameters() if not _is_finite(tensor)]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return True
+    # Quick, and makes nothing as large as the weight; of large values it may overflow.
+    norm = torch.linalg.vector_norm(tensor.detach()).item()
+    return math.isfinite(norm) or bool(tensor.isfinite().all())
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights, config and tokenizer as a Hugging Face directory."""
+    """Write weights, config and tokenizer as a Hugging Face directory.
+
+    Raises `RunError`, with nothing written, for weights that are not finite.
+    """
+    if names := non_finite_weights(model):
+        raise RunError(
+            f"the trained weights are not finite ({_some(names)}) and were not stored: try a lower "
+            "optimizer.learning_rate, a larger optimizer.eps or model.dtype: float32"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def save_reward_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, ends: Collection[int]
+) -> None:
+    """Write a sequence classifier whose scores are the same wherever it is loaded.
+
+    `AutoModelForSequenceClassification` reads a row at its last token that is not padding. So the
+    padding must be a token that no text ends with: `ends` are those that end one. Padding is on the
+    right, where positions do not depend on it.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "right"
+    last = {*ends, *(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))}
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in last:
+        unused = [
+            token
+            for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+            if token in _PADDING and number not in last
+        ]
+        tokenizer.add_special_tokens({"pad_token": unused[0] if unused else _PADDING[0]})
+    pad = int(tokenizer.pad_token_id)
+    rows = len(_embeddings(model))
+    if pad >= rows:
+        model.resize_token_embeddings(pad + 1, mean_resizing=False)
+        with torch.no_grad():
+            _embeddings(model)[rows:] = 0.0  # transformers draws them
+    model.config.pad_token_id = pad
+    model.config.get_text_config().pad_token_id = pad
+    save_model(model, tokenizer, folder)
+
+
+def _embeddings(model: PreTrainedModel) -> torch.Tensor:
+    found: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return found
+
+
+_PADDING = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>")
+"""Names of tokens that no text ends with; the first is added where a vocabulary has none."""
 
 
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
@@ -131,6 +198,11 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
             "*.safetensors and a tokenizer of an architecture transformers knows"
         ) from error
     model.to(runtime.device)
+    if names := non_finite_weights(model):
+        raise ResourceError(
+            f"model directory '{path}' holds weights that are not finite ({_some(names)}): choose "
+            "another model; to train on these numbers is of no use"
+        )
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
     attend_as(model, runtime)
     widen(model)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ from posttrain.core.runtime.seeding import generator
 if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -153,14 +156,21 @@ def merge_adapter(model: torch.nn.Module) -> None:
     model.__dict__.pop("peft_config", None)  # peft's mark of an adapted model
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
-    """Write the adapter as peft does, so that peft and vLLM read it; `base` names its model."""
+def save_adapter(
+    model: PreTrainedModel, folder: Path, base: str = "", revision: str | None = None
+) -> None:
+    """Write the adapter as peft does, so that peft and vLLM read it.
+
+    `base` names the model whose weights it was trained next to. The small head of a classifier is
+    trained as a whole, and belongs to the adapter.
+    """
     from peft import LoraConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     layers = dict(_layers(model))
     first = next(iter(layers.values()))
-    LoraConfig(
+    heads = _whole_heads(model)
+    config = LoraConfig(
         r=first.r[NAME],
         lora_alpha=first.lora_alpha[NAME],
         use_rslora=bool(first.use_rslora[NAME]),
@@ -168,16 +178,31 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str = "") -> None:
         fan_in_fan_out=bool(first.fan_in_fan_out),
         lora_dropout=0.0,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        modules_to_save=sorted({name.partition(".")[0] for name in heads}) or None,
         base_model_name_or_path=base or None,
+        revision=revision,
         inference_mode=True,
-    ).save_pretrained(str(folder))
-    tensors = {}
+    )
+    # peft keeps names in sets, whose order is another one in every process.
+    stored: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
+    values = {k: sorted(v) if isinstance(v, set) else v for k, v in stored.items()}
+    (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True), "utf-8")
+    tensors = {f"{PREFIX}{name}": weight for name, weight in heads.items()}
     for name, layer in layers.items():
         for kind, factor in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             weight = factor[NAME].weight.detach().cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = weight
     save_file(tensors, folder / WEIGHTS)
+
+
+def _whole_heads(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What an adapted model trains outside its backbone, by name."""
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name and not _in_backbone(model, name)
+    }
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:  # Any: peft is not typed
@@ -196,6 +221,27 @@ def _merged(layer: Any) -> Tensor:  # Any: as above
     return merged.to(base.dtype)
 
 
+def check_targets(folder: Path, section: LoraSection, place: str) -> None:
+    """Raise `ConfigError` if the model in `folder` has not the layers that `section` names.
+
+    Reads its config alone; one that transformers cannot read is refused when it is loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            auto: Any = AutoModelForCausalLM  # Any: it is not typed
+            model = auto.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever a config makes a model class raise
+        logger.info("%s is not checked before the model is loaded: %s", place, error)
+        return
+    try:
+        _targets(model, section.targets)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
 def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
     """Full names of the linear layers of the backbone that `wanted` takes."""
     from transformers.pytorch_utils import Conv1D
@@ -205,7 +251,13 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and _in_backbone(model, name)
     ]
+    if not linear:
+        raise ConfigError(
+            f"lora finds no linear layers in model type '{model.config.model_type}': train all "
+            "weights with lora: null"
+        )
     if wanted == "all":
+        _refuse_fused_experts(model, linear)
         return linear
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     unknown = sorted(set(wanted) - set(kinds))
@@ -218,24 +270,31 @@ def _targets(model: PreTrainedModel, wanted: Iterable[str] | str) -> list[str]:
     return [name for name in linear if name.rpartition(".")[2] in set(wanted)]
 
 
+def _refuse_fused_experts(model: PreTrainedModel, linear: Sequence[str]) -> None:
+    """Raise `ConfigError` where `all` would leave experts out, whose weights are no layers."""
+    reached, fused = set(linear), set()
+    for owner, module in model.named_modules():
+        if owner in reached or not _in_backbone(model, owner):
+            continue
+        is_expert = "expert" in f"{owner}.{type(module).__name__}".lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_expert and parameter.dim() > 1:
+                fused.add(re.sub(r"\.\d+(?=\.)", ".*", f"{owner}.{name}"))
+    if fused:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(
+            f"lora.targets: all cannot adapt the experts of model type '{model.config.model_type}' "
+            f"({', '.join(sorted(fused))}), whose weights are fused into one tensor: name the "
+            f"layers to adapt, of [{kinds}], which leaves the experts as they are, or train all "
+            "weights with lora: null"
+        )
+
+
 def _in_backbone(model: PreTrainedModel, name: str) -> bool:
-    return name.startswith(f"{model.base_model_prefix}.")
+    """Whether `name` is of the model below its head.
 
-
-def check_targets(folder: Path, wanted: Iterable[str]) -> None:
-    """Raise `ConfigError` for names that no linear layer of the model in `folder` has.
-
-    The model is made without weights, from its config alone.
+    The head stands next to a model of its own; `base_model_prefix` is not right for every type.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import PreTrainedModel as Pretrained
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ResourceError(
-            f"model directory '{folder}' cannot be loaded: {str(error).splitlines()[0]}; expected "
-            "the config.json of a causal language model that transformers knows"
-        ) from error
-    _targets(model, wanted)
+    return isinstance(getattr(model, name.partition(".")[0], None), Pretrained)

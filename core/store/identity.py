@@ -31,7 +31,9 @@ _SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 SHARED = frozenset(name for names in _SHARED_SECTIONS.values() for name in names)
 """Sections of the run whose fields are parts of identities."""
-# Where a model comes from is in its digest; the name of the place does not matter.
+# Where a model comes from is in its digest; the name of the place does not matter. Checkpoints
+# change no result. Nor does what to do about steps on numbers that are not finite: these are never
+# taken, so a stage either ends or makes the same.
 _IGNORED = (
     "model.source",
     "model.until_registered",
@@ -39,6 +41,12 @@ _IGNORED = (
     "model.fallback",
     "model.device",
     "inputs.",
+    "checkpoint_every",
+    *(
+        f"{place}.{name}"
+        for place in ("optimizer", "critic.optimizer")
+        for name in ("non_finite", "max_skipped")
+    ),
 )
 # What of a stage does not decide its result, by kind: how long an answer is waited for, how many
 # rows would have been enough or too many when the rows themselves are known.

@@ -95,6 +95,9 @@ METRICS: dict[str, Metric] = {
     "loss/sft": Metric("nats", "negative log-likelihood per response token"),
     "loss/preference": Metric("loss", "mean loss of preference pairs or labelled rows"),
     "grad/norm": Metric("norm", "L2 norm of the gradient before clipping"),
+    "grad/non_finite": Metric(
+        "count", "optimizer steps whose loss, gradient or weights were not finite; absent = none"
+    ),
     "grad/clipped": Metric("0 or 1", "whether the gradient was scaled down"),
     "lr": Metric("rate", "learning rate of the step"),
     "mismatch/k1": Metric("nats", "engine against trainer on the same tokens, k1"),
@@ -160,6 +163,7 @@ METRICS: dict[str, Metric] = {
     "value/mean": Metric("reward", "mean value over tokens that take loss"),
     "value/clip_frac": Metric("fraction", "tokens whose value loss the clip decided"),
     "value/grad_norm": Metric("norm", "L2 norm of the critic's gradient before clipping"),
+    "value/non_finite": Metric("count", "the same of the critic's steps; absent = none"),
     "value/lr": Metric("rate", "learning rate of the critic's last step"),
     "trpo/kl": Metric("nats", "mean KL(old || new) of the step taken, exact over the vocabulary"),
     "trpo/improvement": Metric("loss", "what the step taken gained on the surrogate"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn import Module
 
@@ -68,7 +70,7 @@ def save_checkpoint(
     The tensors of a `critic`'s optimizer lie in a folder of their own inside it. A `reference` is
     given when it is no longer what the stage started from.
     """
-    partial = folder.with_name(f".partial-{folder.name}")
+    partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     record = {
@@ -82,6 +84,10 @@ def save_checkpoint(
     }
     (partial / _STATE).write_text(json.dumps(record))
     put_in_place(partial, folder)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".partial-{folder.name}")
 
 
 def load_checkpoint(
@@ -236,12 +242,71 @@ def step_of(folder: Path) -> int:
 
 
 def is_due(step: int, total: int, checkpoint_every: int, keep: KeepSection) -> bool:
-    """Whether there is a checkpoint after `step`.
+    """Whether the number of steps asks for a checkpoint after `step`.
 
     Not after the last: what counts then is the stage's own artifact.
     """
     periods = (checkpoint_every, keep.every)
     return step < total and any(every and step % every == 0 for every in periods)
+
+
+TIME_SHARE = 20
+"""A checkpoint is due by time at the earliest after this many times what writing the last took."""
+
+
+class Checkpoints:
+    """Which steps of a stage that runs have a checkpoint, by number and by time, and where.
+
+    Neither changes a result: a stage that is interrupted goes on from any of them alike.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        total: int,
+        checkpoint_every: int,
+        keep: KeepSection,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root, self._total, self._every, self._keep = root, total, checkpoint_every, keep
+        self._warn, self._clock = warn, clock
+        self._wait_s = 60.0 * keep.checkpoint_minutes
+        self._last = clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is to be a checkpoint after `step`."""
+        late = bool(self._wait_s) and self._clock() - self._last >= self._wait_s
+        return self._by_number(step) or (late and step < self._total)
+
+    def _by_number(self, step: int) -> bool:
+        return is_due(step, self._total, self._every, self._keep)
+
+    def write(self, step: int, save: Callable[[Path], None]) -> Path | None:
+        """Let `save` write the checkpoint of `step` into a folder, then drop older ones.
+
+        None where the disk has no room for one that only the time asked for: training goes on.
+        """
+        began, folder = self._clock(), step_folder(self._root, step)
+        written: Path | None = folder
+        try:
+            save(folder)
+        except (OSError, SafetensorError) as error:
+            if self._by_number(step) or "no space left" not in str(error).lower():
+                raise
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+            self._warn(
+                f"the disk has no room for a checkpoint after step {step} in {self._root}: "
+                "training goes on without; free some space, or set keep.checkpoint_minutes: 0"
+            )
+            written = None
+        else:
+            trim(self._root, self._keep)
+        self._last = self._clock()
+        if self._wait_s:
+            took = self._last - began
+            self._wait_s = max(60.0 * self._keep.checkpoint_minutes, TIME_SHARE * took)
+        return written
 
 
 def kept_checkpoints(total: int, keep: KeepSection) -> int:

@@ -19,6 +19,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, Counts, TokenLoss
 from posttrain.core.math.returns import explained_variance, rewards_to_go, value_loss
 from posttrain.core.models.sharded import put_away
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import after_last, response_states, to_rows
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
@@ -121,7 +122,7 @@ class Critic:
         old, returns, mask = batch.column("values"), batch.column("returns"), batch.mask
         sums, rate = MetricSums(), 0.0
         sums.add("value/mean", old, mask)
-        for mini in mini_batches(
+        for rows, mini in mini_batches(
             batch,
             settings.epochs,
             settings.num_mini_batches,
@@ -129,10 +130,16 @@ class Critic:
             "critic_mini_batches",
             step,
         ):
-            loss = self._accumulate(mini, sums, check)
-            report = self.optimizer.step()
-            sums.add_means({"loss/value": loss, "value/grad_norm": report.grad_norm})
+            own = MetricSums()
+            loss = self._accumulate(mini, own, check)
+            suspects = rows[sorted(own.suspects)] if own.suspects else rows
+            report = self.optimizer.step(loss=loss, rows=suspects.tolist())
             rate = report.learning_rate
+            if report.non_finite:
+                sums.add_scalar("value/non_finite", 1.0)
+                continue
+            sums.merge(own)
+            sums.add_means({"loss/value": loss, "value/grad_norm": report.grad_norm})
         metrics = sums.result() | {"value/lr": rate}
         explained = explained_variance(old, returns, mask)
         return metrics if math.isnan(explained) else metrics | {"value/ev": explained}
@@ -148,6 +155,7 @@ class Critic:
             if counts:
                 own.add("value/clip_frac", clipped.double(), micro.mask)
                 own.add_scalar("loss", loss.detach())
+                note_suspects(own, loss, rows.tolist(), micro.returns, micro.values)
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
         own = self.ranks.merge(own)
         total = own.pop("loss", default=0.0)

@@ -21,6 +21,7 @@ from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
 from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
+from posttrain.core.training.finite import not_finite
 from posttrain.core.training.forward import (
     UNCUT,
     ResponseForward,
@@ -34,7 +35,7 @@ from posttrain.core.training.objective import Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
-from posttrain.core.training.splitting import mini_rows
+from posttrain.core.training.splitting import mini_batches
 from posttrain.core.training.updates import (
     Check,
     KlGuard,
@@ -94,20 +95,14 @@ class Learner:
         settings, done = self.settings, Progress.of(batch, products)
         needed = update_columns(self.objective, settings, kl_coef) - {"is_weight"}
         batch.require({"advantages", "mask"} | needed, "the learner")
-        parts = mini_rows(
+        parts = mini_batches(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
-        for number, rows in enumerate(parts):
-            mini = batch if settings.num_mini_batches == 1 else batch.select(rows)
+        for number, (rows, mini) in enumerate(parts):
             mini, prepared = self._prepare(mini, step, number, check)
             done.sums.add_means(prepared.metrics)
             if self.trust_region is not None:
-                draw = generator(settings.seed, "trust_region", step, number)
-                record = partial(record_micro, done.sums)
-                taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
-                done.sums.add_means(taken)
-                done.num_updates += 1
-                done.saw(rows, mini.column("old_logprobs"), mini.entropy, number)
+                self._trust_region_step(mini, prepared, (step, number), done, check, rows)
             elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
         metrics = done.metrics()
@@ -156,10 +151,37 @@ class Learner:
             done.rate_factor *= self.guard.factor
         if self.ptx is not None:
             self.ptx.accumulate(self.model, *place, own, check, self.ranks)
-        done.sums.merge(own)
-        report = self.optimizer.step(done.rate_factor)
-        done.took(report)
+        loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
+        suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
+        report = self.optimizer.step(done.rate_factor, loss=loss, rows=suspects.tolist())
+        done.took(report, own)
         return True
+
+    def _trust_region_step(
+        self,
+        mini: RolloutBatch,
+        prepared: PreparedMini,
+        place: tuple[int, int],
+        done: Progress,
+        check: Check,
+        of_batch: Tensor,
+    ) -> None:
+        """As `_one_update`, by a loss with a step of its own, which numbers stop that are not
+        finite.
+        """
+        assert self.trust_region is not None
+        own, draw = MetricSums(), generator(self.settings.seed, "trust_region", *place)
+        record = partial(record_micro, own)
+        taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
+        done.saw(of_batch, mini.column("old_logprobs"), mini.entropy, place[1])
+        if wrong := not_finite(own.mean("loss/total", default=0.0), taken["grad/norm"]):
+            suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
+            self.optimizer.note_non_finite(wrong, suspects.tolist())
+            done.sums.add_scalar("grad/non_finite", 1.0)
+            return
+        done.sums.merge(own)
+        done.sums.add_means(taken)
+        done.num_updates += 1
 
     def _prepare(
         self, mini: RolloutBatch, step: int, number: int, check: Check
@@ -185,6 +207,7 @@ class Learner:
         if any(loss.wants_phase_kl() for loss in losses):
             now = self.forward_only(self.model, batch, check)
             gap = (now.logprobs - batch.column("old_logprobs"))[batch.mask.bool()].double()
+            gap = gap[gap.isfinite()]  # rows of a step that was skipped have none
             if gap.numel():
                 found["kl/phase_k3"] = float((gap.clamp(-20, 20).expm1() - gap).mean())
         for loss in losses:
@@ -285,7 +308,7 @@ class Learner:
                 self._exact_kl(micro, states, kl_coef),
             )
             if counts:
-                record_micro(sums, loss, out, micro)
+                record_micro(sums, loss, out, micro, rows)
                 sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ class MetricSums:
         self._max: dict[str, float] = {}
         self._min: dict[str, float] = {}
         self._shares: set[str] = set()
+        self.suspects: set[int] = set()  # rows whose part of the loss is not finite
 
     def add(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add the values [B, T] at the positions where `mask` [B, T] is 1."""
@@ -53,6 +54,7 @@ class MetricSums:
                 1.0 if shares else self._counts.get(name, 0.0) + other._counts[name]
             )
         self._shares |= other._shares
+        self.suspects |= other.suspects
         for name, value in other._max.items():
             self._max[name] = max(value, self._max.get(name, value))
         for name, value in other._min.items():

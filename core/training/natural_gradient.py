@@ -198,8 +198,8 @@ class _TokenStates(Module):
         return hidden[:, :length][chosen[:, :length].to(hidden.device)]
 
 
-Record = Callable[[MicroLoss, ResponseForward, RolloutBatch], None]
-"""Receives each micro-batch's loss and forward pass at the weights the step starts from."""
+Record = Callable[[MicroLoss, ResponseForward, RolloutBatch, Tensor], None]
+"""Receives each micro-batch's loss, forward pass and rows at the weights the step starts from."""
 
 
 class TrustRegion(Protocol):
@@ -282,7 +282,7 @@ class NaturalGradient:
         mini.require(["advantages", "old_logprobs"], "the trust region")
         parts, surrogate, gradient = self._differentiate(mini, objective, prepared, check, record)
         metrics = _nothing_taken() | {"grad/norm": float(gradient.norm())}
-        if not gradient.any():
+        if not gradient.any() or not math.isfinite(surrogate + metrics["grad/norm"]):
             return metrics | {"trpo/skipped": 1.0}
         everything = [WeightedTokens(part.micro, part.weights) for part in parts]
         fisher = Fisher(
@@ -321,7 +321,7 @@ class NaturalGradient:
                 continue
             loss, out, hidden = self._forward(micro, found, objective)
             if record is not None:
-                record(loss, out, micro)
+                record(loss, out, micro, rows)
             grads = torch.autograd.grad(loss.total, self._flat.params, allow_unused=True)
             gradient -= self._flat.join(grads)
             surrogate -= float(loss.total.detach())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.models.sharded import whole
 from posttrain.core.training.compact_adamw import CompactAdamW
 from posttrain.core.training.digests import Block
+from posttrain.core.training.finite import NonFinite, all_finite, not_finite
 
 Kinds = dict[str, dict[str, Tensor]]
 """Tensors by their kind ("master", "exp_avg"), then by the number of their parameter."""
@@ -80,12 +81,22 @@ _MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did: the gradient's norm before clipping, and the rate used."""
+    """What one optimizer step did: the gradient's norm before clipping, and the rate used.
+
+    `skipped` is one without any gradient. `non_finite` says that the loss or the gradient was not
+    finite, so that the step was not taken, or that weights are not finite after it.
+    """
 
     grad_norm: float
     grad_clipped: bool
     learning_rate: float
     skipped: bool
+    non_finite: bool = False
+
+    def metrics(self) -> dict[str, float]:
+        """Of a step that is one optimizer step."""
+        found = {"grad/norm": self.grad_norm, "lr": self.learning_rate}
+        return found | ({"grad/non_finite": 1.0} if self.non_finite else {})
 
 
 def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> float:
@@ -126,6 +137,9 @@ class StoredOptimizer(Protocol):
         Of weights that lie in pieces on ranks the block that the digest of `step` reads.
         """
 
+    def take_non_finite(self) -> list[NonFinite]:
+        """What was not finite since the last call."""
+
     def close(self) -> None:
         """Free what it holds."""
 
@@ -141,6 +155,7 @@ class MasterOptimizer:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names, self._params = list(trained), list(trained.values())
         self._masters: list[Tensor] = []
+        self._non_finite: list[NonFinite] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         rounded = section.rounding == "stochastic"
         if rounded:
@@ -158,11 +173,14 @@ class MasterOptimizer:
                 self._hooks.append(hook)
         self.optimizer = _adamw(self._masters, section, seed)
 
-    def step(self, rate_factor: float = 1.0) -> StepReport:
+    def step(
+        self, rate_factor: float = 1.0, *, loss: float = 0.0, rows: Iterable[int] = ()
+    ) -> StepReport:
         """Clip, step, copy the masters into the model, clear gradients.
 
         A step without any gradient is skipped; the schedule advances all the same. `rate_factor`
-        multiplies the scheduled learning rate.
+        multiplies the scheduled learning rate. If the `loss` or the gradient's norm is not finite,
+        weights and moments stay as they are, and `rows` are noted as where it came from.
         """
         rate = (
             rate_factor
@@ -171,20 +189,37 @@ class MasterOptimizer:
         )
         self.step_count += 1
         with_grad = [m for m in self._masters if m.grad is not None]
-        if not with_grad:
-            return StepReport(0.0, False, rate, skipped=True)
-        limit = self.section.max_grad_norm
         grads = [m.grad for m in with_grad if m.grad is not None]
         total = torch.nn.utils.get_total_norm(grads)
         norm = float(whole(total))
-        if limit is not None and not norm <= limit:  # of NaN too
+        if wrong := not_finite(loss, norm):
+            self.zero_grad()
+            self.note_non_finite(wrong, rows)
+            return StepReport(norm, False, rate, skipped=False, non_finite=True)
+        if not with_grad:
+            return StepReport(0.0, False, rate, skipped=True)
+        limit = self.section.max_grad_norm
+        if limit is not None and norm > limit:
             torch.nn.utils.clip_grads_with_norm_(with_grad, limit, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.zero_grad()
         self._copy_masters()
-        return StepReport(norm, limit is not None and norm > limit, rate, skipped=False)
+        fine = all_finite(self._masters)
+        if not fine:
+            self.note_non_finite("weights are not finite after it", rows, in_weights=True)
+        clipped = limit is not None and norm > limit
+        return StepReport(norm, clipped, rate, skipped=False, non_finite=not fine)
+
+    def note_non_finite(self, what: str, rows: Iterable[int], *, in_weights: bool = False) -> None:
+        """Note what is not finite in the present step, for `take_non_finite`."""
+        self._non_finite.append(NonFinite(what, tuple(sorted(rows)), in_weights))
+
+    def take_non_finite(self) -> list[NonFinite]:
+        """As in `StoredOptimizer`."""
+        found, self._non_finite = self._non_finite, []
+        return found
 
     def fill_gradients(self) -> None:
         """Gradients of 0 where there are none: such an update still lets moments decay."""

@@ -20,6 +20,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.training.exact_kl import response_sum_pi_squared
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import forward_only, response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
@@ -167,17 +168,16 @@ class PreferenceLearner:
 
     def step(self, rows: Rows, optimizer: MasterOptimizer) -> dict[str, float]:
         """One optimizer step on the mean loss over `rows`, however it is split."""
-        metrics = self.accumulate(rows)
-        report = optimizer.step()
-        clipped = float(report.grad_clipped)
-        return metrics | {
-            "grad/norm": report.grad_norm,
-            "grad/clipped": clipped,
-            "lr": report.learning_rate,
-        }
+        metrics, suspects = self.accumulate(rows)
+        total = metrics.get("loss/preference", 0.0)
+        report = optimizer.step(loss=total, rows=suspects or range(len(rows)))
+        return metrics | report.metrics() | {"grad/clipped": float(report.grad_clipped)}
 
-    def accumulate(self, rows: Rows) -> dict[str, float]:
-        """Add the gradient of the mini-batch's loss to the model; returns the metrics."""
+    def accumulate(self, rows: Rows) -> tuple[dict[str, float], set[int]]:
+        """Add the gradient of the mini-batch's loss to the model.
+
+        Returns the metrics, and the rows whose part of the loss is not finite.
+        """
         mini, sums = self._mini(rows), MetricSums()
         counts, prepared = mini.counts(), self._prepare(rows, mini)
         size = max(1, min(self.micro_batch_size, -(-len(rows) // self.ranks.size)))
@@ -189,9 +189,11 @@ class PreferenceLearner:
             share = self.objective.loss(tokens, counts, prepared.rows(index))
             if is_own:
                 share.record(sums)
+                note_suspects(sums, share.total, index.tolist(), out.logprobs)
             (share.total if is_own else 0.0 * share.total).backward()  # type: ignore[no-untyped-call]
-        metrics = with_margin(self.ranks.merge(sums).result()) | dict(prepared.metrics)
-        return metrics | {"tokens/response": float(mini.batch.mask.sum())}
+        sums = self.ranks.merge(sums)
+        metrics = with_margin(sums.result()) | dict(prepared.metrics)
+        return metrics | {"tokens/response": float(mini.batch.mask.sum())}, sums.suspects
 
     def _mini(self, rows: Rows) -> Mini:
         """The mini-batch, with the reference's log-probs if any loss reads them."""

@@ -18,6 +18,7 @@ from posttrain.core.contracts import PairLoss, PairScores
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.models.sharded import put_away
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
@@ -81,9 +82,13 @@ def reward_step(
         scores = score_pairs(model, pairs[start : start + size])
         own = sums if counts else MetricSums()
         share = reward_loss(loss, replace(scores, num_pairs=float(len(pairs))), own)
+        rows = range(start, min(start + size, len(pairs)))
+        note_suspects(own, share, rows, scores.chosen, scores.rejected)
         (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
-    report = optimizer.step()
-    return ranks.merge(sums).result() | {"grad/norm": report.grad_norm, "lr": report.learning_rate}
+    sums = ranks.merge(sums)
+    total = sums.mean("loss/preference", default=0.0)
+    report = optimizer.step(loss=total, rows=sums.suspects or range(len(pairs)))
+    return sums.result() | report.metrics()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.runtime.seeding import generator
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm
@@ -53,15 +54,13 @@ def sft_step(
         loss = -out.logprobs.sum() / num_tokens  # log-probs are 0 outside the response
         if counts:
             sums.add_scalar("sft/loss", loss.detach())
+            note_suspects(sums, loss, rows.tolist(), out.logprobs)
             sums.add_scalar("entropy/mean", out.entropy.detach().sum() / num_tokens)
         (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
-    report = optimizer.step()
-    return {
-        **ranks.merge(sums).result(),
-        "grad/norm": report.grad_norm,
-        "lr": report.learning_rate,
-        "tokens/response": num_tokens,
-    }
+    sums = ranks.merge(sums)
+    rows_of_loss = sums.suspects or range(len(batch))
+    report = optimizer.step(loss=sums.mean("sft/loss", default=0.0), rows=rows_of_loss)
+    return {**sums.result(), **report.metrics(), "tokens/response": num_tokens}
 
 
 @dataclass(frozen=True, slots=True)

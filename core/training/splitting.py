@@ -14,10 +14,13 @@ from posttrain.core.runtime.seeding import generator
 
 def mini_batches(
     batch: RolloutBatch, epochs: int, num_parts: int, seed: int, *path: str | int
-) -> Iterator[RolloutBatch]:
-    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch)."""
+) -> Iterator[tuple[Tensor, RolloutBatch]]:
+    """In every epoch the batch's groups in `num_parts` parts, shuffled by (seed, path, epoch).
+
+    Each comes with the indices of its rows in `batch`.
+    """
     for rows in mini_rows(batch, epochs, num_parts, seed, *path):
-        yield batch if num_parts == 1 else batch.select(rows)
+        yield rows, batch if num_parts == 1 else batch.select(rows)
 
 
 def mini_rows(

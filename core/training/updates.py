@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import MicroLoss, Objective, positive_share
@@ -186,9 +187,16 @@ class Progress:
             self.products.forget()
             self.products = None
 
-    def took(self, report: StepReport) -> None:
-        """Count an optimizer step."""
+    def took(self, report: StepReport, own: MetricSums) -> None:
+        """Count an optimizer step with the metrics of its mini-batch.
+
+        Metrics of a step that is skipped, because its numbers are not finite, count nowhere.
+        """
         self.report = report
+        if report.non_finite:
+            self.sums.add_scalar("grad/non_finite", 1.0)
+            return
+        self.sums.merge(own)
         self.norm_sum += report.grad_norm
         self.num_updates += 1
         self.sums.add_scalar("train/skipped_empty", float(report.skipped))
@@ -202,16 +210,18 @@ class Progress:
                 metrics[name] /= max(1, self.num_updates)
         metrics["train/updates"] = float(self.num_updates)
         if self.report is not None:
-            metrics["grad/norm"] = self.norm_sum / self.num_updates
+            if self.num_updates:
+                metrics["grad/norm"] = self.norm_sum / self.num_updates
             metrics["lr"] = self.report.learning_rate
         return metrics
 
 
 def record_micro(
-    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch
+    sums: MetricSums, loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
 ) -> None:
-    """Add a micro-batch's share of every metric."""
+    """Add a micro-batch's share of every metric; `rows` [n] are its rows in the mini-batch."""
     mask = micro.mask
+    note_suspects(sums, loss.total, rows.tolist(), out.logprobs, micro.advantages)
     for name, value in (*loss.parts.items(), *loss.pulls.items()):
         sums.add_scalar(name, value)
     sums.add_scalar("loss/total", loss.total.detach())

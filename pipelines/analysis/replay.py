@@ -165,7 +165,7 @@ class Replay:
     ) -> ReplayContext:
         there = self.run.stage_inputs(name, self.run.resolved, inputs)
         return ReplayContext(
-            run=there.run.model_copy(update={"keep": KeepSection()}),
+            run=there.run.model_copy(update={"keep": KeepSection(checkpoint_minutes=0)}),
             name=name,
             stage=there.stage.model_copy(update={"checkpoint_every": 0}),
             inputs=inputs,

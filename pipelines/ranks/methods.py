@@ -88,7 +88,6 @@ def reward_head(inputs: StageInputs) -> PreTrainedModel:
     """The reward model with its new head that a `reward_model` stage starts from."""
     assert isinstance(inputs.stage, RewardModelStage)
     model = load_reward_model(inputs.model_dir, inputs.trained_runtime, new_head=True)
-    model.config.pad_token_id = inputs.tokenizer().pad_token_id
     start_training(inputs, model, inputs.stage.lora)
     return model
 

@@ -21,6 +21,7 @@ from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.models.device import is_cuda
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.digests import Block
+from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.optim import StoredOptimizer, precision_of
 from posttrain.core.training.rank_processes import RankProcesses
 from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
@@ -192,6 +193,11 @@ class RankedOptimizer:
     def weights(self, step: int) -> Mapping[str, Tensor | Block]:
         """Each rank has a piece of them: the blocks of `step`, put together."""
         found: dict[str, Block] = self._trainer.call("blocks", self._of, step)
+        return found
+
+    def take_non_finite(self) -> list[NonFinite]:
+        """As in `StoredOptimizer`; all ranks have found the same."""
+        found: list[NonFinite] = self._trainer.call("take_non_finite", self._of)
         return found
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from posttrain.core.models.sharded import put_away, whole
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.digests import Block
+from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.rank_processes import serve
 from posttrain.core.training.ranks import ProcessGroup, Ranks
 from posttrain.core.training.step_record import gather_blocks
@@ -69,6 +70,9 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
     def read(of: str, folder: Path, step_count: int) -> None:
         trained.optimizers[of].read(folder, step_count)
 
+    def take_non_finite(of: str) -> list[NonFinite]:
+        return trained.optimizers[of].take_non_finite()
+
     def finish() -> None:
         for optimizer in trained.optimizers.values():
             optimizer.close()
@@ -78,6 +82,7 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
         "blocks": blocks,
         "write": write,
         "read": read,
+        "take_non_finite": take_non_finite,
         "step_count": lambda of: trained.optimizers[of].step_count,
         "finish": finish,
         "peak_memory_gb": peak_memory_gb,

@@ -28,6 +28,7 @@ from posttrain.core.runtime.files import WrongContent, read_json
 from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.critic import ValuePhase
+from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.step_record import StepTensors, rollout_tensors, weight_tensors
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.rollouts import Rollout
@@ -120,7 +121,11 @@ class Recorder:
         self.metrics["time/rollout_wait_s"] = before + time.perf_counter() - began
 
     def updated(self, update: Update) -> None:
-        """Record the samples of an update and, for `inspect` and `compare`, all that it read."""
+        """Record the samples of an update and, for `inspect` and `compare`, all that it read.
+
+        Raises `RunError` where numbers that are not finite end the stage.
+        """
+        self._require_finite(update)
         rollout, tracker, every = update.rollout, self.context.tracker, self._traces_every
         batch, step = rollout.rows, rollout.step
         self._trained_on = batch
@@ -131,6 +136,22 @@ class Recorder:
             tracker.log_traces(traced_responses(batch, step, self.reward_names, TRACES))
         if self.context.evidence is not None and update.result is not None:
             self.context.evidence.put(self._evidence(update, update.result))
+
+    def _require_finite(self, update: Update) -> None:
+        """End the stage, with the step's metrics recorded, if the update was not of numbers."""
+        step, warn, name = update.rollout.step, self.context.warn, self.context.name
+        keys = [problem.key for problem in update.batch.problems]
+        judged = [(FiniteGuard(name, self.stage.optimizer, warn), self.learner.stored)]
+        if self.critic is not None and self.stage.critic is not None:
+            section, place = self.stage.critic.optimizer, "critic.optimizer"
+            guard = FiniteGuard(name, section, warn, place, "value/non_finite")
+            judged.append((guard, self.critic.stored))
+        for guard, stored in judged:
+            if guard.metric in self.metrics:
+                failure = guard.judge(step, stored.take_non_finite(), self.history, keys)
+                if failure is not None:
+                    self.context.log_step(step, self.metrics)
+                    raise failure
 
     @property
     def _traces_every(self) -> int:

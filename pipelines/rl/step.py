@@ -32,12 +32,10 @@ from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.checkpoint import (
+    Checkpoints,
     LoopState,
-    is_due,
     load_checkpoint,
     save_checkpoint,
-    step_folder,
-    trim,
 )
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
@@ -76,6 +74,7 @@ class RlLoop:
     controller: KlController[Any]
     held_out: Sequence[PromptGroup]
     recorder: Recorder
+    checkpoints: Checkpoints
     episodes: EpisodeRunner | None = None
     critic: ValuePhase | None = None
     sync_check: SyncCheck | None = None
@@ -105,8 +104,7 @@ class RlLoop:
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether the state after `step` is kept."""
-        keep = self.context.run.keep
-        return is_due(step, self.stage.steps, self.stage.checkpoint_every, keep)
+        return self.checkpoints.is_due(step)
 
     def rollouts_due(self, step: int) -> range:
         """Steps whose rollouts start when `step` does: its own, or those of steps ahead."""
@@ -251,17 +249,19 @@ class RlLoop:
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint, then drop older ones."""
-        folder = step_folder(self.context.checkpoints, step)
         parts = {name: part.state() for name, part in self._stateful().items()}
-        save_checkpoint(
-            folder,
-            self.learner.stored,
-            LoopState(step, parts, self.recorder.history),
-            critic=None if self.critic is None else self.critic.stored,
-            reference=self.learner.reference if self.stage.kl.refresh_every else None,
-        )
-        trim(folder.parent, self.context.run.keep)
-        self.context.saved_checkpoint(step, folder)
+        state = LoopState(step, parts, self.recorder.history)
+
+        def save(folder: Path) -> None:
+            save_checkpoint(
+                folder,
+                self.learner.stored,
+                state,
+                critic=None if self.critic is None else self.critic.stored,
+                reference=self.learner.reference if self.stage.kl.refresh_every else None,
+            )
+
+        self.context.saved_checkpoint(step, self.checkpoints.write(step, save))
 
     def resume(self, folder: Path) -> None:
         """Continue where the checkpoint in `folder` was written."""

@@ -138,7 +138,8 @@ def plugins_yaml(resolved: ResolvedRun) -> str:
 def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     """Disk a run may need: a copy per stage that makes a model, and checkpoints.
 
-    A checkpoint holds float32 masters and two moments; the oldest one that does not stay is removed
+    Not the checkpoints that only the time asks for: they are left out where there is no room. One
+    holds float32 masters and two moments; the oldest one that does not stay is removed
     after the new one.
     """
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))

@@ -73,6 +73,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     check_source(config.model)
     ModelRuntime.from_config(config.model)
     check_training(resolved)
+    check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
         assert issubclass(engine, RolloutEngine)
@@ -108,15 +109,13 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem) -> 
 
 
 def check_training(resolved: ResolvedRun) -> None:
-    """Packages and precisions that optimizers need, and layers that LoRA names."""
+    """Packages and precisions that optimizers need."""
     import torch
 
     from posttrain.core.models.device import choose_dtype
-    from posttrain.core.models.lora import check_targets
     from posttrain.core.training.compact_adamw import why_missing
 
     model = resolved.config.model
-    folder = Path(model.source).expanduser()
     for name, stage in resolved.config.stages.items():
         for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
             section = getattr(holder, "optimizer", None)
@@ -130,6 +129,20 @@ def check_training(resolved: ResolvedRun) -> None:
                     f"model.dtype '{model.dtype}' is float32 on this machine; set model.dtype: "
                     "bfloat16, or rounding: masters"
                 )
-            lora = getattr(holder, "lora", None)
-            if lora is not None and lora.targets != "all" and folder.is_dir():
-                check_targets(folder, lora.targets)
+
+
+def check_adapters(resolved: ResolvedRun) -> None:
+    """The layers that adapters name are those of the base model, where it is a directory."""
+    config = resolved.config
+    folder = Path(config.model.source).expanduser()
+    wanted = {}
+    for name, stage in config.stages.items():
+        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+            if (section := getattr(holder, "lora", None)) is not None:
+                wanted[place] = section
+    if not wanted or not (folder / "config.json").is_file():
+        return
+    from posttrain.core.models.lora import check_targets  # late: with it comes transformers
+
+    for place, section in wanted.items():
+        check_targets(folder, section, f"stages.{place}.lora")

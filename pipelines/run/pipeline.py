@@ -22,6 +22,7 @@ from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalRefused
 from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.lora import CONFIG
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.reporter import Reporter
@@ -54,6 +55,7 @@ from posttrain.pipelines.stage.context import StageContext, StageOutput
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
+from posttrain.pipelines.stage.trained import ADAPTER
 from posttrain.pipelines.stages.runners import stage_runner
 
 MODELS = ("model", "reward_model")
@@ -78,7 +80,10 @@ def store_result(
     artifacts = []
     for made_kind, path in output.made.items():
         relative = path.relative_to(partial).as_posix()
-        digest = combine_digests(digests_below(files, relative))
+        below = digests_below(files, relative)
+        # An adapter's config says where its base lies, which every home has in another place.
+        below.pop(f"{ADAPTER}/{CONFIG}", None)
+        digest = combine_digests(below)
         uri = str(final / relative)
         model_id = ""
         if made_kind in MODELS:

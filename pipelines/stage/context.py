@@ -19,6 +19,7 @@ from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer
 from posttrain.core.store.artifacts import ArtifactKind
 from posttrain.core.tracking.sink import StageSink
+from posttrain.core.training.checkpoint import Checkpoints
 from posttrain.core.training.step_record import StepSink
 from posttrain.core.types import Problem
 from posttrain.pipelines.stage.engines import EnginePool
@@ -88,9 +89,15 @@ class StageContext(StageInputs):
                 f"recorded; MLflow does not get {', '.join(fresh)}"
             )
 
-    def saved_checkpoint(self, step: int, folder: Path) -> None:
-        """Tell automations that the stage can go on from here."""
-        self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
+    def keeper(self, total: int, checkpoint_every: int) -> Checkpoints:
+        """When the stage, of `total` steps, writes checkpoints; its clock starts now."""
+        keep = self.run.keep
+        return Checkpoints(self.checkpoints, total, checkpoint_every, keep, self.warn)
+
+    def saved_checkpoint(self, step: int, folder: Path | None) -> None:
+        """Tell automations that the stage can go on from here; None = it was not written."""
+        if folder is not None:
+            self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
 
     def training_problems(self, count: int) -> list[Problem]:
         """As of `StageInputs`, recorded in MLflow."""

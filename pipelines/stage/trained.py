@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.layers import compile_layers, use_checkpointing
-from posttrain.core.models.loading import load_policy, save_model
+from posttrain.core.models.loading import load_policy, save_model, save_reward_model
 from posttrain.core.models.lora import (
     add_adapter,
     frozen_twin,
@@ -22,6 +25,10 @@ from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
     from posttrain.pipelines.stage.context import StageContext
+
+
+ADAPTER = "adapter"
+"""Where the adapter of a trained model lies, in the model's folder."""
 
 
 def reference_of(
@@ -59,6 +66,33 @@ def save_trained(
     """Write the model as a Hugging Face directory; an adapter merged, and alone in `adapter/`."""
     folder = context.out / kind
     if is_adapted(model):
-        save_adapter(model, folder / "adapter", context.run.model.source)
+        save_adapter(model, folder / ADAPTER, *base_of_adapter(context))
         merge_adapter(model)
-    save_model(model, tokenizer.tokenizer, folder)
+    if kind == "reward_model":
+        save_reward_model(model, tokenizer.tokenizer, folder, end_tokens(context.model_dir, model))
+    else:
+        save_model(model, tokenizer.tokenizer, folder)
+
+
+def base_of_adapter(stage: StageInputs) -> tuple[str, str | None]:
+    """What an adapter of the stage is loaded on: a hub id and its revision, or a directory.
+
+    That is the stage's own input. From a hub it has a name on every machine; the commit is that of
+    the snapshot's folder.
+    """
+    folder = stage.model_dir.resolve()
+    if stage.inputs["model"].stage == BASE_MODEL and folder.parent.name == "snapshots":
+        return stage.run.model.source, folder.name
+    return str(folder), None
+
+
+def end_tokens(folder: Path, model: PreTrainedModel) -> set[int]:
+    """The tokens that end a response, as the config and `generation_config.json` name them."""
+    try:
+        generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    found: set[int] = set()
+    for ids in (generation.get("eos_token_id"), model.config.get_text_config().eos_token_id):
+        found.update(ids if isinstance(ids, list) else () if ids is None else (ids,))
+    return found

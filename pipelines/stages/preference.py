@@ -157,7 +157,7 @@ def run_preference(context: StageContext) -> StageOutput:
     if objective.needs_kl_completions:
         _check_labelled(context, stage, train, schedule)
     with open_trainer(context, len(schedule)) as trainer:
-        steps = Steps.begin(context, trainer, len(schedule), stage.checkpoint_every)
+        steps = Steps.begin(context, trainer, len(schedule))
         run = _PreferenceRun(context, stage, trainer, held_out, steps)
         metrics = run.train(train, schedule)
         save_trained(context, trainer.trained_model(), tokenizer, "model")
@@ -203,7 +203,8 @@ class _PreferenceRun:
             every = stage.evaluate_every
             if step == len(schedule) or (every and step % every == 0):
                 metrics |= self.rank()
-            self.steps.done(step, metrics, partial(preference_tensors, chosen))
+            keys = [row.key for row in chosen]
+            self.steps.done(step, metrics, partial(preference_tensors, chosen), keys)
         self.trainer.finish()
         sizes = {
             "pref/num_rows": float(len(rows)),

@@ -38,12 +38,13 @@ def train_on_pairs(
     schedule = mini_batches(context, stage, len(train))
     metrics: dict[str, float] = {}
     with open_trainer(context, len(schedule)) as trainer:
-        steps = Steps.begin(context, trainer, len(schedule), stage.checkpoint_every)
+        steps = Steps.begin(context, trainer, len(schedule))
         for step in steps.remaining:
             context.check()
             rows = [train[i] for i in schedule[step - 1]]
             metrics = trainer.call("step", rows)
-            steps.done(step, metrics, partial(preference_tensors, rows))
+            keys = [pair.key for pair in rows]
+            steps.done(step, metrics, partial(preference_tensors, rows), keys)
         trainer.finish()
         hits = trainer.call("hits", held_out)
         model = trainer.trained_model()

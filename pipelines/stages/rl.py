@@ -136,6 +136,7 @@ def build_loop(
         recorder=Recorder(
             context, stage, tokenizer, learner, critic, controller, reward_names=scorer.names
         ),
+        checkpoints=context.keeper(stage.steps, stage.checkpoint_every),
         critic=critic,
         sync_check=SyncCheck(
             engine,

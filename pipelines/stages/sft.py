@@ -23,13 +23,14 @@ def run_sft(context: StageContext) -> StageOutput:
     tokenizer = context.tokenizer()
     metrics: dict[str, float] = {}
     with open_trainer(context) as trainer:
-        steps = Steps.begin(context, trainer, stage.steps, stage.checkpoint_every)
+        steps = Steps.begin(context, trainer, stage.steps)
         for step in steps.remaining:
             context.check()
             part = problems[(step - 1) * stage.batch_size : step * stage.batch_size]
             batch = worked_batch(tokenizer, part).bare()
             metrics = trainer.call("step", batch)
-            steps.done(step, metrics, partial(example_tensors, batch))
+            keys = [problem.key for problem in part]
+            steps.done(step, metrics, partial(example_tensors, batch), keys)
         trainer.finish()
         examples = [{"prompt": p.prompt, "worked answer": p.worked} for p in problems[:32]]
         context.tracker.log_table("examples", 0, examples)

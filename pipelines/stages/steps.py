@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
+from posttrain.core.config.stages import PreferenceStage, RewardModelStage, SftStage
 from posttrain.core.training.checkpoint import (
+    Checkpoints,
     LoopState,
-    is_due,
     load_checkpoint,
     save_checkpoint,
-    step_folder,
-    trim,
 )
+from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
 from posttrain.pipelines.stage.context import StageContext
@@ -27,16 +28,18 @@ class Steps:
     context: StageContext
     trainer: Trainer
     total: int
-    checkpoint_every: int
+    checkpoints: Checkpoints
+    guard: FiniteGuard
     history: list[dict[str, float]] = field(default_factory=list)
     first: int = 1
 
     @classmethod
-    def begin(
-        cls, context: StageContext, trainer: Trainer, total: int, checkpoint_every: int
-    ) -> Steps:
+    def begin(cls, context: StageContext, trainer: Trainer, total: int) -> Steps:
         """From the context's checkpoint on, if an interrupted run of the stage has left one."""
-        steps = cls(context, trainer, total, checkpoint_every)
+        stage = context.stage
+        assert isinstance(stage, SftStage | PreferenceStage | RewardModelStage)
+        guard = FiniteGuard(context.name, stage.optimizer, context.warn)
+        steps = cls(context, trainer, total, context.keeper(total, stage.checkpoint_every), guard)
         found = context.resume_from
         if found is not None:
             state = load_checkpoint(found, trainer.stored)
@@ -54,21 +57,33 @@ class Steps:
         return range(self.first, self.total + 1)
 
     def done(
-        self, step: int, metrics: Mapping[str, float], batch: Callable[[], Mapping[str, Tensor]]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        batch: Callable[[], Mapping[str, Tensor]],
+        keys: Sequence[str],
     ) -> None:
         """Record a step's metrics, and everything that the next one needs if it is due.
 
-        `batch` makes the tensors that the step was computed from, where they are recorded.
+        `batch` makes the tensors that the step was computed from, where they are recorded; `keys`
+        name its rows. Raises `RunError` where numbers that are not finite end the stage.
         """
+        if "grad/non_finite" in metrics:
+            found = self.trainer.stored.take_non_finite()
+            failure = self.guard.judge(step, found, self.history, keys)
+            if failure is not None:
+                self.context.log_step(step, metrics)
+                raise failure
         sink = self.context.steps
         if sink is not None and sink.wants(step):
             weights = weight_tensors(self.trainer.stored, None, step)
             sink.put(step, StepTensors(batch(), weights), metrics)
         self.context.log_step(step, metrics)
         self.history.append({"step": float(step), **metrics})
-        keep = self.context.run.keep
-        if is_due(step, self.total, self.checkpoint_every, keep):
-            folder = step_folder(self.context.checkpoints, step)
-            save_checkpoint(folder, self.trainer.stored, LoopState(step, {}, self.history))
-            trim(folder.parent, keep)
-            self.context.saved_checkpoint(step, folder)
+        if self.checkpoints.is_due(step):
+            state = LoopState(step, {}, self.history)
+
+            def save(folder: Path) -> None:
+                save_checkpoint(folder, self.trainer.stored, state)
+
+            self.context.saved_checkpoint(step, self.checkpoints.write(step, save))

@@ -104,6 +104,27 @@ def test_updates_and_metrics_are_those_of_one_process(
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-5)
 
 
+def test_ranks_agree_that_a_step_is_not_taken(ranks: RankProcesses) -> None:
+    """Only one of them computes the row that is not finite."""
+    options = Options(micro_batch_size=1)
+    ranks.call("start", "llama", options, check=nothing)
+    ranks.call("update", 0, check=nothing)
+    before = ranks.call("weights", check=nothing)
+    for row in (0, 3):  # one for each rank
+        metrics, found = ranks.call("update_spoiled", row, check=nothing)
+        assert metrics["grad/non_finite"] == 1.0
+        assert [one.rows for one in found] == [(row,)]
+        after = ranks.call("weights", check=nothing)
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    alone = speed_learner(speed_model("llama", options), options)
+    for step in range(2):
+        alone.update(speed_batch(), step, 0.0)
+    ranks.call("update", 1, check=nothing)
+    for name, weight in ranks.call("weights", check=nothing).items():
+        wanted = alone.model.get_parameter(name).detach()
+        torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-5)
+
+
 def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
     ranks: RankProcesses, tmp_path: Path
 ) -> None:

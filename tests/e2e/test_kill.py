@@ -40,7 +40,10 @@ class Moment:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of stage that trains, with a checkpoint after every step."""
+    """Every kind of stage that trains, with a checkpoint after every step.
+
+    Two of them by the number of steps, two by time alone.
+    """
     folder = tmp_path_factory.mktemp("kill")
     made = tiny_config(make_tiny_model(folder / "model"))
     stages = made["stages"]
@@ -49,8 +52,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dpo = {"num_prompts": 24, "num_generations": 16, "batch_size": 4, "generation": {}}
     dpo["generation"] = {"max_response_length": 8}
     stages["preference"] = {"kind": "preference", "inputs": {"model": "sft"}, **dpo}
-    for name in ("sft", "reward_model", "preference", "rl"):
+    for name in ("reward_model", "rl"):
         stages[name]["checkpoint_every"] = 1
+    made["keep"] = {"checkpoint_minutes": 1e-6}
     stages["rl"]["reward_whiten"] = "running"  # it keeps a state from step to step
     return write_config(folder / "run.yaml", made)
 
@@ -137,7 +141,8 @@ def test_a_damaged_checkpoint_is_never_continued_or_passed_over(
 ) -> None:
     """One flipped bit, of weights or of pairs: refused with what to do, which then works."""
     home = prepared(tmp_path / "home")
-    process = start_command("run", str(config), "--home", str(home), "--plain")
+    command = ["run", str(config), "--home", str(home), "--set", "keep.checkpoints=1"]
+    process = start_command(*command, "--plain")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("[reward_model] step 2/"):
@@ -150,15 +155,15 @@ def test_a_damaged_checkpoint_is_never_continued_or_passed_over(
     weights = min(newest.rglob("whole.safetensors"))
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    refused = run_command("run", str(config), "--home", str(home))
+    refused = run_command(*command)
     assert refused.code == 1 and "--fresh" in refused.text and "damaged" in refused.text
     assert "Traceback" not in refused.text
     assert weights.is_file(), "what is damaged is left for somebody to look at"
     weights.write_bytes(kept)
     (answers,) = (home / "checkpoints").rglob("own_answers.json")
     answers.write_text(answers.read_text().replace("1", "2", 1))
-    refused = run_command("run", str(config), "--home", str(home))
+    refused = run_command(*command)
     assert refused.code == 1 and "--fresh" in refused.text and str(answers) in refused.text
-    done = run_command("run", str(config), "--home", str(home), "--fresh", "--json")
+    done = run_command(*command, "--fresh", "--json")
     assert done.code == 0, done.text
     assert done.result["stages"]["reward_model"]["status"] == "ran"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from posttrain.core.errors import DataError
 from posttrain.core.models.sharded import shard, whole
 from posttrain.core.training.digests import Block
+from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.rank_processes import Methods, serve
 from posttrain.core.training.ranks import ProcessGroup
 from posttrain.core.training.step_record import gather_blocks
@@ -40,6 +41,15 @@ def build(setup: object) -> Methods:
         metrics: dict[str, float] = kept["learner"].update(speed_batch(), step, 0.0).metrics
         return metrics
 
+    def update_spoiled(row: int) -> tuple[dict[str, float], list[NonFinite]]:
+        """An update on a batch with a row, which one rank computes, that is not finite."""
+        batch = speed_batch()
+        advantages = batch.column("advantages").clone()
+        advantages[row] = float("nan")
+        learner = kept["learner"]
+        metrics = learner.update(batch.with_columns(advantages=advantages), 0, 0.0).metrics
+        return metrics, learner.optimizer.take_non_finite()
+
     def weights() -> dict[str, Tensor]:
         return {n: whole(p.detach()) for n, p in kept["learner"].model.named_parameters()}
 
@@ -64,6 +74,7 @@ def build(setup: object) -> Methods:
         "gradient": gradient,
         "start": start,
         "update": update,
+        "update_spoiled": update_spoiled,
         "weights": weights,
         "blocks": blocks,
         "blocks_of": blocks_of,

@@ -126,7 +126,7 @@ def gradients(
         shard(model, mesh, torch.float32)
     learner = speed_learner(model, options, ranks)
 
-    def stop(rate_factor: float = 1.0) -> None:
+    def stop(rate_factor: float = 1.0, **of_loss: object) -> None:
         raise GradientTaken
 
     learner.optimizer.step = stop  # type: ignore[assignment,method-assign]

@@ -159,7 +159,7 @@ def test_the_pre_training_term_has_counts_of_its_own(
         learner.optimizer.close()
         found: list[Tensor] = []
 
-        def keep(rate_factor: float = 1.0) -> Any:
+        def keep(rate_factor: float = 1.0, **of_loss: object) -> Any:
             found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
             raise StopIteration
 

@@ -307,6 +307,15 @@ def test_checkpoints_take_disk_while_the_stage_runs_and_those_kept_stay(
     assert kept["disk_gb"] - plain["disk_gb"] == pytest.approx(4 * size, abs=2e-4)
 
 
+def test_checkpoints_that_the_time_asks_for_take_disk_too(tmp_path: Path, model: Path) -> None:
+    stage = {**RL, "steps": 9, "checkpoint_every": 0}
+    size = 12 * AutoModelForCausalLM.from_pretrained(model).num_parameters() / 1e9
+    for minutes, count in ((0, 0), (1e-9, 3), (1e9, 0)):  # two that are kept, one being written
+        data = run_data(tmp_path, {"rl": stage}, model, keep={"checkpoint_minutes": minutes})
+        found = estimator(data).stages(["rl"])["rl"]
+        assert found["disk_peak_gb"] - found["disk_gb"] == pytest.approx(count * size, abs=2e-4)
+
+
 def test_the_engine_stays_once_it_was_needed(tmp_path: Path, model: Path) -> None:
     stages = {
         "first": SFT,

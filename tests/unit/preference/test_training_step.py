@@ -68,7 +68,7 @@ def learner(
 
 
 def gradient(made: PreferenceLearner, rows: Rows) -> tuple[dict[str, float], list[Tensor]]:
-    metrics = made.accumulate(rows)
+    metrics, _ = made.accumulate(rows)
     grads = [p.grad.clone() for p in made.model.parameters() if p.grad is not None]
     made.model.zero_grad()
     return metrics, grads

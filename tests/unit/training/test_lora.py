@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from posttrain.core.config.sections import LoraSection, ModelSection, OptimizerSection
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import (
+    CONFIG,
     add_adapter,
     base_weights,
     frozen_twin,
@@ -27,6 +35,9 @@ from posttrain.core.models.lora import (
 from posttrain.core.models.stream_attention import use_stream_attention
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.pipelines.run.checks import check_adapters, resolve_configs
+from posttrain.pipelines.stage.trained import base_of_adapter
+from tests.helpers.pipeline import write_config
 from tests.helpers.tiny import make_tiny_model
 from tests.unit.training.test_stream import make_batch, make_model
 
@@ -165,6 +176,116 @@ def test_the_head_of_a_reward_model_is_trained_as_a_whole(tmp_path: Path) -> Non
     add_adapter(model, SECTION, seed=1)
     whole = {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
     assert whole == {"score.weight"}
+
+
+def test_peft_reads_the_adapter_of_a_reward_model_with_its_head(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    model = load_reward_model(folder, RUNTIME, new_head=True)
+    add_adapter(model, SECTION, seed=1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name or name == "score.weight":
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, tmp_path / "adapter", str(folder))
+    base = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, num_labels=1
+    )
+    ids = torch.arange(3, 12)[None]
+    scores = model(input_ids=ids).logits
+    read = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(read(input_ids=ids).logits, scores, rtol=0, atol=1e-5)
+    assert scores.abs().max() > 0.01
+
+
+def test_the_file_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Names in a set come in another order wherever strings hash differently."""
+    model = adapted("llama")
+    save_adapter(model, tmp_path, "base", "commit")
+    found = json.loads((tmp_path / CONFIG).read_text())
+    assert found["target_modules"] == sorted(found["target_modules"]) and list(found) == sorted(
+        found
+    )
+    assert len(found["target_modules"]) == 7
+    assert (found["base_model_name_or_path"], found["revision"]) == ("base", "commit")
+    assert LoraConfig.from_pretrained(str(tmp_path)).r == 3
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "made_by", "named"),
+    [
+        ("hub/models--a--b/snapshots/c0ffee", "a/b", "base", ("a/b", "c0ffee")),
+        ("models/bundled", "a/b", "base", ("{root}/models/bundled", None)),
+        ("given", "given", "base", ("{root}/given", None)),
+        ("artifacts/sft-1/model", "a/b", "sft", ("{root}/artifacts/sft-1/model", None)),
+        ("artifacts/snapshots/model", "a/b", "sft", ("{root}/artifacts/snapshots/model", None)),
+    ],
+)
+def test_the_base_of_an_adapter_is_what_the_stage_read(
+    tmp_path: Path, folder: str, source: str, made_by: str, named: tuple[str, str | None]
+) -> None:
+    stage: Any = SimpleNamespace(
+        model_dir=tmp_path / folder,
+        inputs={"model": SimpleNamespace(stage=made_by)},
+        run=SimpleNamespace(model=SimpleNamespace(source=source)),
+    )
+    assert base_of_adapter(stage) == (named[0].format(root=tmp_path.resolve()), named[1])
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 2},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "granitemoe": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "jetmoe": {"num_local_experts": 2, "num_experts_per_tok": 1, "kv_channels": 8},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 16},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_all_layers_of_a_model_with_fused_experts_are_refused_not_left_out(family: str) -> None:
+    config = AutoConfig.for_model(family, **SMALL, **HEADS, **MIXTURES[family])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="cannot adapt the experts.*name the layers") as refused:
+        add_adapter(model, LoraSection(), seed=0)
+    named = str(refused.value).partition("layers to adapt, of [")[2].partition("]")[0].split(", ")
+    assert not is_adapted(model)
+    # What the sentence offers works.
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapter(model, LoraSection(targets=tuple(named)), seed=0)
+    assert is_adapted(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "wrong"),
+    [("mixtral", "all", "experts"), ("llama", ("c_attn",), "c_attn"), ("llama", "all", "")],
+)
+def test_layers_are_checked_before_a_run_begins(
+    family: str, targets: Any, wrong: str, tmp_path: Path
+) -> None:
+    made = AutoConfig.for_model(family, **SMALL, **HEADS)
+    made.save_pretrained(tmp_path)
+    config = {
+        "model": {"source": str(tmp_path)},
+        "task": "arithmetic",
+        "stages": {"sft": {"kind": "sft", "inputs": {"model": "base"}, "lora": {}}},
+    }
+    config["stages"]["sft"]["lora"] = {"targets": targets}  # type: ignore[index]
+    path = write_config(tmp_path / "run.yaml", config)
+    resolved, _ = resolve_configs([path], None)
+    if not wrong:
+        check_adapters(resolved)
+        return
+    with pytest.raises(ConfigError, match=f"^stages.sft.lora: .*{wrong}"):
+        check_adapters(resolved)
+
+
+def test_all_layers_are_adapted_where_the_prefix_of_the_backbone_is_another_one() -> None:
+    model = unadapted("llama")
+    model.base_model_prefix = "language_model"  # as llama4_text has it
+    add_adapter(model, SECTION, seed=1)
+    assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 14
 
 
 def test_a_layer_that_is_not_there_is_named() -> None:

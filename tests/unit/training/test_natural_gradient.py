@@ -301,7 +301,7 @@ def test_the_record_is_of_the_policy_before_the_step(
         objective,
         objective.prepare(mini, generator(0), 2),
         generator(0),
-        record=lambda loss, out, micro: seen.append(
+        record=lambda loss, out, micro, rows: seen.append(
             (float(loss.total.detach()), out.logprobs.detach(), len(micro))
         ),
     )

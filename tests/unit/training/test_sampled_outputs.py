@@ -68,7 +68,7 @@ def gradient(
     learner.settings = replace(learner.settings, cut=cut)
     counted: dict[str, float] = {}
 
-    def stop(rate_factor: float = 1.0) -> None:
+    def stop(rate_factor: float = 1.0, **of_loss: object) -> None:
         raise GradientTaken
 
     whole = learner._accumulate
