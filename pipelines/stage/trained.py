@@ -61,4 +61,7 @@ def save_trained(
     if is_adapted(model):
         save_adapter(model, folder / "adapter", context.run.model.source)
         merge_adapter(model)
+    if model.can_generate():  # so that every engine ends its answers where this run did
+        ends = list(tokenizer.end_token_ids)
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     save_model(model, tokenizer.tokenizer, folder)
