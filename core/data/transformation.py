@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from posttrain.core.contracts import Task
 from posttrain.core.math.closed_forms import integer_question, plain_integer
+from posttrain.core.math.splits import loose_key
 from posttrain.core.types import Problem
 
 How = Literal["unchanged", "rule", "model"]

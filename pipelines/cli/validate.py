@@ -28,15 +28,23 @@ def validate(
     from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
-    inputs = check_inputs(with_model(resolved, found.section), manager)
+    local = with_model(resolved, found.section)
+    inputs = check_inputs(local, manager)
+    from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
+
+    warnings = check_texts(local, inputs.task)
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
+    for warning in warnings:
+        console.print(f"warning: {warning}", markup=False)
     console.print(
         f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
         f"task '{config.task.name}', model {config.model.source}",
         markup=False,
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-    return Result({"status": "ok", "order": list(resolved.order), "plugins": plugins})
+    return Result(
+        {"status": "ok", "order": list(resolved.order), "plugins": plugins, "warnings": warnings}
+    )

@@ -15,6 +15,7 @@ from posttrain.core.errors import ResourceError
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.contracts import Task
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.core.types import Problem, Split
 
@@ -51,8 +52,9 @@ def resolve_configs(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One problem of each split, as proof that the task can supply them."""
+    """The task, and one problem of each split, as proof that it can supply them."""
 
+    task: Task[Any]
     problems: dict[str, Problem]
 
 
@@ -75,7 +77,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
-    return Inputs({split: task.problems(split, 1, config.seed)[0] for split in SPLITS})
+    return Inputs(task, {split: task.problems(split, 1, config.seed)[0] for split in SPLITS})
 
 
 def check_optimizers(resolved: ResolvedRun) -> None:
