@@ -32,7 +32,7 @@ def validate(
     inputs = check_inputs(local, manager)
     from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
 
-    warnings = check_texts(local, inputs.task)
+    warnings = check_texts(local, inputs.task, context.home / "models")
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"

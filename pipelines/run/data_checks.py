@@ -26,22 +26,24 @@ from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.models.source import known_folder
 from posttrain.core.training.sft import fitting_worked
 
 MOST = 10_000
 """Rows that are looked at for one stage."""
 
 
-def check_texts(resolved: ResolvedRun, task: Task[Any]) -> list[str]:
+def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[str]:
     """A warning for each stage that would leave out or cut rows because of their length.
 
-    Raises `DataError` for what the stage itself would refuse before its first step.
+    `models` is where the bundled model is converted to. Raises `DataError` for what the stage would
+    itself refuse before its first step.
     """
     config = resolved.config
-    path = Path(config.model.source).expanduser()
-    if not path.is_dir():
+    folder = known_folder(config.model, models)
+    if folder is None:
         return []
-    tokenizer = ChatTokenizer.load(path, config.model.system_prompt)
+    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt)
     warnings = []
     for name in resolved.order:
         try:
