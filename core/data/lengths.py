@@ -63,7 +63,7 @@ class LengthRule:
 
     def _cut(self, where: str, prompt: int, answer: int, *, possible: bool) -> bool:
         if not self.example:
-            self.example = f"{where}: {prompt} tokens of prompt and {answer} of answer"
+            self.example = f"{where} with {prompt} tokens of prompt and {answer} of answer"
         if self.overlong == "error":
             self.refused += 1
             return False
@@ -81,8 +81,8 @@ class LengthRule:
         if not longer:
             return ""
         reported = (
-            f"{longer} of {self.seen} {self.what} are longer than {self.limit} tokens "
-            f"({self.setting}), such as {self.example}"
+            f"{longer} of {self.seen} {self.what} are too long, such as {self.example}, which "
+            f"exceeds {self.setting} {self.limit}"
         )
         if self.refused:
             raise DataError(

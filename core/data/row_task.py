@@ -236,7 +236,7 @@ class RowTask(Task[RowConfigT]):
         return ", ".join(str(path) for path in self.files())
 
     def verify(self, problem: Problem, text: str) -> Verdict:
-        # White space around an answer is no part of what is compared.
+        # White space around an answer is not compared.
         stripped, answer = text.strip(), problem.answer.strip()
         match = problem.metadata.get("match", self.config.match)
         if match == "exact":

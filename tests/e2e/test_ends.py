@@ -132,7 +132,7 @@ def test_validate_shows_and_refuses_what_the_run_would(
     assert done.code == 0, done.text
     found = done.result["warnings"]
     assert [text.split(":")[0] for text in found] == [f"stages.{s}" for s in config["stages"]]
-    assert "1 of 6 worked answers with their prompt are longer than 64 tokens" in found[0]
+    assert "1 of 6 worked answers with their prompt are too long, such as" in found[0]
     refused = run_command("validate", path, "--set", "model.overlong=error")
     assert refused.code == 3
     assert "stages.sft: 1 of 6" in refused.text and "model.overlong to drop" in refused.text

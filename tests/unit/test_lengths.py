@@ -72,7 +72,9 @@ def test_one_rule_for_all_that_is_trained_on(apply: Any) -> None:  # Any: one of
     rule = LengthRule("drop", LIMIT, "rows")
     assert apply(rule) == [(3, 9)]
     assert rule.metrics("data") == {"data/overlong_dropped": 3, "data/overlong_truncated": 0}
-    assert "3 of 4 rows are longer than 12 tokens (model.max_model_len), such as" in rule.check()
+    assert "3 of 4 rows are too long, such as '" in rule.check()
+    assert "abc' with 4 tokens of prompt and 10 of answer, which exceeds" in rule.check()
+    assert "exceeds model.max_model_len 12; 3 were" in rule.check()
     assert "3 were left out (model.overlong: drop)" in rule.check()
 
     rule = LengthRule("truncate", LIMIT, "rows")
@@ -82,7 +84,9 @@ def test_one_rule_for_all_that_is_trained_on(apply: Any) -> None:  # Any: one of
 
     rule = LengthRule("error", LIMIT, "rows", "max_length")
     apply(rule)
-    with pytest.raises(DataError, match=r"3 of 4 .*\(max_length\).*: raise max_length, .*overlong"):
+    with pytest.raises(
+        DataError, match=r"3 of 4 .*exceeds max_length 12: raise max_length, .*overlong"
+    ):
         rule.check()
 
 
