@@ -87,6 +87,9 @@ class EnvironmentComponent(Component):
         }
 
 
+Overlong = Literal["drop", "truncate", "error"]
+
+
 class ModelSection(Section):
     """The base model and how models are held in memory."""
 
@@ -138,6 +141,12 @@ class ModelSection(Section):
         ge=8,
         le=100_000_000,
         description="tokens of prompt and response together, at most",
+    )
+    overlong: Overlong = Field(
+        default="drop",
+        description="what becomes of training rows and prompts longer than max_model_len: left "
+        "out, cut (an answer at its end, a prompt at its start), or refused; the first two are "
+        "counted",
     )
     system_prompt: str | None = Field(
         default=None, description="system message of every chat; null = the template's own default"

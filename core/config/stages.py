@@ -78,8 +78,8 @@ class PreferenceDataStage(StageBase):
     max_length: int | None = Field(
         default=None,
         ge=2,
-        description="tokens of prompt and answer together; longer rows of a file are left out; "
-        "null = model.max_model_len",
+        description="tokens of prompt and answer together; model.overlong says what becomes of "
+        "longer rows; null = model.max_model_len",
     )
     epochs: int = Field(default=1, ge=1, le=100_000, description="passes over the training rows")
     batch_size: int = Field(

@@ -43,7 +43,7 @@ class PreferenceRow:
     """One line: a prompt (chat messages) and its `answers`, texts of one assistant turn each.
 
     A pair has two answers, chosen first, and may have a `margin`; any other row has one. `key` is
-    the same for the same prompt, however it is written.
+    the same for the same prompt, as a text or as a chat.
     """
 
     where: str
@@ -239,8 +239,9 @@ def _shared_prompt(
         rest: tuple[object, object] = chosen[shared:], rejected[shared:]
     elif isinstance(chosen, str) and isinstance(rejected, str):
         text = _whole_words(os.path.commonprefix([chosen, rejected]), chosen, rejected)
-        rest = chosen[len(text) :].lstrip(), rejected[len(text) :].lstrip()
-        prompt = ({"role": "user", "content": text.rstrip()},) if text.strip() else ()
+        text = text.rstrip()
+        rest = _after(text, chosen), _after(text, rejected)
+        prompt = ({"role": "user", "content": text},) if text else ()
     else:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' are {_short(chosen)} and {_short(rejected)}, "
@@ -252,6 +253,12 @@ def _shared_prompt(
             "be read from them: add 'prompt'"
         )
     return prompt, *rest
+
+
+def _after(prompt: str, text: str) -> str:
+    """What follows the prompt, without the one white space character that separates them."""
+    rest = text[len(prompt) :]
+    return rest[1:] if rest[:1].isspace() else rest
 
 
 def _whole_words(shared: str, *texts: str) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
-from jinja2 import TemplateError
 
 from posttrain.core.contracts.preference_rows import PreferenceRow
+from posttrain.core.data.lengths import Ids, LengthRule
 from posttrain.core.errors import DataError
-from posttrain.core.math.splits import held_out_keys, text_key
+from posttrain.core.math.splits import held_out_keys, loose_key
 from posttrain.core.runtime.json_files import JsonRow
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def solutions_of(row: JsonRow) -> tuple[str, list[MarkedSolution]]:
             f"{row.where} has the fields {sorted(row.values)}, expected {EXAMPLE}: correct this "
             "line or give another file"
         )
-    return question.strip(), found
+    return question, found
 
 
 def marked_pairs(
@@ -59,7 +59,7 @@ def marked_pairs(
     per_question: int,
     restyle: Callable[[str], str],
 ) -> list[PreferenceRow]:
-    """At most `per_question` pairs of each question whose key is not in `held_out`.
+    """At most `per_question` pairs of each question whose `loose_key` is not in `held_out`.
 
     A pair is a right solution and a wrong one, each through `restyle`; each solution is used as
     evenly as possible. `template` holds {question}. Raises `DataError` when no pair is left.
@@ -68,7 +68,7 @@ def marked_pairs(
     skipped = 0
     for row in rows:
         question, solutions = solutions_of(row)
-        if text_key(question) in held_out:
+        if loose_key(question) in held_out:
             skipped += 1
             continue
         right = list(dict.fromkeys(restyle(s.solution) for s in solutions if s.correct))
@@ -94,8 +94,6 @@ def _diagonal(right: list[str], wrong: list[str], count: int) -> Iterator[tuple[
     ]
     yield from combinations[:count]
 
-
-Ids = tuple[int, ...]
 
 PAIR_PROMPTS_PER_CALL = 16
 """Problems that a stage samples answers to at once, to make pairs of them."""
@@ -135,38 +133,59 @@ KeyedT = TypeVar("KeyedT", bound=_Keyed)
 
 
 def tokenise_pairs(
-    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
-) -> tuple[list[Pair], int]:
-    """Pairs of at most `max_length` tokens each (prompt and answer), and how many were longer."""
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, rule: LengthRule
+) -> list[Pair]:
+    """Token ids of pairs, those that are too long cut or left out by `rule`."""
     pairs = []
     for row in rows:
         prompt = _prompt_ids(row, tokenizer)
         chosen, rejected = (tokenizer.encode_response(text) for text in row.answers)
-        if len(prompt) + max(len(chosen), len(rejected)) <= max_length:
-            pairs.append(Pair(row.key, prompt, chosen, rejected, row.margin))
-    return pairs, len(rows) - len(pairs)
+        pairs.append(Pair(row.key, prompt, chosen, rejected, row.margin))
+    return fitting_pairs(pairs, rule)
+
+
+def fitting_pairs(pairs: Sequence[Pair], rule: LengthRule) -> list[Pair]:
+    """Pairs of which prompt and longer answer fit, cut or left out by `rule`."""
+    found = []
+    for pair in pairs:
+        longer = max(len(pair.chosen_ids), len(pair.rejected_ids))
+        room = rule.answer_room(f"{pair.key[:60]!r}", len(pair.prompt_ids), longer)
+        if room is None:
+            continue
+        chosen, rejected = pair.chosen_ids[:room], pair.rejected_ids[:room]
+        if room < longer and chosen == rejected:
+            rule.leave_out()
+            continue
+        found.append(replace(pair, chosen_ids=chosen, rejected_ids=rejected))
+    return found
 
 
 def tokenise_labelled(
-    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
-) -> tuple[list[LabelledAnswer], int]:
-    """Answers of at most `max_length` tokens each, prompt included, and how many were longer."""
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer, rule: LengthRule
+) -> list[LabelledAnswer]:
+    """Token ids of labelled answers, those that are too long cut or left out by `rule`."""
     answers = []
     for row in rows:
         prompt, answer = _prompt_ids(row, tokenizer), tokenizer.encode_response(row.answers[0])
-        if len(prompt) + len(answer) <= max_length:
-            answers.append(LabelledAnswer(row.key, prompt, answer, bool(row.label)))
-    return answers, len(rows) - len(answers)
+        answers.append(LabelledAnswer(row.key, prompt, answer, bool(row.label)))
+    return fitting_labelled(answers, rule)
+
+
+def fitting_labelled(rows: Sequence[LabelledAnswer], rule: LengthRule) -> list[LabelledAnswer]:
+    """Labelled answers that fit with their prompt, cut or left out by `rule`."""
+    found = []
+    for row in rows:
+        room = rule.answer_room(f"{row.key[:60]!r}", len(row.prompt_ids), len(row.answer_ids))
+        if room is not None:
+            found.append(replace(row, answer_ids=row.answer_ids[:room]))
+    return found
 
 
 def _prompt_ids(row: PreferenceRow, tokenizer: ChatTokenizer) -> Ids:
     try:
         return tokenizer.encode_chat(row.prompt)
-    except TemplateError as error:
-        raise DataError(
-            f"{row.where}: the model's chat template refuses the prompt's messages ({error}): "
-            "correct their roles, or choose a model with another template"
-        ) from error
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
 
 
 def split_by_prompt(

@@ -148,7 +148,7 @@ Found = dict[str, tuple[Problem, str]]
 
 
 class RowTask(Task[RowConfigT]):
-    """Problems of rows. Formula: key = the prompt without extra white space.
+    """Problems of rows. Formula: key = the prompt, in Unicode's NFC.
 
     Held out are the rows given apart, or without them those with sha256(key) mod 1000 <
     held_out_permille. A row that occurs twice counts once; one prompt with two answers, or one that
@@ -237,13 +237,14 @@ class RowTask(Task[RowConfigT]):
         return ", ".join(str(path) for path in self.files())
 
     def verify(self, problem: Problem, text: str) -> Verdict:
-        stripped = text.strip()
+        # White space around an answer is not compared.
+        stripped, answer = text.strip(), problem.answer.strip()
         match = problem.metadata.get("match", self.config.match)
         if match == "exact":
-            return Verdict(float(stripped == problem.answer), stripped or None)
+            return Verdict(float(stripped == answer), stripped or None)
         if match == "contains":
-            found = problem.answer in text
-            return Verdict(float(found), problem.answer if found else None)
+            found = answer in text
+            return Verdict(float(found), answer if found else None)
         numbers = numbers_in(text)
         if not numbers:
             return Verdict(0.0, None)
@@ -267,4 +268,4 @@ def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> s
             f"{where}: field '{field}' is {repr(value)[:80]} ({type(value).__name__}), expected "
             f"{allowed}: correct this line"
         )
-    return value.strip()
+    return value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -14,6 +15,16 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import SampledGroup
+from posttrain.core.data.chat import (
+    Messages,
+    TurnEnd,
+    render,
+    render_open,
+    stored_ends,
+    takes_system_messages,
+    turn_end,
+    without_system,
+)
 from posttrain.core.errors import ResourceError
 from posttrain.core.types import Completion, Problem
 
@@ -22,17 +33,35 @@ if TYPE_CHECKING:
 
 
 class ChatTokenizer:
-    """A tokenizer with what training needs: prompts, responses with their end, padding."""
+    """A tokenizer with what training needs: prompts, responses with their end, padding.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+    `end_token_ids` are all tokens that end a response, for engines, training and measures alike:
+    the tokenizer's end-of-sequence token, those of the model's generation config, and the one with
+    which the chat template ends an assistant's turn. `turn_end` is what a response that is learned
+    from ends with: what the template writes, without a template the end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        stored_ends: Sequence[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
-        if tokenizer.eos_token_id is None:
+        found = turn_end(tokenizer)
+        if tokenizer.eos_token_id is not None:
+            self.eos_token_id = int(tokenizer.eos_token_id)
+        elif found is not None or stored_ends:
+            self.eos_token_id = found.token if found is not None else stored_ends[0]
+        else:
             raise ResourceError(
                 f"the tokenizer of '{tokenizer.name_or_path}' has no end-of-sequence token: set "
                 "eos_token in its tokenizer_config.json"
             )
-        self.eos_token_id: int = int(tokenizer.eos_token_id)
+        self.turn_end = found or TurnEnd("", self.eos_token_id)
+        ends = {self.eos_token_id, *stored_ends, self.turn_end.token}
+        self.end_token_ids: tuple[int, ...] = tuple(sorted(ends))
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
         self._token_texts: dict[int, str] = {}
@@ -48,7 +77,7 @@ class ChatTokenizer:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
             ) from error
-        return cls(tokenizer, system_prompt)
+        return cls(tokenizer, system_prompt, stored_ends(Path(path), tokenizer))
 
     def token_text(self, token: int) -> str:
         """The text of one token id by itself; of a special token its name."""
@@ -60,28 +89,38 @@ class ChatTokenizer:
         """Token ids of the prompt, up to where the assistant's answer begins."""
         return self.encode_chat([{"role": "user", "content": problem.prompt}])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant's next answer begins.
+    def encode_chat(self, messages: Messages) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant's next words begin.
 
-        A model without a chat template gets the messages' texts, a line each. The system prompt of
-        the run is put first unless the messages bring their own.
+        A last message of the assistant's is continued. The system prompt of the run is put first
+        unless the messages bring their own; a template that takes no system message gets it in
+        front of the user's first message. A model without a chat template gets the messages' texts,
+        a line each. Raises `DataError` for messages that the template refuses.
         """
+        chat = list(messages)
+        if self.system_prompt is not None and chat[0]["role"] != "system":
+            chat.insert(0, {"role": "system", "content": self.system_prompt})
+        goes_on = chat[-1]["role"] == "assistant"
         if self.tokenizer.chat_template is None:
-            text = "".join(message["content"] + "\n" for message in messages)
+            text = "\n".join(message["content"] for message in chat) + ("" if goes_on else "\n")
             return tuple(self.tokenizer(text)["input_ids"])
-        chat_messages = [dict(message) for message in messages]
-        if self.system_prompt is not None and chat_messages[0]["role"] != "system":
-            chat_messages.insert(0, {"role": "system", "content": self.system_prompt})
-        chat = self.tokenizer.apply_chat_template(
-            chat_messages, add_generation_prompt=True, tokenize=False
-        )
+        if chat[0]["role"] == "system" and not self._takes_system:
+            chat = without_system(chat)
+        if goes_on:
+            text = render_open(self.tokenizer, chat)
+        else:
+            text = render(self.tokenizer, chat, generation_prompt=True)
         # The template writes the special tokens itself.
-        return tuple(self.tokenizer(str(chat), add_special_tokens=False)["input_ids"])
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return takes_system_messages(self.tokenizer)
 
     def encode_response(self, text: str) -> tuple[int, ...]:
-        """Token ids of a whole response, its end-of-sequence token included."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return (*ids, self.eos_token_id)
+        """Token ids of a whole response with its end, as the chat template writes it."""
+        ids = self.tokenizer(text + self.turn_end.text, add_special_tokens=False)["input_ids"]
+        return (*ids, self.turn_end.token)
 
     def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Token ids of `text` alone, in which special tokens are plain text unless `special`.
@@ -92,7 +131,16 @@ class ChatTokenizer:
         return tuple(found["input_ids"])
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """The text of a response, without special tokens and ends."""
+        own = [token for token in ids if token not in self.end_token_ids]
+        return str(self.tokenizer.decode(own, skip_special_tokens=True))
+
+    def is_truncated(self, completion: Completion) -> bool:
+        """Whether the length limit cut the response. One that ends with an end token is whole."""
+        if completion.finish_reason != "length" or not completion.token_ids:
+            return completion.finish_reason == "length"
+        own = not completion.sampled or completion.sampled[-1]
+        return not (own and completion.token_ids[-1] in self.end_token_ids)
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +252,7 @@ def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> R
         turns=[text.turns for text in texts],
         response_logprobs=[c.logprobs for _, _, c in rows],
         policy_versions=[c.policy_version for _, _, c in rows],
-        truncated=[c.finish_reason == "length" for _, _, c in rows],
+        truncated=[tokenizer.is_truncated(c) for _, _, c in rows],
         sampled=[c.sampled for _, _, c in rows],
         node_ids=[c.node_ids for _, _, c in rows],
     )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from posttrain.core.contracts import Task
 from posttrain.core.math.closed_forms import integer_question, plain_integer
+from posttrain.core.math.splits import loose_key
 from posttrain.core.types import Problem
 
 How = Literal["unchanged", "rule", "model"]
@@ -78,7 +79,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Transformer:
-    """Rewrites problems of `task` with the model that `ask` stands for."""
+    """Rewrites problems of `task` with the model that `ask` stands for.
+
+    `held_out` holds the `loose_key` of each held-out problem's key.
+    """
 
     task: Task[Any]
     settings: Rewriting
@@ -101,7 +105,8 @@ class Transformer:
             return Outcome(problem, problem)
         found = integer_question(problem.answer) if self.settings.by_rule else None
         if found is not None:
-            question = f"{self.task.question(problem).strip()} {found.instruction}".strip()
+            question = self.task.question(problem)
+            question += ("" if question[-1:].isspace() else " ") + found.instruction
             made = self.task.rewritten(question, str(found.answer))
             return Outcome(problem, made, "rule", detail=found.form)
         if not self.settings.by_model:
@@ -135,7 +140,8 @@ class Transformer:
         if answer is None:
             return Outcome(problem, reason="not_integer", detail=claimed[:80])
         made = self.task.rewritten(question, answer)
-        if made.key == self.task.rewritten(self.task.question(problem), answer).key:
+        before = self.task.rewritten(self.task.question(problem), answer)
+        if loose_key(made.key) == loose_key(before.key):
             return Outcome(problem, reason="same_question", detail=answer)
         if not self.fits(made.prompt):
             return Outcome(problem, reason="too_long")
@@ -162,7 +168,7 @@ class Transformer:
             right, wrong = self.task.verify(made, made.worked), self.task.verify(made, other)
             if right.correct < 1.0 or wrong.correct >= 1.0:
                 return Outcome(before, reason="verifier", detail=made.answer)
-            if made.key in self.held_out:
+            if loose_key(made.key) in self.held_out:
                 return Outcome(before, reason="held_out")
             if not self.fits(made.prompt):
                 return Outcome(before, reason="too_long")

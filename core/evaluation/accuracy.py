@@ -128,7 +128,7 @@ def _evaluate_part(
                 said.transcript,
                 verdict.parsed,
                 verdict.correct,
-                completion.finish_reason == "length",
+                tokenizer.is_truncated(completion),
                 sum(completion.sampled) if completion.sampled else len(completion.token_ids),
                 sampled_verdicts,
             )

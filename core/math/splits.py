@@ -35,8 +35,13 @@ def held_out_keys(keys: Iterable[str], fraction: float) -> frozenset[str]:
 
 
 def text_key(text: str) -> str:
-    """Canonical form of a text: Unicode NFC, runs of white space as one space."""
-    return " ".join(unicodedata.normalize("NFC", text).split())
+    """Which text it is: Unicode NFC. Texts that differ in white space are different texts."""
+    return unicodedata.normalize("NFC", text)
+
+
+def loose_key(text: str) -> str:
+    """`text_key` with runs of white space as one space, to find one question in two sources."""
+    return " ".join(text_key(text).split())
 
 
 def too_few(task: str, split: Split, wanted: int, available: int, fix: str) -> DataError:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.errors import ConfigError, ResourceError, RunError
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.runtime.seeding import generator
 
 if TYPE_CHECKING:  # plugins are listed without loading transformers

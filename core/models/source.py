@@ -94,17 +94,21 @@ def obtain(section: ModelSection, cache: Path) -> BaseModel:
 
 def known_digest(section: ModelSection, cache: Path) -> str | None:
     """Digest of the base model when it is on this disk already, else None; downloads nothing."""
+    folder = known_folder(section, cache)
+    return None if folder is None else directory_digest(folder)
+
+
+def known_folder(section: ModelSection, cache: Path) -> Path | None:
+    """Directory of the base model when it is on this disk already; downloads nothing."""
     path = Path(section.source).expanduser()
     if path.is_dir():
-        return directory_digest(path)
+        return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return directory_digest(
-            Path(
-                snapshot_download(section.source, revision=section.revision, local_files_only=True)
-            )
+        return Path(
+            snapshot_download(section.source, revision=section.revision, local_files_only=True)
         )
     except LocalEntryNotFoundError:
         pass
@@ -112,7 +116,7 @@ def known_digest(section: ModelSection, cache: Path) -> str | None:
     if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
         return None
     folder = converted_folder(cache, file_digest(gguf))
-    return directory_digest(folder) if (folder / "source.json").is_file() else None
+    return folder if (folder / "source.json").is_file() else None
 
 
 def directory_digest(folder: Path) -> str:

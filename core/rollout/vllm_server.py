@@ -237,11 +237,11 @@ def read_completion(
 
 
 def _finish_reason(said: str, ids: Sequence[int], stop_token_ids: Sequence[int]) -> FinishReason:
-    if said == "length":
-        return "length"
-    if said != "stop":
+    if said not in ("length", "stop"):
         raise ValueError(f"finish reason '{said}'")
-    return "stop" if ids[-1] in stop_token_ids else "stop_string"
+    if ids[-1] in stop_token_ids:  # also where it is the last token allowed
+        return "stop"
+    return "length" if said == "length" else "stop_string"
 
 
 def scoring_request(model: str, ids: Sequence[int]) -> Json:

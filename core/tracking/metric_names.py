@@ -250,6 +250,15 @@ METRICS: dict[str, Metric] = {
     "promote/gained": Metric("count", "problems only the model solves"),
     "promote/lost": Metric("count", "problems only the champion solves"),
     "new_data/rows": Metric("count", "rows no earlier run was trained on"),
+    # rows longer than max_model_len
+    "data/overlong_dropped": Metric("count", "training rows left out because of their length"),
+    "data/overlong_truncated": Metric("count", "training rows cut to the length limit"),
+    "prompts/overlong_dropped": Metric("count", "prompts for the model's own answers left out"),
+    "prompts/overlong_truncated": Metric("count", "prompts for the model's own answers cut"),
+    "ptx/overlong_dropped": Metric("count", "examples of the term `ptx` left out"),
+    "ptx/overlong_truncated": Metric("count", "examples of the term `ptx` cut"),
+    "eval/overlong_dropped": Metric("count", "held-out prompts left out because of their length"),
+    "eval/overlong_truncated": Metric("count", "held-out prompts cut to the length limit"),
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),

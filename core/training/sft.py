@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.data.lengths import LengthRule, shown
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.finite import note_suspects
@@ -24,15 +25,39 @@ from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
 
 
-def worked_batch(tokenizer: ChatTokenizer, problems: Sequence[Problem]) -> RolloutBatch:
-    """Prompts with their worked answers as responses; the loss mask covers the response only."""
+def worked_batch(
+    tokenizer: ChatTokenizer, problems: Sequence[Problem], limit: int | None = None
+) -> RolloutBatch:
+    """Prompts with their worked answers as responses; the loss mask covers the response only.
+
+    An answer is cut where it would pass `limit` tokens with its prompt.
+    """
+    prompts = [tokenizer.encode_prompt(p) for p in problems]
+    answers = [tokenizer.encode_response(p.worked) for p in problems]
+    if limit is not None:
+        pairs = zip(prompts, answers, strict=True)
+        answers = [answer[: max(0, limit - len(prompt))] for prompt, answer in pairs]
     return response_batch(
-        prompts=[tokenizer.encode_prompt(p) for p in problems],
-        responses=[tokenizer.encode_response(p.worked) for p in problems],
+        prompts=prompts,
+        responses=answers,
         group_ids=list(range(len(problems))),
         pad_token_id=tokenizer.pad_token_id,
         problems=problems,
     )
+
+
+def fitting_worked(
+    tokenizer: ChatTokenizer, problems: Sequence[Problem], rule: LengthRule
+) -> list[Problem]:
+    """Problems that `worked_batch` can use, each counted once by `rule`."""
+    fits: dict[str, bool] = {}
+    for problem in problems:
+        if problem.key not in fits:
+            prompt = tokenizer.encode_prompt(problem)
+            answer = tokenizer.encode_response(problem.worked)
+            room = rule.answer_room(shown(problem), len(prompt), len(answer))
+            fits[problem.key] = room is not None
+    return [problem for problem in problems if fits[problem.key]]
 
 
 def sft_step(

@@ -29,15 +29,21 @@ def validate(
     from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
-    inputs = check_inputs(with_model(resolved, found.section), manager)
+    local = with_model(resolved, found.section)
+    inputs = check_inputs(local, manager)
     reserve = resolved.config.limits.min_free_gb
     check_free_disk(context.home, 0, reserve, "a run")
+    from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
+
+    warnings = check_texts(local, inputs.task, context.home / "models")
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
     for note in inputs.notes:
         console.print(f"note: {note}", markup=False)
+    for warning in warnings:
+        console.print(f"warning: {warning}", markup=False)
     console.print(
         f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
         f"task '{config.task.name}', model {config.model.source}",
@@ -45,4 +51,12 @@ def validate(
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
     order, notes = list(resolved.order), list(inputs.notes)
-    return Result({"status": "ok", "order": order, "plugins": plugins, "notes": notes})
+    return Result(
+        {
+            "status": "ok",
+            "order": order,
+            "plugins": plugins,
+            "notes": notes,
+            "warnings": warnings,
+        }
+    )

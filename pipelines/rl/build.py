@@ -29,6 +29,7 @@ from posttrain.core.contracts import (
     RolloutCorrection,
     RolloutEngine,
 )
+from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.row_task import check_worked, read_examples
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
@@ -50,7 +51,7 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.sft import PtxTerm, worked_batch
+from posttrain.core.training.sft import PtxTerm, fitting_worked, worked_batch
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stage.trained import reference_of, start_training
@@ -166,9 +167,13 @@ def build_ptx(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) ->
         check_worked(context.task, examples)
     else:
         examples = read_examples(section.path, f"stages.{context.name}.ptx.path")
+    rule = LengthRule.of(context.run.model, "examples of the term ptx")
+    examples = fitting_worked(tokenizer, examples, rule)
+    context.report_lengths(rule, "ptx")
+    limit = context.run.model.max_model_len
 
     def make_batch(chosen: Sequence[int]) -> RolloutBatch:
-        return worked_batch(tokenizer, [examples[i] for i in chosen])
+        return worked_batch(tokenizer, [examples[i] for i in chosen], limit)
 
     return PtxTerm(
         term=term,

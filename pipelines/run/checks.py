@@ -52,8 +52,9 @@ def resolve_configs(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One problem of each split, as proof that the task can supply them."""
+    """The task, and one problem of each split, as proof that it can supply them."""
 
+    task: Task[Any]
     problems: dict[str, Problem]
     notes: tuple[str, ...] = ()
     """What was not checked, and what is probably a mistake."""
@@ -84,7 +85,8 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems["train"])
     not_checked = unchecked(config.model)
-    return Inputs(problems, (*([not_checked] if not_checked else ()), *resolved.notes))
+    notes = (*([not_checked] if not_checked else ()), *resolved.notes)
+    return Inputs(task, problems, notes)
 
 
 def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem) -> None:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core.analysis.evidence import EvidenceKeeper
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup
+from posttrain.core.data.lengths import LengthRule, fitting_prompts
 from posttrain.core.data.row_task import problems_digest
-from posttrain.core.errors import DataError
 from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.reporter import Reporter
@@ -124,20 +124,28 @@ class StageContext(StageInputs):
         )
 
     def encode_prompts(
-        self, encoder: PromptEncoder, problems: Sequence[Problem], max_response_length: int
+        self,
+        encoder: PromptEncoder,
+        problems: Sequence[Problem],
+        max_response_length: int,
+        group: Literal["data", "eval", "prompts"],
     ) -> list[PromptGroup]:
-        """Each problem's prompt; raises `DataError` for one that leaves no room for a response."""
-        limit = self.run.model.max_model_len
-        prompts = [PromptGroup(problem, encoder.encode_prompt(problem)) for problem in problems]
-        for prompt in prompts:
-            length = len(prompt.prompt_ids)
-            if length + max_response_length > limit:
-                raise DataError(
-                    f"the prompt {prompt.problem.prompt[:60]!r}... has {length} tokens; with "
-                    f"{max_response_length} for the response it exceeds model.max_model_len "
-                    f"{limit}: raise it, shorten the response, or drop the prompt"
-                )
-        return prompts
+        """Each problem's prompt, cut or left out where it leaves no room for a response.
+
+        How many were is in the metrics of `group`.
+        """
+        what = "held-out prompts" if group == "eval" else "prompts"
+        rule = LengthRule.of(self.run.model, f"{what} with their response")
+        prompts = [(problem, encoder.encode_prompt(problem)) for problem in problems]
+        fitting = fitting_prompts(prompts, max_response_length, rule)
+        self.report_lengths(rule, group)
+        return [PromptGroup(problem, ids) for problem, ids in fitting]
+
+    def report_lengths(self, rule: LengthRule, group: str = "data") -> None:
+        """As of `StageInputs`, counted in metrics."""
+        if warning := rule.check():
+            self.warn(f"{self.name}: {warning}")
+        self.tracker.log_summary(rule.metrics(group))
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = None) -> Path:

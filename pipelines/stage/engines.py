@@ -84,27 +84,33 @@ class EnginePool:
         self.config, self.manager, self.runtime = config, manager, runtime
         self.name = choose_engine(config, manager, runtime)
         self._engine: RolloutEngine[Any] | None = None
+        self._ends: tuple[int, ...] = ()
         self._lock = threading.Lock()
 
     @contextmanager
     def lease(self, model_dir: Path) -> Iterator[RolloutEngine[Any]]:
         """The engine with the weights of `model_dir`, at policy version 0."""
         with self._lock:
+            tokenizer = ChatTokenizer.load(model_dir, self.config.model.system_prompt)
+            if self._engine is not None and self._ends != tokenizer.end_token_ids:
+                self.close()  # an engine keeps the end tokens that it was started with
             if self._engine is None:
-                self._engine = self._start(model_dir)
+                self._engine = self._start(model_dir, tokenizer)
+                self._ends = tokenizer.end_token_ids
             else:
                 self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
-                self._check_weights(self._engine, model_dir)
+                self._check_weights(self._engine, model_dir, tokenizer)
             yield self._engine
 
-    def _check_weights(self, engine: RolloutEngine[Any], model_dir: Path) -> None:
+    def _check_weights(
+        self, engine: RolloutEngine[Any], model_dir: Path, tokenizer: ChatTokenizer
+    ) -> None:
         """Raise `RunError` unless `engine` has the weights of `model_dir`."""
         # Late: it imports transformers' models, and a run may reuse every stage.
         from posttrain.core.training.sync_check import check_stored
 
-        model = self.config.model
-        tokenizer = ChatTokenizer.load(model_dir, model.system_prompt)
-        check_stored(engine, model_dir, self.runtime, tokenizer, model.max_model_len)
+        limit = self.config.model.max_model_len
+        check_stored(engine, model_dir, self.runtime, tokenizer, limit)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -112,13 +118,12 @@ class EnginePool:
             self._engine.close()
             self._engine = None
 
-    def _start(self, model_dir: Path) -> RolloutEngine[Any]:
+    def _start(self, model_dir: Path, tokenizer: ChatTokenizer) -> RolloutEngine[Any]:
         fields = engine_fields(self.config, self.manager, self.name)
         engine: RolloutEngine[Any] = self.manager.build(RolloutEngine, self.name, fields)
         reason = type(engine).unavailable_reason()
         if reason is not None:
             raise ResourceError(f"engine '{self.name}' cannot run here: {reason}")
-        tokenizer = ChatTokenizer.load(model_dir, self.config.model.system_prompt)
         engine.start(
             EngineSetup(
                 model_dir=model_dir,
@@ -126,7 +131,7 @@ class EnginePool:
                 device=self.runtime.device,
                 max_model_len=self.config.model.max_model_len,
                 max_batch_size=largest_request(self.config),
-                stop_token_ids=(tokenizer.eos_token_id,),
+                stop_token_ids=tokenizer.end_token_ids,
                 pad_token_id=tokenizer.pad_token_id,
                 seed=derive_seed(self.config.seed, "engine") % 2**31,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import Plugin, Task
+from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.row_task import (
     check_disjoint,
     held_out_problems,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
+
+logger = logging.getLogger(__name__)
 
 PROBLEMS_FILE = "problems.jsonl"
 """The problems in an artifact of kind `dataset`."""
@@ -97,6 +101,11 @@ class StageInputs:
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the model this stage reads."""
         return ChatTokenizer.load(self.model_dir, self.run.model.system_prompt)
+
+    def report_lengths(self, rule: LengthRule, group: str = "data") -> None:
+        """Warn of rows that were too long. Raises `DataError` where that is not allowed."""
+        if warning := rule.check():
+            logger.warning("%s: %s", self.name, warning)
 
     def training_problems(self, count: int) -> list[Problem]:
         """Training problems for this stage, disjoint from the held-out ones."""

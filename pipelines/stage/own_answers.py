@@ -59,7 +59,9 @@ def sample_pairs(
 ) -> list[Pair]:
     """Pairs of the model's own answers to training problems; those of an interrupted run again."""
     problems = context.training_problems(stage.num_prompts)
-    prompts = context.encode_prompts(tokenizer, problems, stage.generation.max_response_length)
+    prompts = context.encode_prompts(
+        tokenizer, problems, stage.generation.max_response_length, "prompts"
+    )
     kept = context.checkpoints / KEPT
     if kept.is_file():
         answers = OwnAnswers.read(kept)

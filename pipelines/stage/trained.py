@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -69,9 +67,12 @@ def save_trained(
         save_adapter(model, folder / ADAPTER, *base_of_adapter(context))
         merge_adapter(model)
     if kind == "reward_model":
-        save_reward_model(model, tokenizer.tokenizer, folder, end_tokens(context.model_dir, model))
-    else:
-        save_model(model, tokenizer.tokenizer, folder)
+        save_reward_model(model, tokenizer.tokenizer, folder, set(tokenizer.end_token_ids))
+        return
+    if model.can_generate():  # so that every engine ends its answers where this run did
+        ends = list(tokenizer.end_token_ids)
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    save_model(model, tokenizer.tokenizer, folder)
 
 
 def base_of_adapter(stage: StageInputs) -> tuple[str, str | None]:
@@ -84,15 +85,3 @@ def base_of_adapter(stage: StageInputs) -> tuple[str, str | None]:
     if stage.inputs["model"].stage == BASE_MODEL and folder.parent.name == "snapshots":
         return stage.run.model.source, folder.name
     return str(folder), None
-
-
-def end_tokens(folder: Path, model: PreTrainedModel) -> set[int]:
-    """The tokens that end a response, as the config and `generation_config.json` name them."""
-    try:
-        generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        generation = {}
-    found: set[int] = set()
-    for ids in (generation.get("eos_token_id"), model.config.get_text_config().eos_token_id):
-        found.update(ids if isinstance(ids, list) else () if ids is None else (ids,))
-    return found

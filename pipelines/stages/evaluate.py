@@ -39,7 +39,9 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     problems = context.held_out_problems(section)
     tokenizer = ChatTokenizer.load(model_dir, context.run.model.system_prompt)
     episodes = build_episodes(context, stage.environment, tokenizer)
-    prompts = context.encode_prompts(episodes or tokenizer, problems, section.max_response_length)
+    prompts = context.encode_prompts(
+        episodes or tokenizer, problems, section.max_response_length, "eval"
+    )
     context.started(len(prompts))
 
     def progress(done: int) -> None:

@@ -18,11 +18,14 @@ from posttrain.core.contracts.preference_rows import (
     preference_digest,
     read_preference_rows,
 )
+from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import (
     LabelledAnswer,
     Pair,
     as_labelled,
     batches,
+    fitting_labelled,
+    fitting_pairs,
     mismatched_answers,
     split_by_prompt,
     tokenise_labelled,
@@ -53,23 +56,27 @@ Split = tuple[list[RowT], list[RowT]]
 def gather_pairs(
     context: StageContext, stage: PreferenceDataStage, tokenizer: ChatTokenizer
 ) -> Split[Pair]:
+    rule = LengthRule.of(context.run.model, "pairs", stage.max_length)
     if stage.data is None:
-        return _split(context, stage, sample_pairs(context, stage, tokenizer))
+        pairs = fitting_pairs(sample_pairs(context, stage, tokenizer), rule)
+        return _split(context, stage, pairs, rule)
     rows = _read(context, stage.data, "pairs")
     table = [{"prompt": r.key, "chosen": r.answers[0], "rejected": r.answers[1]} for r in rows[:32]]
     context.tracker.log_table("examples", 0, table)
-    return _split(context, stage, *tokenise_pairs(rows, tokenizer, _max_length(context, stage)))
+    return _split(context, stage, tokenise_pairs(rows, tokenizer, rule), rule)
 
 
 def gather_labelled(
     context: StageContext, stage: PreferenceDataStage, tokenizer: ChatTokenizer
 ) -> Split[LabelledAnswer]:
+    rule = LengthRule.of(context.run.model, "labelled answers", stage.max_length)
     if stage.data is None:
-        return _split(context, stage, as_labelled(sample_pairs(context, stage, tokenizer)))
+        answers = as_labelled(sample_pairs(context, stage, tokenizer))
+        return _split(context, stage, fitting_labelled(answers, rule), rule)
     rows = _read(context, stage.data, "labels")
     table = [{"prompt": r.key, "answer": r.answers[0], "desirable": r.label} for r in rows[:32]]
     context.tracker.log_table("examples", 0, table)
-    return _split(context, stage, *tokenise_labelled(rows, tokenizer, _max_length(context, stage)))
+    return _split(context, stage, tokenise_labelled(rows, tokenizer, rule), rule)
 
 
 def mini_batches(
@@ -82,11 +89,6 @@ def mini_batches(
             num_rows, stage.batch_size, generator(context.run.seed, context.name, "order", epoch)
         )
     ]
-
-
-def _max_length(context: StageContext, stage: PreferenceDataStage) -> int:
-    limit = context.run.model.max_model_len
-    return limit if stage.max_length is None else min(limit, stage.max_length)
 
 
 def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
@@ -121,14 +123,9 @@ def _warn_of(context: StageContext, rows: Sequence[PreferenceRow]) -> None:
 
 
 def _split(
-    context: StageContext, stage: PreferenceDataStage, rows: Sequence[RowT], too_long: int = 0
+    context: StageContext, stage: PreferenceDataStage, rows: Sequence[RowT], rule: LengthRule
 ) -> Split[RowT]:
-    if too_long:
-        context.warn(
-            f"{context.name}: {too_long} of {too_long + len(rows)} rows are longer than "
-            f"{_max_length(context, stage)} tokens and were left out; raise max_length or "
-            "model.max_model_len to keep them"
-        )
+    context.report_lengths(rule)
     train, held_out = split_by_prompt(rows, stage.held_out_fraction)
     if train and held_out:
         return train, held_out

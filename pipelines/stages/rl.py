@@ -92,8 +92,9 @@ def build_loop(
     episodes = build_episodes(context, stage.environment, tokenizer)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
-    longest = max(stage.generation.max_response_length, run.evaluation.max_response_length)
-    prompts = context.encode_prompts(episodes or tokenizer, [*problems, *held_out], longest)
+    encoder, longest = episodes or tokenizer, stage.generation.max_response_length
+    prompts = context.encode_prompts(encoder, problems, longest, "data")
+    unseen = context.encode_prompts(encoder, held_out, run.evaluation.max_response_length, "eval")
     controller = context.build(KlController, stage.kl.controller)
 
     def worked(problem: Problem) -> tuple[int, ...]:
@@ -121,9 +122,7 @@ def build_loop(
             engine=engine,
             tokenizer=tokenizer,
             sampler=context.build(Sampler, stage.sampler),
-            prompts=PromptStream(
-                prompts[: len(problems)], derive_seed(run.seed, context.name, "prompts")
-            ),
+            prompts=PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")),
             episodes=episodes,
             recording=output_recording(context, stage, engine, learner),
         ),
@@ -132,7 +131,7 @@ def build_loop(
         kl=context.build(KlEstimator, stage.kl.estimator),
         controller=controller,
         episodes=episodes,
-        held_out=prompts[len(problems) :],
+        held_out=unseen,
         recorder=Recorder(
             context, stage, tokenizer, learner, critic, controller, reward_names=scorer.names
         ),

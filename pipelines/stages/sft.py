@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from posttrain.core.config.stages import SftStage
-from posttrain.core.data.row_task import check_worked
-from posttrain.core.training.sft import worked_batch
+from posttrain.core.data.lengths import LengthRule
+from posttrain.core.data.row_task import check_worked, repeat_problems
+from posttrain.core.training.sft import fitting_worked, worked_batch
 from posttrain.core.training.step_record import example_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext, StageOutput
@@ -18,16 +19,21 @@ def run_sft(context: StageContext) -> StageOutput:
     """Fine-tune the input model; saves the result as a Hugging Face directory."""
     stage = context.stage
     assert isinstance(stage, SftStage)
-    problems = context.training_problems(stage.steps * stage.batch_size)
-    check_worked(context.task, problems)
+    count, limit = stage.steps * stage.batch_size, context.run.model.max_model_len
+    given = context.training_problems(count)
+    check_worked(context.task, given)
     tokenizer = context.tokenizer()
+    rule = LengthRule.of(context.run.model, "worked answers with their prompt")
+    fitting = fitting_worked(tokenizer, given, rule)
+    context.report_lengths(rule)
+    problems = repeat_problems(fitting, count, context.run.seed, context.name)
     metrics: dict[str, float] = {}
     with open_trainer(context) as trainer:
         steps = Steps.begin(context, trainer, stage.steps)
         for step in steps.remaining:
             context.check()
             part = problems[(step - 1) * stage.batch_size : step * stage.batch_size]
-            batch = worked_batch(tokenizer, part).bare()
+            batch = worked_batch(tokenizer, part, limit).bare()
             metrics = trainer.call("step", batch)
             keys = [problem.key for problem in part]
             steps.done(step, metrics, partial(example_tensors, batch), keys)

@@ -19,6 +19,7 @@ from posttrain.core.data.transformation import (
     outcome_metrics,
 )
 from posttrain.core.errors import DataError
+from posttrain.core.math.splits import loose_key
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stage.context import StageContext, StageOutput
@@ -49,7 +50,7 @@ def run_transform(context: StageContext) -> StageOutput:
             ),
             ask=asker.ask,
             fits=asker.fits,
-            held_out={problem.key for problem in held_out},
+            held_out={loose_key(problem.key) for problem in held_out},
         )
         for start in range(0, len(problems), stage.batch_size):
             context.check()

@@ -211,10 +211,11 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
     ) -> Completion:
         ids = tuple(output.token_ids)
         entries = zip(ids, output.logprobs, strict=True)
-        reason: FinishReason = "length"
-        if output.finish_reason == "stop":
-            stopped = ids[-1] in self._started().stop_token_ids
-            reason = "stop" if stopped else "stop_string"
+        # Also where the last token allowed is an end: the response is whole.
+        stopped = ids[-1] in self._started().stop_token_ids
+        reason: FinishReason = "stop" if stopped else "length"
+        if output.finish_reason == "stop" and not stopped:
+            reason = "stop_string"
         entropies: tuple[float, ...] = ()
         if params.entropy:
             found = ([e.logprob for e in entry.values()] for entry in output.logprobs)

@@ -114,7 +114,8 @@ class ToolsEnvironment(Environment[ToolsConfig]):
         reported = text.replace("{calls}", calls).replace("{shown}", shown)
         reported = reported.replace("{max_calls}", str(config.max_calls))
         if config.place == "system":
-            return Opening(0, system=reported.strip())
+            # Our own instructions begin with an empty line, to stand after a question.
+            return Opening(0, system=reported.strip() if config.instructions is None else reported)
         return Opening(0, suffix=reported)
 
     def step(self, state: object, turn: Turn) -> Observation:

@@ -80,7 +80,7 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
         self.tokenizer = ChatTokenizer.load(path)
         self.batch_size = context.batch_size
         self.max_tokens = getattr(self.model.config, "max_position_embeddings", math.inf)
-        self.closing = self.tokenizer.encode_response(self.config.separator)[:-1]
+        self.closing = self.tokenizer.encode_text(self.config.separator, special=True)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order, with its steps."""
@@ -104,7 +104,7 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
         prompt, response = sample.prompt_ids, sample.response_ids
         if self.config.tokens == "own":
             prompt = self.tokenizer.encode_prompt(sample.problem)
-            response = self.tokenizer.encode_response(sample.text)[:-1]
+            response = self.tokenizer.encode_text(sample.text, special=True)
         if self.tokenizer.decode_response(response) != sample.text:
             fix = (
                 "set tokens: own" if self.config.tokens == "policy" else "its tokenizer loses text"

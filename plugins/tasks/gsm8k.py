@@ -16,7 +16,7 @@ from posttrain.core.data.row_task import problems_digest
 from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolve_revision
 from posttrain.core.errors import DataError
 from posttrain.core.math.answers import final_number, is_number, only_number_after, same_number
-from posttrain.core.math.splits import text_key, too_few
+from posttrain.core.math.splits import loose_key, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
 from posttrain.core.store.artifacts import combine_digests, file_digest
 from posttrain.core.types import Problem, Split, Verdict
@@ -79,7 +79,7 @@ class Gsm8kConfig(PluginConfig):
 class Gsm8kTask(Task[Gsm8kConfig]):
     """GSM8K: the split `train` trains, `test` is held out.
 
-    Formula: key = the question without extra white space; answer = the number after ####; worked =
+    Formula: key = the question, in Unicode's NFC; answer = the number after ####; worked =
     the solution without calculator annotations. A response is right when its final number (after
     the last ####, else in the last \\boxed{}, else the last one) has the answer's value, exactly.
     Preferences are the marked solutions of `solutions`, without the held-out questions.
@@ -158,7 +158,7 @@ class Gsm8kTask(Task[Gsm8kConfig]):
         if not self.config.keep_calculator:
             body = CALCULATOR.sub("", body)
         number = answer.strip().replace(",", "")
-        worked = f"{body.rstrip()}\n{MARKER} {number}"
+        worked = f"{body}{MARKER} {number}"
         problem = self.rewritten(question, number)
         return Problem(problem.key, problem.prompt, number, worked, {"source": row.where})
 
@@ -169,7 +169,6 @@ class Gsm8kTask(Task[Gsm8kConfig]):
 
     def rewritten(self, question: str, answer: str) -> Problem:
         """The question in the task's template; its worked answer is the last line alone."""
-        question = question.strip()
         prompt = self.config.prompt.replace("{question}", question)
         return Problem(text_key(question), prompt, answer, f"{MARKER} {answer}")
 
@@ -192,7 +191,7 @@ class Gsm8kTask(Task[Gsm8kConfig]):
                 "a stage has `data: task`, but the task has no marked solutions: set "
                 "task.solutions to GSM8K's example_model_solutions.jsonl"
             )
-        held_out = {problem.key for problem in self._splits["held_out"]}
+        held_out = {loose_key(problem.key) for problem in self._splits["held_out"]}
         rows = read_json_lines(self.config.solutions, "task.solutions", '{"question": ..., ...}')
         count = self.config.pairs_per_question
         return marked_pairs(rows, self.config.prompt, held_out, count, self._restyled)
@@ -200,7 +199,7 @@ class Gsm8kTask(Task[Gsm8kConfig]):
     def _restyled(self, solution: str) -> str:
         """A model's solution in the form of a worked one: `A: 18` at its end is `#### 18`."""
         body, found, answer = solution.rpartition("A:")
-        text = f"{body.rstrip()}\n{MARKER} {answer.strip()}" if found else solution.strip()
+        text = f"{body}{MARKER} {answer.strip()}" if found else solution
         return text if self.config.keep_calculator else CALCULATOR.sub("", text)
 
     def fingerprint(self) -> str:

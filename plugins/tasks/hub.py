@@ -36,7 +36,7 @@ class HubConfig(RowConfig):
 
 
 class HubTask(RowTask[HubConfig]):
-    """Problems of a hub's data set. Formula: key = the prompt without extra white space.
+    """Problems of a hub's data set. Formula: key = the prompt, in Unicode's NFC.
 
     The commit that `revision` stands for is asked of the hub first, and read. No code of the data
     set is run. Held out are the rows of `held_out_split`, or without one those with sha256(key) mod

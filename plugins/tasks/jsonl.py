@@ -24,7 +24,7 @@ class JsonlConfig(RowConfig):
 
 
 class JsonlTask(RowTask[JsonlConfig]):
-    """Problems of a file or folder. Formula: key = the prompt without extra white space.
+    """Problems of a file or folder. Formula: key = the prompt, in Unicode's NFC.
 
     Held out are the problems of `held_out_path`, or without one those with sha256(key) mod 1000 <
     held_out_permille. The file is read a line at a time, and an error names the line by its number.

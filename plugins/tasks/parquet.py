@@ -26,7 +26,7 @@ class ParquetConfig(RowConfig):
 
 
 class ParquetTask(RowTask[ParquetConfig]):
-    """Problems of Parquet files. Formula: key = the prompt without extra white space.
+    """Problems of Parquet files. Formula: key = the prompt, in Unicode's NFC.
 
     Rows are streamed, a row group at a time and without the columns that no field names. Held out
     are the problems of `held_out_path`, or without one those with sha256(key) mod 1000 <

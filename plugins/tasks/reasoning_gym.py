@@ -123,7 +123,7 @@ def create(name: str, settings: dict[str, Any], seed: int) -> Any:  # Any: the p
 class ReasoningGymTask(Task[ReasoningGymConfig]):
     """Problems of reasoning-gym's generators, mixed by weight.
 
-    Formula: key = the question without extra white space; held out if and only if
+    Formula: key = the question, in Unicode's NFC; held out if and only if
     sha256(key) mod 1000 < held_out_permille (the generators' seeds play no part: equal items come
     from different seeds). The worked answer is "expression = answer" where the generator gives its
     expression, else the answer; it is empty where a problem has many answers and the generator

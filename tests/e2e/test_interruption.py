@@ -191,7 +191,7 @@ def history(run: Finished) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_stage_that_cannot_go_on_says_so_in_one_sentence(config: Path, tmp_path: Path) -> None:
-    """A prompt longer than the model allows is found when the stage has begun."""
+    """Prompts that are all longer than the model allows are found when the stage has begun."""
     home = prepared(tmp_path / "home")
     limit = "model.max_model_len=20"
     done = run_command("run", str(config), "--set", limit, "--home", str(home))

@@ -1,7 +1,7 @@
 """kill -9 at random moments of every stage: the same command goes on, and ends where it would have.
 
-A home is killed in a chain, then left to finish. A chain of three kills is the sample; the slow tests
-have five chains of six.
+A home is killed in a chain, then left to finish. A chain of three kills is the sample; the slow
+tests have five chains of six.
 """
 
 from __future__ import annotations

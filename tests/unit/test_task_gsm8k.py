@@ -170,7 +170,7 @@ def test_files_can_be_named_one_by_one_and_are_known_by_their_content(tmp_path: 
         ('{"question": "a", "answer": "#### six"}', r"train.jsonl:1: the solution ends in"),
         ('{"question": "a"}', r"train.jsonl:1 needs the texts 'question' and 'answer'"),
         (
-            '{"question": "a", "answer": "#### 6"}\n{"question": "a ", "answer": "#### 7"}',
+            '{"question": "a", "answer": "#### 6"}\n{"question": "a", "answer": "#### 7"}',
             r"train.jsonl:1 and .*train.jsonl:2 hold one question with the answers 6 and 7",
         ),
         (

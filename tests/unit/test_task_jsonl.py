@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.contracts import Task
+from posttrain.core.data.row_task import problems_digest
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Problem
@@ -37,7 +39,7 @@ def test_rows_become_problems(tmp_path: Path) -> None:
         path, held_out_path=str(held_out), prompt_field="q", answer_field="a", worked_field="w"
     )
     (problem,) = task.problems("train", 1, seed=0)
-    assert (problem.prompt, problem.answer, problem.worked) == ("What?", "7", "it is 7")
+    assert (problem.prompt, problem.answer, problem.worked) == (" What?\n", "7", "it is 7")
     assert problem.metadata["source"] == f"{path}:1"
     assert [p.answer for p in task.problems("held_out", 1, seed=0)] == ["7.5"]
 
@@ -81,7 +83,7 @@ def test_a_seed_decides_the_order(tmp_path: Path) -> None:
 def test_a_repeated_row_counts_once_and_blank_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
-        '{"prompt": "a  b", "answer": 1}\r\n\r\n{"prompt": "a b", "answer": "1"}\n',
+        '{"prompt": "a b", "answer": 1}\r\n\r\n{"prompt": "a b", "answer": "1"}\n',
         encoding="utf-8-sig",
     )
     held_out = write(tmp_path / "b.jsonl", {"prompt": "c", "answer": 2})
@@ -89,6 +91,34 @@ def test_a_repeated_row_counts_once_and_blank_lines_do_not_count(tmp_path: Path)
     assert len(task.problems("train", 1, seed=0)) == 1
     with pytest.raises(DataError, match="has 1 distinct problems in its train split, but 2"):
         task.problems("train", 2, seed=0)
+
+
+def test_white_space_is_kept_and_tells_prompts_apart(tmp_path: Path) -> None:
+    prompts = [
+        "def f():\n    x",
+        "def f():\n  x",
+        "def f():\n    x\n",
+        " def f():\n    x",
+        "a\tb",
+        "a b",
+    ]
+    given = [{"p": p, "a": f" {i}\n", "w": f"  w\n{i} "} for i, p in enumerate(prompts)]
+    train = write(tmp_path / "a.jsonl", *given)
+    held_out = write(tmp_path / "b.jsonl", {"p": "a b ", "a": "1", "w": "w"})
+    fields = {"prompt_field": "p", "answer_field": "a", "worked_field": "w"}
+    task = build(train, held_out_path=str(held_out), match="exact", **fields)
+    problems = task.problems("train", len(prompts), seed=0)
+    found = {(p.prompt, p.answer, p.worked) for p in problems}
+    assert found == {(row["p"], row["a"], row["w"]) for row in given}
+    assert len({p.key for p in problems}) == len(prompts)
+    digest = problems_digest(problems)
+    for changed in (replace(problems[0], prompt=problems[0].prompt + " "), problems[0]):
+        assert (problems_digest([changed, *problems[1:]]) == digest) == (changed == problems[0])
+    for problem in problems:  # white space around an answer is not compared
+        assert task.verify(problem, problem.answer.strip()).correct == 1.0
+        assert task.verify(problem, f"\n{problem.answer}").correct == 1.0
+    contains = build(train, held_out_path=str(held_out), match="contains", **fields)
+    assert contains.verify(problems[0], f"it is {problems[0].answer.strip()}.").correct == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +137,7 @@ def test_a_repeated_row_counts_once_and_blank_lines_do_not_count(tmp_path: Path)
         ('{"prompt": "a", "answer": NaN}', r"a.jsonl:1 is not JSON \(NaN is not JSON\)"),
         ("[" * 100_000, r"a.jsonl:1 is not JSON"),
         (
-            '{"prompt": "a", "answer": 1}\n{"prompt": "a ", "answer": 2}',
+            '{"prompt": "a", "answer": 1}\n{"prompt": "a", "answer": 2}',
             r"a.jsonl:1 and .*a.jsonl:2 give one prompt the answers '1' and '2'",
         ),
     ],

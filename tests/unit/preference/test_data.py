@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, read_preference_rows
+from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import (
     LabelledAnswer,
     Pair,
@@ -19,7 +20,6 @@ from posttrain.core.data.preference import (
     make_pairs,
     mismatched_answers,
     split_by_prompt,
-    tokenise_labelled,
     tokenise_pairs,
 )
 from posttrain.core.data.tokens import ChatTokenizer
@@ -37,6 +37,10 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def limit(tokens: int) -> LengthRule:
+    return LengthRule("drop", tokens, "rows")
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -92,11 +96,26 @@ def test_margins_labels_and_whole_conversations(tmp_path: Path) -> None:
     assert read_one(tmp_path, {"prompt": "P", "completion": "A"}).label is None
 
 
-def test_one_prompt_has_one_key_however_it_is_written(tmp_path: Path) -> None:
-    plain = read_one(tmp_path, {"prompt": " Why \n so?", "completion": "A"})
-    chat = read_one(tmp_path, {"prompt": [user("Why so?")], "completion": "A"})
-    other = read_one(tmp_path, {"prompt": [assistant("Why so?")], "completion": "A"})
+def test_one_prompt_has_one_key_as_text_or_chat_and_white_space_is_part_of_it(
+    tmp_path: Path,
+) -> None:
+    text = "def f():\n    return 1"
+    plain = read_one(tmp_path, {"prompt": text, "completion": "A"})
+    chat = read_one(tmp_path, {"prompt": [user(text)], "completion": "A"})
+    other = read_one(tmp_path, {"prompt": [assistant(text)], "completion": "A"})
     assert plain.key == chat.key != other.key
+    for changed in ("def f():\n  return 1", text + "\n", " " + text, text.replace(" ", "\t")):
+        row = read_one(tmp_path, {"prompt": changed, "completion": " A\n"})
+        assert row.key != plain.key
+        assert row.prompt == (user(changed),) and row.answers == (" A\n",)
+
+
+def test_one_character_separates_an_implicit_prompt_from_its_answers(tmp_path: Path) -> None:
+    start = "\n\nWrite a line:\n"
+    row = {"chosen": start + "    a = 1 ", "rejected": start + "    b = 1\n"}
+    found = read_one(tmp_path, row)
+    assert found.prompt == (user("\n\nWrite a line:"),)
+    assert found.answers == ("    a = 1 ", "    b = 1\n")
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -177,8 +196,8 @@ def test_a_line_may_hold_line_breaks_of_unicode_and_the_file_a_byte_order_mark(
 def test_rows_become_the_ids_that_a_rollout_would_have() -> None:
     tokenizer = ChatTokenizer(make_tiny_tokenizer(), system_prompt=None)
     row = PreferenceRow("f:1", (user("Why?"),), ("So.", "No."), margin=1.5)
-    (pair,), too_long = tokenise_pairs([row], tokenizer, 200)
-    assert too_long == 0 and pair.margin == 1.5 and pair.key == "user: Why?"
+    (pair,) = tokenise_pairs([row], tokenizer, limit(200))
+    assert pair.margin == 1.5 and pair.key == "user: Why?"
     text = tokenizer.tokenizer.decode(list(pair.prompt_ids))
     assert text.endswith("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
     assert pair.chosen_ids[-1] == tokenizer.eos_token_id
@@ -193,22 +212,12 @@ def test_the_runs_system_prompt_gives_way_to_the_rows_own() -> None:
         assert there in text and absent not in text and "Be brief." not in text
 
 
-def test_rows_that_are_too_long_are_left_out_and_counted() -> None:
-    tokenizer = ChatTokenizer(make_tiny_tokenizer(), system_prompt=None)
-    rows = [PreferenceRow("f:1", (user("P"),), (answer,), label=True) for answer in ("a", "a" * 99)]
-    short, _ = tokenise_labelled(rows[:1], tokenizer, 500)
-    length = len(short[0].prompt_ids) + len(short[0].answer_ids)
-    kept, too_long = tokenise_labelled(rows, tokenizer, length)
-    assert (kept, too_long) == (short, 1) and kept[0].desirable
-    assert tokenise_labelled(rows, tokenizer, length - 1) == ([], 2)
-
-
 def test_a_template_that_refuses_the_messages_is_blamed_on_the_line() -> None:
     raw = make_tiny_tokenizer()
     raw.chat_template = "{{ raise_exception('roles must alternate') }}"
     row = PreferenceRow("f.jsonl:9", (user("P"),), ("a", "b"))
     with pytest.raises(DataError, match="f.jsonl:9: the model's chat template refuses .*alternate"):
-        tokenise_pairs([row], ChatTokenizer(raw, None), 99)
+        tokenise_pairs([row], ChatTokenizer(raw, None), limit(99))
 
 
 # --- splits and mini-batches ----------------------------------------------------------------------

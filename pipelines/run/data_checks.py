@@ -1,0 +1,106 @@
+"""What `validate` checks of texts: the model's chat template takes them, and they are not too long.
+
+Only where model and data are on this disk. Importing this module loads transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.config.base import TASK_DATA, StageBase
+from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.stages import (
+    EvaluateStage,
+    PreferenceDataStage,
+    RewardModelStage,
+    SftStage,
+)
+from posttrain.core.contracts import Task
+from posttrain.core.contracts.preference_rows import Kind, read_preference_rows
+from posttrain.core.data.lengths import LengthRule, fitting_prompts
+from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
+from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import DataError
+from posttrain.core.models.source import known_folder
+from posttrain.core.training.sft import fitting_worked
+
+MOST = 10_000
+"""Rows that are looked at for one stage."""
+
+
+def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[str]:
+    """A warning for each stage that would leave out or cut rows because of their length.
+
+    `models` is where the bundled model is converted to. Raises `DataError` for what the stage would
+    itself refuse before its first step.
+    """
+    config = resolved.config
+    folder = known_folder(config.model, models)
+    if folder is None:
+        return []
+    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt)
+    warnings = []
+    for name in resolved.order:
+        try:
+            for rule in _checked(config, name, config.stages[name], task, tokenizer):
+                if warning := rule.check():
+                    warnings.append(f"stages.{name}: {warning}")
+        except DataError as error:
+            raise DataError(f"stages.{name}: {error}") from error
+    return warnings
+
+
+def _checked(
+    config: RunConfig, name: str, stage: StageBase, task: Task[Any], tokenizer: ChatTokenizer
+) -> Iterator[LengthRule]:
+    """The rules of a stage, applied to what it would read."""
+    model, made = config.model, "dataset" in stage.inputs
+    if isinstance(stage, SftStage) and not made:
+        count = min(stage.steps * stage.batch_size, MOST)
+        problems = training_problems(task, count, config.seed, name)
+        check_worked(task, problems)
+        rule = LengthRule.of(model, "worked answers with their prompt")
+        fitting_worked(tokenizer, problems, rule)
+        yield rule
+    elif isinstance(stage, PreferenceDataStage) and stage.data is not None:
+        yield _preferences(config, name, stage, task, tokenizer)
+    elif isinstance(stage, RlStage):
+        if not made and stage.environment is None:
+            count = min(stage.steps * stage.prompts_per_step, MOST)
+            problems = training_problems(task, count, config.seed, name)
+            rule = LengthRule.of(model, "prompts with their response")
+            prompts = [(p, tokenizer.encode_prompt(p)) for p in problems]
+            fitting_prompts(prompts, stage.generation.max_response_length, rule)
+            yield rule
+    elif isinstance(stage, EvaluateStage) and stage.environment is None:
+        section = stage.evaluation or config.evaluation
+        rule = LengthRule.of(model, "held-out prompts with their response")
+        held_out = held_out_problems(task, min(section.num_problems, MOST), config.seed)
+        prompts = [(p, tokenizer.encode_prompt(p)) for p in held_out]
+        fitting_prompts(prompts, section.max_response_length, rule)
+        yield rule
+
+
+def _preferences(
+    config: RunConfig,
+    name: str,
+    stage: PreferenceDataStage,
+    task: Task[Any],
+    tokenizer: ChatTokenizer,
+) -> LengthRule:
+    kind: Kind = "pairs"
+    if stage.data == TASK_DATA:
+        rows = task.preferences()
+    else:
+        kinds: tuple[Kind, ...] = ("pairs", "labels")
+        allowed = kinds[:1] if isinstance(stage, RewardModelStage) else kinds
+        kind, rows = read_preference_rows(Path(str(stage.data)), f"stages.{name}.data", allowed)
+    rule = LengthRule.of(config.model, "rows", stage.max_length)
+    tokenise = tokenise_pairs if kind == "pairs" else tokenise_labelled
+    tokenise(rows[:MOST], tokenizer, rule)
+    return rule
