@@ -18,9 +18,11 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import AssessmentSource, LoggedModelOutput, Metric, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.tracing.utils.environment import resolve_env_metadata
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.errors import RunError
+from posttrain.core.redaction import redacted
 from posttrain.core.tracking.journal import JournalRow, Writer
 from posttrain.core.tracking.tables import sample_rows
 
@@ -65,11 +67,11 @@ class MlflowRun:
     def log_text(self, text: str, artifact_path: str) -> None:
         self._session.writer.submit(
             f"the artifact {artifact_path}",
-            lambda: self._session.client.log_text(self.run_id, text, artifact_path),
+            lambda: self._session.client.log_text(self.run_id, redacted(text), artifact_path),
         )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        entities = [RunTag(key, value) for key, value in tags.items()]
+        entities = [RunTag(key, redacted(value)) for key, value in tags.items()]
         self._session.writer.submit(
             "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
         )
@@ -157,6 +159,11 @@ def _exists(session: Session, model_id: str) -> bool:
     return True
 
 
+def _environment_metadata() -> dict[str, str]:
+    """What MLflow itself adds to every trace, the URL of git's remote among it."""
+    return {key: redacted(str(value)) for key, value in resolve_env_metadata().items()}
+
+
 SOURCE_RUN = "mlflow.sourceRun"
 """The metadata by which MLflow shows a trace among those of a run."""
 NAME = "response"
@@ -223,7 +230,7 @@ def write_trace(session: Session, run_id: str, traced: TracedResponse) -> str:
         span_type="AGENT" if traced.turns else "LLM",
         inputs={"prompt": traced.prompt},
         attributes={k: str(v) for k, v in {"step": traced.step, **traced.attributes}.items()},
-        metadata={SOURCE_RUN: run_id},
+        metadata={**_environment_metadata(), SOURCE_RUN: run_id},
         tags={"posttrain.step": str(traced.step)},
         experiment_id=session.experiment_id,
     )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.redaction import redact_error, redacted
 from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class CommandContext:
     def print_json(self, values: object) -> None:
         """With `--json`, one line of JSON on standard output; else nothing."""
         if self.as_json:
-            print(json.dumps(values, default=str), file=self.stdout, flush=True)
+            print(redacted(json.dumps(values, default=str)), file=self.stdout, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
         if error is None or isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
             return
         if self.debug and not isinstance(error, SystemExit | KeyboardInterrupt):
+            redact_error(error)
             traceback.print_exception(error)
         if isinstance(error, PosttrainError):
             self._stop(str(error), error.exit_code, error.status)
@@ -218,6 +220,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
             self._stop(self._bug(error), 1)
 
     def _bug(self, error: Exception) -> str:
+        redact_error(error)
         first = (str(error).splitlines() or ["no message"])[0]
         sentence = f"unexpected {type(error).__name__}: {first}"
         if self.log_home is None or not self.log_home.is_dir():
@@ -225,7 +228,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
         log = self.log_home / "logs" / f"error-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text("".join(traceback.format_exception(error)))
+            log.write_text(redacted("".join(traceback.format_exception(error))))
         except OSError as problem:
             return f"{sentence}; the traceback could not be written ({problem}): use --debug"
         return f"{sentence}; the full traceback is in {log}"
@@ -239,7 +242,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
 
 def print_json(value: object) -> None:
     """One line of JSON on standard output."""
-    print(json.dumps(value, default=str), flush=True)
+    print(redacted(json.dumps(value, default=str)), flush=True)
 
 
 def text_console(as_json: bool) -> Console:

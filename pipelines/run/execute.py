@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.redaction import redacted_tree
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, approvals
 from posttrain.core.store.artifacts import RunResult, check_free_disk, make_folder
@@ -138,7 +139,7 @@ def _run_flow(pipeline: Pipeline) -> None:
     flow = flow_for(config.limits.max_parallel_stages)
     with stop_on_signals(pipeline):
         try:
-            flow(pipeline.title, config.model_dump(mode="json"), Live(pipeline))
+            flow(pipeline.title, redacted_tree(config.model_dump(mode="json")), Live(pipeline))
         except CancelledRun:
             if not pipeline.closed:
                 raise
