@@ -34,7 +34,7 @@ from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
 from posttrain.core.training.checkpoint import kept_checkpoints
 from posttrain.pipelines.run.gates import Gates
-from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
 
 
@@ -113,10 +113,13 @@ def start_tracking(
     Its files say what was asked for, what of that is not a default, which plugins do it, and what
     was installed.
     """
+    algorithms = algorithms_of(resolved.config)
+    if algorithms:
+        tags = {**tags, "algorithm": algorithms}
     tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
         experiment=resolved.config.name,
-        run_name=title,
+        run_name=f"{title} {algorithms}".strip(),
         config_yaml=resolved.to_yaml(),
         params=resolved.config.model_dump(mode="json", exclude={"stages"}),
         tags=tags,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.base import NO_TASK
 from posttrain.core.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    if task.name == NO_TASK:
+        return Inputs({})
     return Inputs({split: task.problems(split, 1, config.seed)[0] for split in SPLITS})
 
 

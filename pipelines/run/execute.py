@@ -122,11 +122,24 @@ def _execute(
     finally:
         pipeline.engines.close()
         close_run(pipeline, status, log)
+        if status != "FINISHED":
+            _show_links(pipeline, reporter)
         # A killed run has to end at once.
         if server is not None and status != "KILLED" and pipeline.prefect_flow_run_id:
             server.wait_for_events(pipeline.prefect_flow_run_id)
     raise_if_closed(pipeline)
     return pipeline.result(time.perf_counter() - began)
+
+
+def _show_links(pipeline: Pipeline, reporter: Reporter) -> None:
+    """Where to look at a run that did not finish."""
+    from posttrain.pipelines.run.summary import links, opened_by
+
+    pages = links(pipeline.result(0.0))
+    for name, page in pages.items():
+        reporter.say(f"{name:<14} {page}")
+    if how := opened_by(pages, pipeline.home):
+        reporter.say(how)
 
 
 def _run_flow(pipeline: Pipeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.analysis.report import Table, show_table, table, table_markdown
@@ -35,6 +36,12 @@ def links(result: RunResult) -> dict[str, str]:
     if result.prefect_flow_run_id:
         found["prefect"] = prefect_page(result.prefect_flow_run_id)
     return found
+
+
+def opened_by(pages: Mapping[str, str], home: Path) -> str:
+    """How to open pages that no server of the run's shows; empty if there are none."""
+    ours = any(page.startswith((UI_MLFLOW, UI_PREFECT)) for page in pages.values())
+    return f"open the links with: posttrain ui --home {home}" if ours else ""
 
 
 def prefect_page(flow_run_id: str) -> str:
@@ -161,9 +168,9 @@ def print_summary(result: RunResult, console: Console) -> None:
     lines += [f"warning: {text}" for text in result.warnings]
     addresses = links(result)
     lines += [f"{name:<14} {link}" for name, link in addresses.items()]
-    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses.values())
-    how = f"; open the links with: posttrain ui --home {result.home}" if ours else ""
-    lines.append(f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+    how = opened_by(addresses, result.home)
+    ended = f"run {result.run_id}: {result.status} in {duration(result.seconds)}"
+    lines.append(f"{ended}; {how}" if how else ended)
     for line in lines:  # never wrapped, so that paths and links can be copied
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
