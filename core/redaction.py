@@ -33,9 +33,7 @@ _PATTERNS = (
     (re.compile(r"(?<=%3A%2F%2F)[^\s'\"<>&/]+?%40", re.IGNORECASE), f"{MARK}%40"),
     # Parameters of a URL, of a database's connection string, and lines of a config.
     (
-        re.compile(
-            rf"(?i)([?&;](?:[\w.-]*[_.-])?(?:{_SECRET_KEYS}|sig|signature)=)[^\s&;#'\"<>]+"
-        ),
+        re.compile(rf"(?i)([?&;](?:[\w.-]*[_.-])?(?:{_SECRET_KEYS}|sig|signature)=)[^\s&;#'\"<>]+"),
         rf"\g<1>{MARK}",
     ),
     (re.compile(r"(?i)\b((?:password|passwd|pwd)=)[^\s&;'\"<>]+"), rf"\g<1>{MARK}"),

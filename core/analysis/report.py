@@ -21,6 +21,7 @@ from posttrain.core.errors import ResourceError
 if TYPE_CHECKING:
     from rich.console import Console
 
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A page to open, in a table."""

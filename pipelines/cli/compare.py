@@ -90,7 +90,9 @@ def compare(
         from posttrain.pipelines.run.assembly import quiet_libraries
 
         quiet_libraries()
-        report = compare_algorithms(open_run(runs[0], context), stage, step, wanted, with_model=model)
+        report = compare_algorithms(
+            open_run(runs[0], context), stage, step, wanted, with_model=model
+        )
     return give(context, report, "compare", out)
 
 

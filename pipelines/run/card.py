@@ -23,6 +23,7 @@ from posttrain.core.analysis.report import (
 )
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.differences import differing_settings
+from posttrain.core.redaction import redacted
 from posttrain.core.store.artifacts import StageResult
 from posttrain.core.tracking.lineage import headline
 from posttrain.core.tracking.mlflow_store import connect
@@ -40,8 +41,8 @@ def write_card(pipeline: Pipeline, status: str, folder: Path) -> list[Path]:
     """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed."""
     report = card(pipeline, status)
     path = folder / "run_card.md"
-    path.write_text(report.markdown(), encoding="utf-8")
-    return [path, write_page(folder / "run_card.html", report.html())]
+    path.write_text(redacted(report.markdown()), encoding="utf-8")
+    return [path, write_page(folder / "run_card.html", redacted(report.html()))]
 
 
 def card(pipeline: Pipeline, status: str) -> Report:

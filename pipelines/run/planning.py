@@ -62,7 +62,9 @@ def parts_of_stage(
     )
     server = os.environ.get("MLFLOW_TRACKING_URI")
     if server and config["stages"][name]["kind"] == "register":
-        parts["mlflow"] = json.dumps(address(server))  # what is registered on one server is not on another
+        parts["mlflow"] = json.dumps(
+            address(server)
+        )  # what is registered on one server is not on another
     return parts
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
-import pickle
 
 import pytest
 
@@ -86,12 +86,16 @@ def test_values_of_secret_variables_are_found_anywhere(monkeypatch: pytest.Monke
 
 def test_trees_lose_secrets_by_key_and_by_form() -> None:
     tree = {"a": [{"api_key": SECRET, "url": f"http://u:{SECRET}@h"}], "n": 3, "token": None}
-    assert redacted_tree(tree) == {"a": [{"api_key": MARK, "url": "http://***@h"}], "n": 3, "token": None}
+    assert redacted_tree(tree) == {
+        "a": [{"api_key": MARK, "url": "http://***@h"}],
+        "n": 3,
+        "token": None,
+    }
 
 
-def test_errors_hold_no_secret_also_behind_them_and_after_pickling() -> None:
+def test_errors_hold_no_secret_also_behind_them_and_copied() -> None:
     text = f"cannot reach http://u:{SECRET}@h"
-    assert str(pickle.loads(pickle.dumps(ResourceError(text)))) == "cannot reach http://***@h"
+    assert str(copy.copy(ResourceError(text))) == "cannot reach http://***@h"  # as pickle does
     try:
         try:
             raise ValueError(text)
