@@ -73,7 +73,7 @@ def doctor(context: CommandContext) -> Result:
 
 
 def examine(home: Path) -> list[Finding]:
-    """All findings for a home on this machine: what is wrong first, then warnings, then the rest."""
+    """All findings for a home on this machine: what is wrong, warnings, then the rest."""
     looks: list[Callable[[], Iterator[Finding]]] = [
         python_version,
         package_versions,

@@ -117,7 +117,7 @@ TRAINING = ("sft", "reward_model", "preference", "rl")
 
 
 def algorithms_of(config: RunConfig) -> str:
-    """The algorithms of a run's stages, as its name in MLflow and its tags show them: `dpo grpo`."""
+    """The algorithms of a run's stages, for its name in MLflow and its tags: `dpo grpo`."""
     found = (getattr(stage, "algorithm", None) for stage in config.stages.values())
     return " ".join(dict.fromkeys(algorithm.name for algorithm in found if algorithm is not None))
 

@@ -1,4 +1,4 @@
-"""A secret in URLs and in the environment is in nothing that a failed run prints, stores or shows."""
+"""A secret in URLs and in the environment is in nothing that a run prints, stores or shows."""
 
 from __future__ import annotations
 
