@@ -21,7 +21,7 @@ EXTRAS := [dev]
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run ui up down status test test-slow test-learning check format dev install install-vllm docs bench clean
+.PHONY: help run ui up down status test test-slow test-learning check audit format dev install install-vllm docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ check: dev ## ruff, formatting, mypy strict, import layers, words
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
 
+audit: ## list known vulnerabilities of the pinned packages; skipped where their database cannot be reached
+	$(PYTHON) infra/audit.py infra/constraints.txt $(VENV)-audit
+
 format: dev ## format the code and apply the fixes that ruff knows
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -103,4 +106,4 @@ bench: install ## measure what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py
 
 clean: ## remove the environment and caches; runs under .posttrain are kept
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

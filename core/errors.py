@@ -5,12 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from posttrain.core.redaction import redacted
+
 
 class PosttrainError(Exception):
-    """Base of every error shown to a user as one sentence, without a traceback."""
+    """Base of every error shown to a user as one sentence, without a traceback.
+
+    Its message holds no credentials, wherever it goes.
+    """
 
     exit_code = 1
     status = "error"
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*(redacted(part) if isinstance(part, str) else part for part in message))
 
 
 class RunError(PosttrainError):

@@ -21,7 +21,18 @@ from posttrain.core.errors import ResourceError
 if TYPE_CHECKING:
     from rich.console import Console
 
-Cell = str | float | int | bool | None
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A page to open, in a table."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+Cell = str | float | int | bool | Link | None
 """A value in a table; None is something that does not exist here."""
 Row = Mapping[str, Cell]
 _STYLE = """
@@ -133,6 +144,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def in_words(value: object) -> str:
+    """Nested values as a person would write them: `accuracy, reward_model (weight 0.2)`."""
+    if isinstance(value, Mapping):
+        rest = ", ".join(f"{k} {in_words(v)}" for k, v in value.items() if k != "name")
+        if "name" not in value:
+            return rest or "nothing"
+        return f"{value['name']} ({rest})" if rest else str(value["name"])
+    if isinstance(value, list | tuple):
+        return ", ".join(map(in_words, value)) or "nothing"
+    return "none" if value is None else shown(value)
+
+
 def shortened(text: str, limit: int = 160) -> str:
     """The first `limit` characters of `text`, with dots where there were more."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -209,7 +232,10 @@ def _table_html(table: Table) -> str:
 
 def _cell_html(value: Cell) -> str:
     kind = ' class="n"' if _is_number(value) else ""
-    return f"<td{kind}>{_escaped(value)}</td>"
+    text = _escaped(value)
+    if isinstance(value, Link):
+        text = f'<a href="{text}" target="_blank" rel="noopener">{text}</a>'
+    return f"<td{kind}>{text}</td>"
 
 
 def _picture_html(picture: Picture) -> str:
@@ -224,6 +250,8 @@ def _picture_html(picture: Picture) -> str:
 
 def _marked(value: object) -> str:
     """Text in which nothing acts as Markdown."""
+    if isinstance(value, Link):
+        return f"<{value}>"
     text = shown(value)
     for mark in ("\\", "|", "`", "<", "*", "_", "[", "#"):
         text = text.replace(mark, f"\\{mark}")

@@ -13,6 +13,9 @@ from posttrain.core.runtime.config_model import ConfigModel
 BASE_MODEL = "base"
 """Name under which stages read the base model."""
 
+NO_TASK = "none"
+"""Name of the task of a config that names none."""
+
 TASK_DATA = "task"
 """What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 

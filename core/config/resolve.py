@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
-from posttrain.core.config.base import Component
+from posttrain.core.config.base import NO_TASK, Component
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
@@ -129,6 +129,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     problems = [
         *resolver.problems,
         *dag.check(stages, loaded.where, resolver.reward_roles),
+        *_check_task(loaded, stages),
         *gate_checks.check_gates(stages, loaded.where),
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
@@ -302,6 +303,22 @@ class _Resolver:
             )
             self.problems.append(self.loaded.problem(loc, f"{reported}; choose another algorithm"))
             return stage
+
+
+def _check_task(loaded: LoadedConfig, stages: Mapping[str, Stage]) -> Iterable[str]:
+    """Without a task, stages that need problems; those with a file of preferences do not."""
+    if loaded.config.task.name != NO_TASK:
+        return
+    for name, stage in stages.items():
+        has_file = isinstance(stage, PreferenceDataStage) and bool(stage.outside_paths())
+        if not has_file and not isinstance(stage, RegisterStage | ApproveStage | PromoteStage):
+            needs = "problems, or a file of preferences as its `data`"
+            yield loaded.problem(
+                ("stages", name),
+                f"a stage of kind '{dag.stage_kind(stage)}' needs "
+                f"{needs if isinstance(stage, PreferenceDataStage) else 'problems'}, and the "
+                "config has no `task`; add one, such as `task: gsm8k` (posttrain plugins list)",
+            )
 
 
 def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.core.config.base import Component, Section, StageBase, StageName
+from posttrain.core.config.base import NO_TASK, Component, Section, StageBase, StageName
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
     AlarmsSection,
@@ -130,7 +130,10 @@ class RunConfig(Section):
         default="auto", description="auto, or a rollout engine: transformers, vllm, vllm_server"
     )
     model: ModelSection = ModelSection()
-    task: Component
+    task: Component = Field(
+        default=Component(name=NO_TASK),
+        description="where problems come from; left out where every stage brings its own data",
+    )
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
     keep: KeepSection = KeepSection()

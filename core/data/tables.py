@@ -140,6 +140,7 @@ def hub_rows(
             split=split,
             revision=source.revision,
             streaming=streaming and source.reachable,
+            trust_remote_code=False,
         )
         for number, values in enumerate(itertools.islice(rows, limit), start=1):
             yield JsonRow(f"{name}:{number}", dict(values))

@@ -72,7 +72,9 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"

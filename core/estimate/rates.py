@@ -80,7 +80,10 @@ class _Probe:
         )
         with torch.device(runtime.device):
             self.model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=runtime.dtype, attn_implementation=runtime.plain_attention
+                config,
+                dtype=runtime.dtype,
+                attn_implementation=runtime.plain_attention,
+                trust_remote_code=False,
             )
             self.source, self.target = torch.ones(2, COPIED_BYTES // 4)
             self.ids = torch.ones(rows, SEQUENCE, dtype=torch.int64)

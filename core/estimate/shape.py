@@ -75,7 +75,9 @@ def shape_of(config: Any) -> ModelShape:  # Any: every architecture has its own 
     """The shape of the causal language model that a transformers config describes."""
     text = config.get_text_config()
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, trust_remote_code=False
+        )
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -105,7 +107,9 @@ def find_model(section: ModelSection, cache: Path) -> KnownModel | None:
     """
     for source, options in _places(section, cache):
         try:
-            config = AutoConfig.from_pretrained(source, local_files_only=True, **options)
+            config = AutoConfig.from_pretrained(
+                source, local_files_only=True, trust_remote_code=False, **options
+            )
             return KnownModel(shape_of(config), "counted from its config", source, options)
         except (OSError, ValueError, ImportError, KeyError):
             continue  # not there, or an architecture that transformers cannot build

@@ -138,7 +138,9 @@ def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | 
     if model.source is None:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(model.source, local_files_only=True, **model.options)
+        found = AutoTokenizer.from_pretrained(
+            model.source, local_files_only=True, trust_remote_code=False, **model.options
+        )
         return ChatTokenizer(found, system_prompt)
     except (OSError, ValueError, PosttrainError) as error:
         logger.info("no tokenizer in %s: %s", model.source, error)

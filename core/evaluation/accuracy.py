@@ -12,7 +12,7 @@ from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_texts
 from posttrain.core.math.groups import pass_at_k
-from posttrain.core.math.intervals import mean_interval, standard_error, wilson
+from posttrain.core.math.intervals import share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
@@ -150,11 +150,11 @@ def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> di
     }
     if section.num_samples:
         shares = [row.sampled_accuracy for row in rows if row.sampled_accuracy is not None]
-        mean, low, high = mean_interval(shares)
+        mean, low, high = share_interval(shares)
         metrics |= {
             "eval/sampled_accuracy": mean,
-            "eval/sampled_low": max(0.0, low),
-            "eval/sampled_high": min(1.0, high),
+            "eval/sampled_low": low,
+            "eval/sampled_high": high,
         }
         metrics |= _at_k(rows, section)
     return metrics

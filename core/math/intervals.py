@@ -34,7 +34,7 @@ def mean_interval(
 
     One value per *problem*: samples of one problem are not independent, so average them first. A
     single value says nothing about the spread, so its interval is the whole of `bounds`. Values
-    that are all equal have an interval of zero width: for 0/1 outcomes use `wilson` instead.
+    that are all equal have an interval of zero width: for shares use `share_interval` instead.
     Raises `ValueError` when `values` is empty.
     """
     if not values:
@@ -49,9 +49,28 @@ def mean_interval(
     return mean, max(lowest, mean - half), min(highest, mean + half)
 
 
+def share_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of shares in [0, 1], one per problem, with a 95 % interval: (mean, low, high).
+
+    Wilson's where every share is 0 or 1. Else the t-interval of the shares and two more, 0 and 1,
+    cut to [0, 1]: a few problems with equal shares say little of other problems, so the interval
+    always has a width. Raises `ValueError` when `values` is empty.
+    """
+    if not values:
+        raise ValueError("values is empty, expected at least one: measure before summarising")
+    mean = math.fsum(values) / len(values)
+    if set(values) <= {0.0, 1.0}:
+        return mean, *wilson(round(math.fsum(values)), len(values))
+    _, low, high = mean_interval([*values, 0.0, 1.0])
+    return mean, min(mean, low), max(mean, high)
+
+
 def standard_error(values: Sequence[float]) -> float | None:
-    """s / sqrt(n) of `values`, one per problem, s with n - 1; None of a single one."""
-    if len(values) < 2:
+    """s / sqrt(n) of `values`, one per problem, s with n - 1.
+
+    None of a single value, and where all are equal: 0 would claim to know the others too.
+    """
+    if len(values) < 2 or max(values) == min(values):
         return None
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -169,6 +169,7 @@ def _check_directory(path: Path) -> None:
             f"model directory '{path}' has no config.json: point model.source at a Hugging Face "
             "model directory"
         )
+    _refuse_own_code(path)
     weights = list(path.glob("*.safetensors"))
     if any(not file.is_file() for file in weights):
         raise ResourceError(f"model directory '{path}': not every *.safetensors in it is a file")
@@ -225,6 +226,24 @@ def _check_vocabulary(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_own_code(path: Path) -> None:
+    """Refuse a model that only code in its own directory can build: that code is never run."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return  # whoever loads it says what is wrong
+    if not isinstance(config, dict) or not config.get("auto_map"):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise ResourceError(
+            f"model directory '{path}' needs Python code of its own (auto_map in config.json, "
+            f"model_type {config.get('model_type')!r}), and posttrain never runs a model's code: "
+            "choose a model whose architecture transformers has built in"
+        )
+
+
 def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -237,6 +256,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if not list(Path(folder).glob("*.safetensors")):
         return None, "the repository has no *.safetensors"
+    _refuse_own_code(Path(folder))
     return Path(folder), ""
 
 
@@ -268,7 +288,9 @@ def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
     partial.mkdir(parents=True)
     try:
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.bfloat16, trust_remote_code=False
+        )
         # save_pretrained refuses a model that still carries the GGUF quantizer's marks.
         for mark in ("hf_quantizer", "quantization_method"):
             if hasattr(model, mark):
@@ -277,7 +299,8 @@ def _convert(gguf: Path, folder: Path, record: dict[str, str]) -> None:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+        tokenizer.save_pretrained(partial)
         (partial / "source.json").write_text(json.dumps(record, indent=2))
         put_in_place(partial, folder)
     finally:

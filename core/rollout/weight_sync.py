@@ -74,7 +74,9 @@ class EngineWeights:
 
         self._drop_adapter()
         device = str(self._model.device)
-        self._adapter = PeftModel.from_pretrained(self._model, folder, torch_device=device)
+        self._adapter = PeftModel.from_pretrained(
+            self._model, folder, torch_device=device, trust_remote_code=False
+        )
 
     def _drop_adapter(self) -> None:
         if self._adapter is not None:

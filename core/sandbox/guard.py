@@ -22,6 +22,7 @@ from posttrain.core.sandbox.job import Job, load
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GIVE_UP_S = 5.0
+_CLEAN_S = 10.0
 
 
 class Tree:
@@ -203,15 +204,53 @@ def _folders(job: Job, uid: int | None) -> tuple[str, str, str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove `folder`, whatever modes its folders were given; symbolic links are not followed."""
-    import shutil  # as above
+    """Remove `folder`, whatever modes its folders were given; symbolic links are not followed.
 
-    for root, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(root, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder)
+    Nothing that the program made can stop this: however deep folders are nested, each is moved up
+    before it is read, so neither path, stack nor descriptors grow. What takes too long goes on in
+    a process of its own, and what cannot be removed stays.
+    """
+    import tempfile  # as above
+
+    try:
+        trash = tempfile.mkdtemp(prefix="posttrain-sandbox-")
+        os.rename(folder, f"{trash}/0")
+        left = _empty(trash, ["0"], time.monotonic() + _CLEAN_S)
+        if left and os.fork() == 0:
+            os.closerange(0, 1 << 16)  # whoever reads the answer does not wait for this process
+            os.setsid()
+            _empty(trash, left, None)
+            os._exit(0)
+    except OSError:  # the program moved its own folder away
+        return
+
+
+def _empty(trash: str, names: list[str], limit: float | None) -> list[str]:
+    """Remove these folders in `trash`, and `trash` itself; those left at the time `limit`."""
+    count = 1 + max(map(int, names))
+    top = os.open(trash, os.O_RDONLY | os.O_DIRECTORY)
+    while names:
+        name = names.pop()
+        os.chmod(name, 0o700, dir_fd=top)
+        here = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        with os.scandir(here) as found:
+            inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+        for entry, is_folder in inside:
+            if limit is not None and time.monotonic() > limit:
+                return [*names, name]
+            if not is_folder:
+                os.unlink(entry, dir_fd=here)
+                continue
+            os.chmod(entry, 0o700, dir_fd=here)  # to move a folder takes the right to write in it
+            names.append(str(count))
+            os.rename(entry, names[-1], src_dir_fd=here, dst_dir_fd=top)
+            count += 1
+        os.close(here)
+        os.rmdir(name, dir_fd=top)
+    os.close(top)
+    if not names:
+        os.rmdir(trash)
+    return names
 
 
 def _stdin(job: Job) -> int:

@@ -146,6 +146,10 @@ _DENIED = {
     "userfaultfd": (323, 282),
 }
 _SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
+_FAMILIES = (1,)
+"""AF_UNIX, which asyncio and multiprocessing need. No other family may be made: some, such as
+AF_VSOCK and AF_ALG, reach past a network namespace or open more of the kernel."""
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _NEW_NAMESPACES = 0x7E020000
 _X32 = 0x40000000
@@ -159,7 +163,11 @@ def supported() -> bool:
 
 
 def program(*, sockets: bool) -> bytes:
-    """The filter as an array of sock_filter; without `sockets`, socket(2) is refused too."""
+    """The filter as an array of sock_filter.
+
+    Sockets are those of `_FAMILIES` alone. Without `sockets` socket(2) is refused for all families,
+    and socketpair(2), whose ends reach nobody else, is not.
+    """
     machine = os.uname().machine
     column = list(_AUDIT).index(machine)
     refuse = [pair[column] for pair in _DENIED.values()] + ([] if sockets else [_SOCKET[column]])
@@ -174,6 +182,13 @@ def program(*, sockets: bool) -> bytes:
         code += when(_AT_LEAST, _X32, denied)
     for number in refuse:
         code += when(_EQUAL, number, denied)
+    for number in (_SOCKET[column], _SOCKETPAIR[column]):
+        # At another number skip the check; else compare the first argument, then load it again.
+        check = [(_LOAD, 0, 0, 16)]
+        for family in _FAMILIES:
+            check += [(_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
+        check += [(_RETURN, 0, 0, _ERROR | errno.EAFNOSUPPORT)]
+        code += [(_EQUAL, 0, len(check), number), *check]
     # The flags of clone3 are behind a pointer; libc falls back to clone, whose flags are not.
     code += when(_EQUAL, _CLONE3[column], _ERROR | errno.ENOSYS)
     code += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, 16)]

@@ -53,7 +53,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("output", _ALL, "counted in the guard process"),
     Capability("file size", _ALL, "RLIMIT_FSIZE"),
     Capability("open files", _ALL, "RLIMIT_NOFILE"),
-    Capability("kernel surface", _ALL, "system call filter: no mount, ptrace, bpf, io_uring, keys"),
+    Capability(
+        "kernel surface",
+        _ALL,
+        "system call filter: no mount, ptrace, bpf, io_uring, keys; sockets of AF_UNIX only",
+    ),
 )
 
 

@@ -109,6 +109,23 @@ def tree_digests(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
 
+def inside(folder: Path, relative: str) -> Path:
+    """`folder / relative`; raises `ValueError` for a path that leaves the folder.
+
+    That is an absolute one, one with `..`, and one that is, goes through or holds a symbolic link.
+    """
+    path = Path(relative)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"'{relative}' is not a path below {folder}")
+    found = folder / path
+    steps = [folder / Path(*path.parts[: n + 1]) for n in range(len(path.parts))]
+    below = found.rglob("*") if found.is_dir() and not found.is_symlink() else ()
+    link = next((step for step in (*steps, *below) if step.is_symlink()), None)
+    if link is not None:
+        raise ValueError(f"{link} is a symbolic link, which could lead out of {folder}")
+    return found
+
+
 def digests_below(files: Mapping[str, str], path: str) -> dict[str, str]:
     """The part of `files` (of `tree_digests`) that is the file or folder at relative `path`."""
     if path in files:
@@ -160,7 +177,10 @@ class ArtifactStore:
         self._held: dict[Path, int | None] = {}
 
     def folder(self, stage: str, identity: str) -> Path:
-        return self.root / f"{stage}-{identity[:16]}"
+        folder = self.root / f"{stage}-{identity[:16]}"
+        if folder.parent != self.root:
+            raise RunError(f"'{stage}' with identity '{identity}' is not a stage of {self.root}")
+        return folder
 
     @contextmanager
     def computing(
@@ -217,6 +237,13 @@ class ArtifactStore:
     ) -> Path:
         """Write the manifest (last) and rename `partial` into place; returns the final folder."""
         final = self.folder(result.name, identity)
+        try:
+            inside(partial, ".")
+        except ValueError as error:
+            raise RunError(
+                f"stage '{result.name}' cannot be stored: {error}; a stage, or a plugin that it "
+                "uses, has to copy files instead of linking to them"
+            ) from error
         moved = [
             asdict(item) | {"uri": Path(item.uri).relative_to(partial).as_posix()}
             for item in result.artifacts
@@ -249,13 +276,16 @@ class ArtifactStore:
             return None, f"damaged: {folder / MANIFEST} is not what was written"
         if manifest.get("version") != MANIFEST_VERSION or manifest.get("identity") != identity:
             return None, "its manifest is of another version"
+        try:
+            inside(folder, ".")
+            paths = [str(inside(folder, item["uri"])) for item in manifest["artifacts"]]
+        except ValueError as error:
+            return None, f"damaged: {error}"
         if tree_digests(folder) != manifest["files"]:
             return None, f"damaged: files under {folder} differ from their digests"
         artifacts = tuple(
-            Artifact(
-                **(item | {"uri": str(folder / item["uri"]), "parents": tuple(item["parents"])})
-            )
-            for item in manifest["artifacts"]
+            Artifact(**(item | {"uri": path, "parents": tuple(item["parents"])}))
+            for path, item in zip(paths, manifest["artifacts"], strict=True)
         )
         return (
             StageResult(

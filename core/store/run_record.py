@@ -40,12 +40,12 @@ class RunRecorder:
     """Writes a run's record; stages may be added from several threads."""
 
     def __init__(self, home: Path, run_id: str, name: str, began: str, config_yaml: str) -> None:
-        self._folder = home / "runs" / run_id
+        self.folder = home / "runs" / run_id
         self._row: dict[str, object] = {"run_id": run_id, "name": name, "began": began}
         self._stages: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / CONFIG).write_text(config_yaml)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / CONFIG).write_text(config_yaml)
         self._write()
 
     def stage(self, name: str, identity: str) -> None:
@@ -56,7 +56,7 @@ class RunRecorder:
 
     def _write(self) -> None:
         text = json.dumps(self._row | {"stages": self._stages}, indent=2)
-        write_text(self._folder / RECORD, text)
+        write_text(self.folder / RECORD, text)
 
 
 def find_run(home: Path, wanted: str) -> RunRecord:

@@ -98,6 +98,12 @@ def _line_svg(role: str, start: float, end: float, distance: int) -> str:
     )
 
 
+def _fitting(text: str, css: str) -> str:
+    """As much of a text as a box has room for, escaped; the pointer shows a name in full."""
+    room = 25 if css == "name" else 33
+    return html.escape(text if len(text) <= room else f"{text[: room - 1]}…")
+
+
 def _box_svg(y: float, stage: LineageNode) -> str:
     x, colour = MARGIN, COLOURS.get(stage.kind, "#555555")
     kind = " · ".join(part for part in (stage.kind, stage.status) if part)
@@ -105,13 +111,14 @@ def _box_svg(y: float, stage: LineageNode) -> str:
     texts = [(24, "name", stage.name), (43, "small", kind), (63, "metric", stage.metric)]
     texts.append((81, "small mono", digest))
     body = "".join(
-        f'<text x="{x + 18}" y="{y + dy:.0f}" class="{css}">{html.escape(text)}</text>'
+        f'<text x="{x + 18}" y="{y + dy:.0f}" class="{css}">{_fitting(text, css)}</text>'
         for dy, css, text in texts
     )
+    body += f"<title>{html.escape(stage.name)}</title>"
     return (
-        f'<rect x="{x}" y="{y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="8" '
+        f'<g><rect x="{x}" y="{y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="8" '
         f'class="box" stroke="{colour}"/><rect x="{x}" y="{y:.0f}" width="8" '
-        f'height="{BOX_HEIGHT}" rx="4" fill="{colour}"/>{body}'
+        f'height="{BOX_HEIGHT}" rx="4" fill="{colour}"/>{body}</g>'
     )
 
 

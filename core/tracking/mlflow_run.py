@@ -16,12 +16,17 @@ from typing import Literal
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import AssessmentSource, LoggedModelOutput, Metric, RunTag
+from mlflow.entities import AssessmentSource, LoggedModelOutput, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.tracing.utils.environment import resolve_env_metadata
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.errors import RunError
+from posttrain.core.redaction import redacted
 from posttrain.core.tracking.journal import JournalRow, Writer
+from posttrain.core.tracking.mlflow_store import entities_of
+from posttrain.core.tracking.registry import how_to_load
 from posttrain.core.tracking.tables import sample_rows
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -65,22 +70,24 @@ class MlflowRun:
     def log_text(self, text: str, artifact_path: str) -> None:
         self._session.writer.submit(
             f"the artifact {artifact_path}",
-            lambda: self._session.client.log_text(self.run_id, text, artifact_path),
+            lambda: self._session.client.log_text(self.run_id, redacted(text), artifact_path),
         )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        entities = [RunTag(key, value) for key, value in tags.items()]
+        entities = [RunTag(key, redacted(value)) for key, value in tags.items()]
         self._session.writer.submit(
             "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
         )
 
+    def rename(self, name: str) -> None:
+        """Give the run another name on MLflow's pages."""
+        self._session.writer.submit(
+            "a run's name", lambda: self._session.client.update_run(self.run_id, name=name)
+        )
+
     def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
         def write() -> None:  # building the entities costs more than queueing: not on the caller
-            entities = [
-                Metric(name, value, row.time_ms, row.step, model_id=model_id or None)
-                for name, value in row.metrics.items()
-            ]
-            self._session.client.log_batch(self.run_id, metrics=entities)
+            self._session.client.log_batch(self.run_id, metrics=entities_of(row, model_id))
 
         self._session.writer.submit(f"step {row.step}", write)
 
@@ -140,7 +147,11 @@ def make_entry(session: Session, run_id: str, name: str, uri: str, digest: str) 
     made = mlflow.create_external_model(
         name=name,
         source_run_id=run_id,
-        tags={"posttrain.uri": uri, "posttrain.digest": digest},
+        tags={
+            "posttrain.uri": uri,
+            "posttrain.digest": digest,
+            MLFLOW_RUN_NOTE: how_to_load(uri),
+        },
         model_type="language-model",
         experiment_id=session.experiment_id,
     )
@@ -155,6 +166,11 @@ def _exists(session: Session, model_id: str) -> bool:
             return False
         raise
     return True
+
+
+def _environment_metadata() -> dict[str, str]:
+    """What MLflow itself adds to every trace, the URL of git's remote among it."""
+    return {key: redacted(str(value)) for key, value in resolve_env_metadata().items()}
 
 
 SOURCE_RUN = "mlflow.sourceRun"
@@ -223,7 +239,7 @@ def write_trace(session: Session, run_id: str, traced: TracedResponse) -> str:
         span_type="AGENT" if traced.turns else "LLM",
         inputs={"prompt": traced.prompt},
         attributes={k: str(v) for k, v in {"step": traced.step, **traced.attributes}.items()},
-        metadata={SOURCE_RUN: run_id},
+        metadata={**_environment_metadata(), SOURCE_RUN: run_id},
         tags={"posttrain.step": str(traced.step)},
         experiment_id=session.experiment_id,
     )

@@ -18,6 +18,7 @@ from mlflow.entities import (
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import RunError
+from posttrain.core.redaction import redacted
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow
 from posttrain.core.tracking.metric_names import check_names, left_out
@@ -144,7 +145,7 @@ class StageTracker(MlflowRun):
             name=name,
             digest=digest[:MAX_DIGEST],
             source_type="local",
-            source=json.dumps({"uri": source}),
+            source=json.dumps({"uri": redacted(source)}),
             profile=json.dumps(profile),
         )
         tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])

@@ -22,6 +22,7 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import create_database
 from posttrain.core.runtime.processes import is_left_behind, life, life_name, owner
 from posttrain.core.tracking.journal import JournalRow, read_journal, reason
+from posttrain.core.tracking.metric_names import HEADLINES
 
 SQLITE = "sqlite:///"
 SCHEMA = Path(__file__).with_name("mlflow_schema.sql")
@@ -179,11 +180,16 @@ def recover_rows(client: MlflowClient, run_id: str, rows: Sequence[JournalRow]) 
     log_rows(client, run_id, missing)
 
 
-def log_rows(client: MlflowClient, run_id: str, rows: Iterable[JournalRow]) -> None:
-    metrics = [
-        Metric(name, value, row.time_ms, row.step)
-        for row in rows
+def entities_of(row: JournalRow, model_id: str = "") -> list[Metric]:
+    """What MLflow gets of a row: every metric, and the headlines under their second names."""
+    again = {HEADLINES[name]: v for name, v in row.metrics.items() if name in HEADLINES}
+    return [
+        Metric(name, value, row.time_ms, row.step, model_id=model_id or None)
         for name, value in row.metrics.items()
-    ]
+    ] + [Metric(name, value, row.time_ms, row.step) for name, value in again.items()]
+
+
+def log_rows(client: MlflowClient, run_id: str, rows: Iterable[JournalRow]) -> None:
+    metrics = [entity for row in rows for entity in entities_of(row)]
     for begin in range(0, len(metrics), MAX_METRICS_PER_CALL):
         client.log_batch(run_id, metrics=metrics[begin : begin + MAX_METRICS_PER_CALL])

@@ -12,6 +12,7 @@ from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.redaction import redacted, redacted_tree
 from posttrain.core.store.identity import flat
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow, Writer, journal_path
@@ -210,14 +211,15 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def _create_run(session: Session, name: str, tags: Mapping[str, str]) -> str:
-    run = session.client.create_run(session.experiment_id, run_name=name, tags=dict(tags))
+    shown = {key: redacted(value) for key, value in tags.items()}
+    run = session.client.create_run(session.experiment_id, run_name=name, tags=shown)
     return str(run.info.run_id)
 
 
 def _log_params(client: MlflowClient, run_id: str, params: Mapping[str, object]) -> None:
     entities = [
         Param(key, value if isinstance(value, str) else json.dumps(value, default=str))
-        for key, value in flat(params)
+        for key, value in flat(redacted_tree(params))
     ]
     for begin in range(0, len(entities), MAX_PARAMS_PER_CALL):
         client.log_batch(run_id, params=entities[begin : begin + MAX_PARAMS_PER_CALL])

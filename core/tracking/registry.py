@@ -71,6 +71,22 @@ class RegisteredVersion:
             ) from error
 
 
+def how_to_load(folder: str) -> str:
+    """What the page of a model says, in Markdown: its folder, and code that loads it."""
+    ranks = Path(folder).name == "reward_model"
+    auto = "AutoModelForSequenceClassification" if ranks else "AutoModelForCausalLM"
+    return (
+        f"Weights, config and tokenizer are in `{folder}`, a Hugging Face directory. MLflow has "
+        "this entry and no copy of them, so `mlflow.*.load_model` does not apply:\n\n"
+        "```python\n"
+        f"from transformers import AutoTokenizer, {auto}\n\n"
+        f"folder = {folder!r}\n"
+        f"model = {auto}.from_pretrained(folder, trust_remote_code=False)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)\n"
+        "```\n"
+    )
+
+
 def check_weights(found: RegisteredVersion) -> None:
     """Raise `ResourceError` unless the version's weights are on this disk, as they were made."""
     reported = f"'{found.name}' version {found.version}"
@@ -128,7 +144,12 @@ def add_version(client: MlflowClient, model_id: str, name: str, tags: Mapping[st
     if not known:
         run_id = client.get_logged_model(model_id).source_run_id
         made = client.create_model_version(
-            name, source, run_id=run_id, model_id=model_id, tags=dict(tags)
+            name,
+            source,
+            run_id=run_id,
+            model_id=model_id,
+            tags=dict(tags),
+            description=how_to_load(tags[TAG_URI]) if TAG_URI in tags else None,
         )
         version = str(made.version)
     else:

@@ -11,9 +11,12 @@ def main() -> None:
     """Entry point of the `posttrain` command."""
     use_allocator(sys.argv[1:])
     bound_waiting()
+    from posttrain.core.redaction import redact_logs, redacting
     from posttrain.core.runtime.collector import command
     from posttrain.pipelines.cli.main import app
 
+    redact_logs()
+    sys.stdout, sys.stderr = redacting(sys.stdout), redacting(sys.stderr)
     with command():
         app()
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.redaction import redact_error, redacted
 from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class CommandContext:
     def print_json(self, values: object) -> None:
         """With `--json`, one line of JSON on standard output; else nothing."""
         if self.as_json:
-            print(json.dumps(values, default=str), file=self.stdout, flush=True)
+            print(redacted(json.dumps(values, default=str)), file=self.stdout, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
         if error is None or isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
             return
         if self.debug and not isinstance(error, SystemExit | KeyboardInterrupt):
+            redact_error(error)
             traceback.print_exception(error)
         if isinstance(error, PosttrainError):
             self._stop(str(error), error.exit_code, error.status)
@@ -227,6 +229,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
             self._stop(self._bug(error), 1)
 
     def _bug(self, error: Exception) -> str:
+        redact_error(error)
         first = (str(error).splitlines() or ["no message"])[0]
         sentence = f"unexpected {type(error).__name__}: {first}"
         if self.log_home is None or not self.log_home.is_dir():
@@ -238,7 +241,7 @@ class Boundary(contextlib.AbstractContextManager[None]):
         )
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text("".join(traceback.format_exception(error)))
+            log.write_text(redacted("".join(traceback.format_exception(error))))
         except OSError as problem:
             return f"{sentence}; the traceback could not be written ({problem}): use --debug"
         return f"{sentence}; the full traceback is in {log}"
@@ -260,7 +263,7 @@ def readable(line: str) -> str:
 
 def print_json(value: object) -> None:
     """One line of JSON on standard output."""
-    print(json.dumps(value, default=str), flush=True)
+    print(redacted(json.dumps(value, default=str)), flush=True)
 
 
 def text_console(as_json: bool) -> Console:

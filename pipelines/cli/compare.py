@@ -8,7 +8,7 @@ import typer
 
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
-from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_run
+from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_record, open_run
 
 if TYPE_CHECKING:
     from posttrain.pipelines.analysis.variants import Wanted
@@ -81,17 +81,18 @@ def compare(
         without_kl=no_kl,
     )
     _check(runs, step, wanted, model)
-    opened = [open_run(run, context) for run in runs]
     if step is None:
         from posttrain.pipelines.analysis.runs import compare_runs
 
-        report = compare_runs(opened, stage)
+        report = compare_runs([open_record(run, context) for run in runs], stage)
     else:
         from posttrain.pipelines.analysis.algorithms import compare_algorithms
         from posttrain.pipelines.run.assembly import quiet_libraries
 
         quiet_libraries()
-        report = compare_algorithms(opened[0], stage, step, wanted, with_model=model)
+        report = compare_algorithms(
+            open_run(runs[0], context), stage, step, wanted, with_model=model
+        )
     return give(context, report, "compare", out)
 
 

@@ -21,6 +21,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.redaction import redacted
 from posttrain.pipelines.cli.common import CommandContext, Result, command
 from posttrain.pipelines.services.layout import answers, check_port
 
@@ -58,9 +59,13 @@ def doctor(context: CommandContext) -> Result:
     for item in findings:
         table.add_row(MARKS[item.status], *map(escape, (item.name, item.detail, item.fix)))
     console = context.console()
+    bad = [item for item in findings if item.status == "bad"]
+    for item in bad:
+        fix = f"; {item.fix}" if item.fix else ""
+        console.print(f"{item.name}: {item.detail}{fix}", markup=False, soft_wrap=True)
+    verdict = "usable" if not bad else f"not usable: fix the {len(bad)} above first"
+    console.print(verdict)
     console.print(table, soft_wrap=False)
-    bad = sum(item.status == "bad" for item in findings)
-    console.print(f"not usable: {bad} finding(s) to fix first" if bad else "usable")
     return Result(
         {"usable": not bad, "findings": [asdict(item) for item in findings]},
         exit_code=ResourceError.exit_code if bad else 0,
@@ -68,7 +73,7 @@ def doctor(context: CommandContext) -> Result:
 
 
 def examine(home: Path) -> list[Finding]:
-    """All findings for a home on this machine."""
+    """All findings for a home on this machine: what is wrong, warnings, then the rest."""
     looks: list[Callable[[], Iterator[Finding]]] = [
         python_version,
         package_versions,
@@ -82,7 +87,8 @@ def examine(home: Path) -> list[Finding]:
         lambda: services(home),
         model_source,
     ]
-    return [finding for look in looks for finding in look()]
+    found = [finding for look in looks for finding in look()]
+    return sorted(found, key=lambda finding: ("bad", "warn", "ok").index(finding.status))
 
 
 def python_version() -> Iterator[Finding]:
@@ -266,7 +272,7 @@ def services(home: Path) -> Iterator[Finding]:
             path = "/health"
             up = answers(f"{address.rstrip('/')}{path}")
             fix = "" if up else f"start that server, or unset {name}"
-            detail = f"{address} {'answers' if up else 'does not answer'}"
+            detail = f"{redacted(address)} {'answers' if up else 'does not answer'}"
             yield Finding(name, "ok" if up else "bad", detail, fix)
 
 

@@ -41,6 +41,26 @@ def open_run(run: str, context: CommandContext) -> PastRun:
     return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
 
 
+def open_record(run: str, context: CommandContext) -> PastRun:
+    """The run whose id begins with `run`, as its complete config says, without its plugins.
+
+    For commands that read what the run left and compute nothing with it.
+    """
+    from posttrain.core.config.dag import topological_order
+    from posttrain.core.config.loading import load_config
+    from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.plugin_manager import PluginManager
+    from posttrain.core.store.artifacts import ArtifactStore
+    from posttrain.core.store.run_record import find_run
+    from posttrain.pipelines.analysis.past_run import PastRun
+
+    found = find_run(context.home, run)
+    loaded = load_config([found.config], [])
+    resolved = ResolvedRun(loaded.config, topological_order(loaded.config.stages), {}, loaded)
+    manager = PluginManager(load_entry_points=False)
+    return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
+
+
 def give(context: CommandContext, report: Report, what: str, out: Path | None) -> Result:
     """Write the page and show its tables; the result is the report with the page's path."""
     from posttrain.core.analysis.report import write_page

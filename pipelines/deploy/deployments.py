@@ -19,6 +19,7 @@ from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 
 from posttrain.core.errors import ConfigError, ResourceError, nearest
+from posttrain.core.redaction import address, redacted_tree
 from posttrain.pipelines.deploy import flows as deployed
 from posttrain.pipelines.deploy.forms import RunRequest
 
@@ -49,6 +50,12 @@ class Wanted:
 def check(wanted: Wanted) -> None:
     """Raises `ConfigError` for a flow or a schedule that there is not."""
     flow_named(wanted.flow)
+    parameters = _parameters(wanted)
+    if redacted_tree(parameters) != parameters:
+        raise ConfigError(
+            "a value of --set holds a password or a token, which Prefect's pages would show: write "
+            "it into the config file, or set it in the environment of the worker"
+        )
     if wanted.cron is None:
         if wanted.timezone is not None:
             raise ConfigError("--timezone is of a schedule, and there is none: add --cron")
@@ -98,7 +105,7 @@ def deploy(wanted: Wanted, pool: str) -> str:
         job_variables=variables or None,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    return f"{get_current_settings().ui_url}/deployments/deployment/{made.apply()}"
+    return f"{address(get_current_settings().ui_url or '')}/deployments/deployment/{made.apply()}"
 
 
 def _pool_type(pool: str) -> str:

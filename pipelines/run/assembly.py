@@ -23,6 +23,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.redaction import redact_logs, redacted
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import approvals
@@ -33,13 +34,14 @@ from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
 from posttrain.core.training.checkpoint import kept_checkpoints
 from posttrain.pipelines.run.gates import Gates
-from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
 
 
 def quiet_libraries() -> None:
     """Our own progress display is the only one: libraries' bars and notices would break it up."""
     disable_progress_bars()
+    redact_logs()
     # Prefect's sender of logs writes to stderr itself when its server cannot store them (a full
     # disk), after the run's own last line. Python advises the switch for what users run.
     logging.raiseExceptions = False
@@ -80,7 +82,8 @@ def assemble(
     title = config.title(datetime.now(UTC).date())
     tracker = start_tracking(resolved, manager, home, title, run_tags(base, engines, runtime))
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    record = RunRecorder(home, tracker.run_id, config.name, began, resolved.to_yaml())
+    kept = redacted(resolved.to_yaml())
+    record = RunRecorder(home, tracker.run_id, config.name, began, kept)
     if tracker.killed_runs:
         reporter.say(f"{len(tracker.killed_runs)} runs of a dead process were marked as killed")
     return Pipeline(
@@ -110,10 +113,13 @@ def start_tracking(
     Its files say what was asked for, what of that is not a default, which plugins do it, and what
     was installed.
     """
+    algorithms = algorithms_of(resolved.config)
+    if algorithms:
+        tags = {**tags, "algorithm": algorithms}
     tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
         experiment=resolved.config.name,
-        run_name=title,
+        run_name=f"{title} {algorithms}".strip(),
         config_yaml=resolved.to_yaml(),
         params=resolved.config.model_dump(mode="json", exclude={"stages"}),
         tags=tags,
@@ -174,5 +180,5 @@ def run_tags(base: BaseModel, engines: EnginePool, runtime: ModelRuntime) -> dic
         "posttrain.python": platform.python_version(),
         "posttrain.torch": torch.__version__,
         "posttrain.transformers": transformers.__version__,
-        "posttrain.command": " ".join(sys.argv[1:]),
+        "posttrain.command": redacted(" ".join(sys.argv[1:])),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,27 +10,39 @@ from pathlib import Path
 import torch
 from mlflow import MlflowClient
 
-from posttrain.core.analysis.report import Cell, Picture, Report, Row, Table, table, write_page
+from posttrain.core.analysis.report import (
+    Cell,
+    Link,
+    Picture,
+    Report,
+    Row,
+    Table,
+    in_words,
+    table,
+    write_page,
+)
 from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.differences import differing_settings
+from posttrain.core.redaction import redacted
 from posttrain.core.store.artifacts import StageResult
 from posttrain.core.tracking.lineage import headline
 from posttrain.core.tracking.mlflow_store import connect
 from posttrain.pipelines.run.blame import data_read
 from posttrain.pipelines.run.pipeline import Pipeline
-from posttrain.pipelines.run.summary import evaluations, gain
+from posttrain.pipelines.run.summary import evaluations, gain, links, opened_by
 
 WATTS_PER_THREAD, WATTS_PER_GPU = 10.0, 500.0
 """Power that the energy estimate assumes for a busy thread and a busy GPU; not measured."""
 _SHOWN = 60
+_SAMPLES = 6
 
 
 def write_card(pipeline: Pipeline, status: str, folder: Path) -> list[Path]:
     """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed."""
     report = card(pipeline, status)
     path = folder / "run_card.md"
-    path.write_text(report.markdown(), encoding="utf-8")
-    return [path, write_page(folder / "run_card.html", report.html())]
+    path.write_text(redacted(report.markdown()), encoding="utf-8")
+    return [path, write_page(folder / "run_card.html", redacted(report.html()))]
 
 
 def card(pipeline: Pipeline, status: str) -> Report:
@@ -49,11 +62,12 @@ def card(pipeline: Pipeline, status: str) -> Report:
                 [_stage(pipeline, result) for result in results.values()],
                 "cached: not computed again; digest: sha256 of what the stage made",
             ),
+            *_samples(results),
             *_curves(results),
             table(
                 "Settings",
                 [
-                    {"setting": s.place, "default": _value(s.default), "value": _value(s.value)}
+                    {"setting": s.place, "default": in_words(s.default), "value": in_words(s.value)}
                     for s in differing_settings(pipeline.resolved, pipeline.manager)[:_SHOWN]
                 ],
                 "all that are not what the algorithm's preset and the defaults make them",
@@ -81,9 +95,15 @@ def verdict(results: Mapping[str, StageResult]) -> str:
 
 def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
     config = pipeline.config
+    pages, yours = links(pipeline.result(0.0)), ""
     yield ["run", pipeline.tracker.run_id]
-    if pipeline.prefect_flow_run_id:
-        yield ["Prefect flow run", pipeline.prefect_flow_run_id]
+    for name, title in (("mlflow", "in MLflow"), ("prefect", "in Prefect")):
+        if name in pages:
+            yield [title, Link(pages[name])]
+            yours = yours or opened_by(pages, pipeline.home)
+    if yours:
+        yield ["these pages", yours]
+    yield ["records", str(pipeline.record.folder)]
     yield ["base model", f"{config.model.source}, sha256 {pipeline.base.digest[:12]}"]
     yield ["task", config.task.name]
     yield ["seed", str(config.seed)]
@@ -116,8 +136,30 @@ def _curves(results: Mapping[str, StageResult]) -> Iterator[Picture]:
                 yield Picture(title, path.read_bytes())
 
 
-def _value(value: object) -> Cell:
-    return value if isinstance(value, str | int | float) or value is None else str(value)
+def _samples(results: Mapping[str, StageResult]) -> Iterator[Table]:
+    """Answers of the last evaluation to its problems: some right ones, some wrong ones."""
+    measured = [r for r in results.values() if r.kind == "evaluate"]
+    if not measured:
+        return
+    path = measured[-1].artifact("evaluation").path / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    right = [row for row in rows if row["greedy_correct"] >= 1]
+    wrong = [row for row in rows if row["greedy_correct"] < 1]
+    half = _SAMPLES // 2
+    chosen = right[: max(half, _SAMPLES - len(wrong))] + wrong[: max(half, _SAMPLES - len(right))]
+    yield table(
+        "Sample answers",
+        [
+            {
+                "problem": row["problem"]["prompt"],
+                "right answer": row["problem"]["answer"],
+                "response": row["greedy_text"],
+                "correct": row["greedy_correct"] >= 1,
+            }
+            for row in chosen
+        ],
+        f"greedy answers in {measured[-1].name}; {len(right)} of {len(rows)} are correct",
+    )
 
 
 def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.base import NO_TASK
 from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -82,14 +83,16 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
-    problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
-    check_examples(resolved, task, problems["train"])
+    problems = {}
+    if task.name != NO_TASK:
+        problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
+    check_examples(resolved, task, problems.get("train"))
     not_checked = unchecked(config.model)
     notes = (*([not_checked] if not_checked else ()), *resolved.notes)
     return Inputs(task, problems, notes)
 
 
-def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem) -> None:
+def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | None) -> None:
     """Worked answers for stages that imitate them, pairs that the task brings, the texts of
     `ptx.path`, and keys of judges."""
     from posttrain.core.config.base import TASK_DATA
@@ -99,7 +102,7 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem) -> 
     from posttrain.core.rewards.judge import api_key
 
     for name, stage in resolved.config.stages.items():
-        if isinstance(stage, SftStage) and "dataset" not in stage.inputs:
+        if problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
             check_worked(task, [problem])
         if isinstance(stage, PreferenceDataStage) and stage.data == TASK_DATA:
             task.preferences()

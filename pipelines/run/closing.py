@@ -14,8 +14,9 @@ from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.errors import PosttrainError
 from posttrain.core.store.artifacts import StageResult
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html
+from posttrain.core.tracking.metric_names import HEADLINES
 from posttrain.pipelines.run.card import write_card
-from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.run.progress import FileReporter
 from posttrain.pipelines.run.summary import prefect_page
 
@@ -52,6 +53,10 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
         title = f"{pipeline.config.name}: held-out greedy accuracy"
         tracker.log_file(before_after(bars, title, folder), "summary")
         tracker.set_tags({"mlflow.note.content": note(pipeline, bars)})
+        # Runs of one config and seed differ in what they reached: the list of runs shows it.
+        name = f"{pipeline.title} {algorithms_of(pipeline.config)}".strip()
+        tracker.rename(f"{name} {100 * bars[-1][1]:.1f} %")
+    tracker.log_metrics(last_results(results))
     nodes = lineage_nodes(pipeline)
     (folder / "lineage.html").write_text(lineage_html(nodes))
     tracker.log_file(folder / "lineage.html", "summary")
@@ -100,6 +105,16 @@ def headline_metrics(result: StageResult) -> dict[str, float]:
         return {}
     prefixes = ("eval/", "rm/held_out", "pref/held_out", "promote/", "approve/")
     return {k: v for k, v in result.metrics.items() if k.startswith(prefixes)}
+
+
+def last_results(results: Mapping[str, StageResult]) -> dict[str, float]:
+    """Reward and accuracies of the last stages that measured them, under the same names in every
+    run, so that MLflow's list of runs has one column for each.
+    """
+    found: dict[str, float] = {}
+    for result in results.values():
+        found |= {HEADLINES[k]: v for k, v in result.metrics.items() if k in HEADLINES}
+    return found
 
 
 def lineage_nodes(pipeline: Pipeline) -> list[LineageNode]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.redaction import redacted_tree
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, approvals
 from posttrain.core.store.artifacts import RunResult, check_free_disk, make_folder
@@ -121,11 +122,24 @@ def _execute(
     finally:
         pipeline.engines.close()
         close_run(pipeline, status, log)
+        if status != "FINISHED":
+            _show_links(pipeline, reporter)
         # A killed run has to end at once.
         if server is not None and status != "KILLED" and pipeline.prefect_flow_run_id:
             server.wait_for_events(pipeline.prefect_flow_run_id)
     raise_if_closed(pipeline)
     return pipeline.result(time.perf_counter() - began)
+
+
+def _show_links(pipeline: Pipeline, reporter: Reporter) -> None:
+    """Where to look at a run that did not finish."""
+    from posttrain.pipelines.run.summary import links, opened_by
+
+    pages = links(pipeline.result(0.0))
+    for name, page in pages.items():
+        reporter.say(f"{name:<14} {page}")
+    if how := opened_by(pages, pipeline.home):
+        reporter.say(how)
 
 
 def _run_flow(pipeline: Pipeline) -> None:
@@ -138,7 +152,7 @@ def _run_flow(pipeline: Pipeline) -> None:
     flow = flow_for(config.limits.max_parallel_stages)
     with stop_on_signals(pipeline):
         try:
-            flow(pipeline.title, config.model_dump(mode="json"), Live(pipeline))
+            flow(pipeline.title, redacted_tree(config.model_dump(mode="json")), Live(pipeline))
         except CancelledRun:
             if not pipeline.closed:
                 raise

@@ -21,6 +21,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from posttrain.core.config.dag import dependencies
 from posttrain.core.errors import ApprovalRefused
+from posttrain.core.redaction import redact_error
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.run.flow_records import leave_results, leave_samples
@@ -92,7 +93,11 @@ def run_stage(stage: str, pipeline: Live[Pipeline], upstream: dict[str, LiveResu
     back.
     """
     inputs = {name: result.value for name, result in upstream.items()}
-    result = pipeline.value.run_stage(stage, inputs)
+    try:
+        result = pipeline.value.run_stage(stage, inputs)
+    except Exception as error:  # Prefect stores its message, and those of the errors behind it
+        redact_error(error)
+        raise
     if result is not None:
         leave_samples(result)
     return Live(result)

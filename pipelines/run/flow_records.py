@@ -29,6 +29,7 @@ from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFi
 from prefect.exceptions import PrefectException
 from prefect.logging.handlers import APILogHandler
 
+from posttrain.core.redaction import redacted
 from posttrain.core.runtime.reporter import SilentReporter
 from posttrain.core.store.artifacts import RunResult, StageResult
 from posttrain.pipelines.run.progress import LogReporter, describe
@@ -49,7 +50,7 @@ def for_the_pages(what: str) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, PrefectException) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = redacted((str(error).splitlines() or [type(error).__name__])[0])
         logger.warning("Prefect's pages lack %s: %s", what, first)
 
 
@@ -108,7 +109,7 @@ class FlowProgress(SilentReporter):
 
 def leave_results(result: RunResult) -> None:
     """The run's card, and its page in MLflow."""
-    link, card = links(result).get("mlflow"), summary_markdown(result)
+    link, card = links(result).get("mlflow"), redacted(summary_markdown(result))
     with for_the_pages("the run's results"):
         if link is not None:
             create_link_artifact(link, link_text="the run in MLflow", key="mlflow-run")

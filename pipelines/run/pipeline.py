@@ -121,6 +121,12 @@ def store_result(
 TRAINING = ("sft", "reward_model", "preference", "rl")
 
 
+def algorithms_of(config: RunConfig) -> str:
+    """The algorithms of a run's stages, for its name in MLflow and its tags: `dpo grpo`."""
+    found = (getattr(stage, "algorithm", None) for stage in config.stages.values())
+    return " ".join(dict.fromkeys(algorithm.name for algorithm in found if algorithm is not None))
+
+
 @dataclass
 class Pipeline:
     """Shared by all stages of a run; `results` fills as they finish."""
@@ -182,6 +188,7 @@ class Pipeline:
         self.tracker.set_tags({"prefect.flow_run_id": flow_run_id})
         device = self.runtime.device.type
         tags = ["posttrain", self.config.name, f"seed:{self.config.seed}", f"device:{device}"]
+        tags += [f"algorithm:{name}" for name in algorithms_of(self.config).split()]
         flow_records.tag_flow_run(flow_run_id, tags)
         reporters = [self.reporter, flow_records.FlowProgress()]
         if not self.deployed:  # whose own log has the lines

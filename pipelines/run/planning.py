@@ -17,6 +17,7 @@ from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype
 from posttrain.core.models.source import known_digest
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.redaction import address, redacted_tree
 from posttrain.core.store.approval import Answer, read_answer
 from posttrain.core.store.artifacts import NEVER, Artifact, ArtifactStore, StageResult
 from posttrain.core.store.identity import Reason, explain, identity_of, outside_digests, stage_parts
@@ -39,7 +40,7 @@ def parts_of_stage(
     engine: str,
     task_fingerprint: str,
 ) -> dict[str, str]:
-    config = resolved.config.model_dump(mode="json")
+    config = redacted_tree(resolved.config.model_dump(mode="json"))
     dtype = choose_dtype(resolved.config.model)  # what `auto` is here decides results
     config["model"]["dtype"] = str(dtype).removeprefix("torch.")
     if isinstance(resolved.config.stages[name], PromoteStage):  # it measures as that stage does
@@ -61,7 +62,9 @@ def parts_of_stage(
     )
     server = os.environ.get("MLFLOW_TRACKING_URI")
     if server and config["stages"][name]["kind"] == "register":
-        parts["mlflow"] = json.dumps(server)  # what is registered on one server is not on another
+        parts["mlflow"] = json.dumps(
+            address(server)
+        )  # what is registered on one server is not on another
     return parts
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.analysis.report import Table, show_table, table, table_markdown
+from posttrain.core.redaction import address, redacted
 from posttrain.core.store.artifacts import RunResult, StageResult
 from posttrain.pipelines.run.progress import describe, duration
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 UI_MLFLOW = "http://127.0.0.1:5000"
 UI_PREFECT = "http://127.0.0.1:4200"
+TRAINING_VIEW = "workflowType=machine_learning"
+"""Without it MLflow's pages open as those of an application that calls a language model."""
 
 
 def links(result: RunResult) -> dict[str, str]:
@@ -24,19 +28,25 @@ def links(result: RunResult) -> dict[str, str]:
     A run in the home's own databases is shown by `posttrain ui`.
     """
     remote = result.mlflow_uri.startswith(("http://", "https://"))
-    base = result.mlflow_uri.rstrip("/") if remote else UI_MLFLOW
+    base = address(result.mlflow_uri).rstrip("/") if remote else UI_MLFLOW
     found = {}
     if result.mlflow_run_id:
         place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
-        found["mlflow"] = f"{base}/#/{place}"
+        found["mlflow"] = f"{base}/#/{place}?{TRAINING_VIEW}"
     if result.prefect_flow_run_id:
         found["prefect"] = prefect_page(result.prefect_flow_run_id)
     return found
 
 
+def opened_by(pages: Mapping[str, str], home: Path) -> str:
+    """How to open pages that no server of the run's shows; empty if there are none."""
+    ours = any(page.startswith((UI_MLFLOW, UI_PREFECT)) for page in pages.values())
+    return f"open the links with: posttrain ui --home {home}" if ours else ""
+
+
 def prefect_page(flow_run_id: str) -> str:
     """The page of a flow run, on the server in use or on that of `posttrain ui`."""
-    api = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    api = address(os.environ.get("PREFECT_API_URL", "")).rstrip("/")
     return f"{api.removesuffix('/api') or UI_PREFECT}/runs/flow-run/{flow_run_id}"
 
 
@@ -46,7 +56,7 @@ def to_json(result: RunResult) -> dict[str, object]:
         "run_id": result.run_id,
         "status": result.status,
         "stages": {name: _stage_json(stage) for name, stage in result.stages.items()},
-        "mlflow_uri": result.mlflow_uri,
+        "mlflow_uri": redacted(result.mlflow_uri),
         "mlflow_run_id": result.mlflow_run_id,
         "mlflow_experiment_id": result.mlflow_experiment_id,
         "prefect_flow_run_id": result.prefect_flow_run_id,
@@ -158,9 +168,9 @@ def print_summary(result: RunResult, console: Console) -> None:
     lines += [f"warning: {text}" for text in result.warnings]
     addresses = links(result)
     lines += [f"{name:<14} {link}" for name, link in addresses.items()]
-    ours = any(link.startswith((UI_MLFLOW, UI_PREFECT)) for link in addresses.values())
-    how = f"; open the links with: posttrain ui --home {result.home}" if ours else ""
-    lines.append(f"run {result.run_id}: {result.status} in {duration(result.seconds)}{how}")
+    how = opened_by(addresses, result.home)
+    ended = f"run {result.run_id}: {result.status} in {duration(result.seconds)}"
+    lines.append(f"{ended}; {how}" if how else ended)
     for line in lines:  # never wrapped, so that paths and links can be copied
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

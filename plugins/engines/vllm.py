@@ -133,6 +133,7 @@ class VllmEngine(RolloutEngine[VllmEngineConfig]):
             options["max_num_batched_tokens"] = max(PREFILL_TOKENS, setup.max_model_len)
         return LLM(
             model=str(setup.model_dir),
+            trust_remote_code=False,
             # Read for stop strings alone: a request without them is not detokenized.
             skip_tokenizer_init=False,
             generation_config="vllm",  # not the model directory's own sampling defaults

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.artifacts import tree_digests
 from posttrain.core.tracking.journal import read_journal
 from posttrain.pipelines.cli.main import app
@@ -68,6 +69,14 @@ def ask(home: Path, *arguments: str, code: int = 0) -> Json:
         assert not re.search(r"(src|href)=[\"'](?!data:)", page)
         assert "NaN" not in result.stdout
     return found
+
+
+def test_records_of_runs_are_compared_without_their_plugins(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PluginManager, "_load_entry_points", lambda _: None)
+    report = ask(home, "compare", run_id(home, "a"), run_id(home, "b"))
+    assert report["page"]
 
 
 def journal(home: Path, run: str, stage: str = "rl") -> dict[int, dict[str, float]]:

@@ -426,6 +426,10 @@ def test_a_run_leaves_a_card_with_what_was_done_and_whether_it_helped(
         row = f"| {name} | {stage['kind']} | ran |".replace("_", "\\_")
         assert row in card, row
     assert "| stages.rl.steps | 30 | 4 |" in card
+    assert "| in MLflow | <http://127.0.0.1:5000/#/experiments/" in card
+    assert "?workflowType=machine_learning> |" in card and "/runs/flow-run/" in card
+    assert "## Sample answers" in card and "What is" in card
+    assert "{'" not in card and "accuracy (" in card, "no Python in it"
     client = MlflowClient(first.result["mlflow_uri"])
     points = client.get_metric_history(
         first.result["stages"]["rl"]["mlflow_run_id"], "tokens/response"

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from posttrain.pipelines.run.summary import TRAINING_VIEW
 from tests.helpers.browser import open_browser
 from tests.helpers.pipeline import (
     COMMAND,
@@ -75,7 +76,9 @@ class Ui:
         return str(run["info"]["run_id"])
 
     def run_page(self, run_id: str, rest: str = "") -> str:
-        return f"{self.mlflow}/#/experiments/{self.experiment()}/runs/{run_id}{rest}"
+        """As `posttrain run` prints it."""
+        place = f"experiments/{self.experiment()}/runs/{run_id}{rest}"
+        return f"{self.mlflow}/#/{place}?{TRAINING_VIEW}"
 
 
 def free_port() -> int:

@@ -77,6 +77,46 @@ def test_a_damaged_stage_is_a_miss_that_says_so(tmp_path: Path, damage: str) -> 
     assert found is None and reason.startswith("damaged")
 
 
+@pytest.mark.parametrize("uri", ["../outside", "/etc", "model/../../outside", "link", "model/link"])
+def test_an_artifact_whose_path_leaves_the_stage_is_a_miss(tmp_path: Path, uri: str) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    folder = stored(store)
+    (tmp_path / "store" / "outside").mkdir()
+    if uri.endswith("link"):
+        (folder / uri).symlink_to(tmp_path, target_is_directory=True)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["artifacts"][0]["uri"] = uri
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    found, reason = store.lookup("sft", "a" * 64)
+    assert found is None and reason.startswith("damaged")
+
+
+@pytest.mark.parametrize("name", ["weights", "folder"])
+def test_a_link_among_the_files_of_a_stage_is_not_followed(tmp_path: Path, name: str) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "weights").write_text("w")
+    partial = store.begin("sft")
+    (partial / "model").mkdir()
+    (partial / "model" / name).symlink_to(target if name == "folder" else target / name)
+    artifact = Artifact("model", str(partial / "model"), "d" * 64, "sft")
+    result = StageResult("sft", "sft", "ran", (artifact,), {}, 2.0)
+    with pytest.raises(RunError, match="symbolic link.*copy files"):
+        store.commit(partial, result, "a" * 64, {}, tree_digests(partial))
+    # One that replaced a file with equal content afterwards is damage.
+    weights = stored(store) / "model" / "weights"
+    weights.unlink()
+    weights.symlink_to(target / "weights")
+    assert store.lookup("sft", "a" * 64)[1].startswith("damaged")
+
+
+@pytest.mark.parametrize("name", ["../sft", "/tmp/sft", "a/../../sft"])
+def test_no_name_of_a_stage_leads_out_of_the_store(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RunError, match="is not a stage of"):
+        ArtifactStore(tmp_path).folder(name, "a" * 64)
+
+
 def test_a_folder_without_a_manifest_is_not_a_result(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     (stored(store) / MANIFEST).unlink()

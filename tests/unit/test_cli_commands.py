@@ -92,6 +92,22 @@ def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None
     assert not (tmp_path / "home").exists()
 
 
+def test_doctor_says_what_is_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:s3cr3t-Hunter2@127.0.0.1:9")
+    statuses = [item.status for item in doctor.examine(tmp_path)]
+    order = ("bad", "warn", "ok")
+    assert statuses == sorted(statuses, key=order.index) and statuses[0] == "bad"
+    result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path)])
+    assert result.exit_code == 4
+    first, *rest = result.output.splitlines()
+    assert first == (
+        "MLFLOW_TRACKING_URI: http://***@127.0.0.1:9 does not answer; start that server, or unset "
+        "MLFLOW_TRACKING_URI"
+    )
+    assert any(line.startswith("not usable: fix the ") for line in rest)
+    assert "s3cr3t-Hunter2" not in result.output
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

@@ -90,6 +90,37 @@ def test_mean_interval_is_student_t_over_problems() -> None:
     )
 
 
+def test_an_interval_of_shares_always_has_a_width() -> None:
+    for count in (1, 2, 7, 50):
+        for share in (0.0, 0.25, 0.5, 1.0):
+            mean, low, high = intervals.share_interval([share] * count)
+            assert mean == share and 0 <= low <= share <= high <= 1 and high - low > 0.01
+    # Shares of 0 and 1 are counts: Wilson's interval, 0 of 7 is 0 to 35 %.
+    assert intervals.share_interval([0.0] * 7)[1:] == intervals.wilson(0, 7)
+    assert intervals.share_interval([0.0] * 7)[2] == pytest.approx(0.3543, abs=1e-4)
+    assert intervals.share_interval([1.0, 0.0, 1.0])[1:] == intervals.wilson(2, 3)
+    # Many different shares: close to the plain t-interval.
+    many = [i / 200 for i in range(201)]
+    assert intervals.share_interval(many)[1:] == pytest.approx(
+        intervals.mean_interval(many)[1:], abs=2e-3
+    )
+    assert intervals.standard_error([0.5, 0.5, 0.5]) is None
+    with pytest.raises(ValueError, match="empty"):
+        intervals.share_interval([])
+
+
+def test_no_difference_of_a_few_problems_is_certain() -> None:
+    for count in (1, 3, 7):
+        for found in (
+            intervals.paired_proportions(0, 0, count),
+            intervals.paired_proportions(count, 0, count),
+            intervals.paired_means([0.0] * count),
+            intervals.newcombe_difference((0, count), (0, count)),
+        ):
+            difference, low, high = found
+            assert -1 <= low <= difference <= high <= 1 and high - low > 0.2
+
+
 def test_mean_interval_is_cut_to_its_bounds_only_when_it_has_some() -> None:
     assert intervals.mean_interval([0.0, 1.0])[1:] == (0.0, 1.0)
     assert intervals.mean_interval([0.0, 1.0], bounds=None)[2] == pytest.approx(6.853, abs=1e-3)

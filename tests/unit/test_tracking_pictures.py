@@ -147,6 +147,11 @@ def test_lineage_page_shows_stages_digests_results_and_every_input() -> None:
     assert "sha256 0123456789ab" in page and "pairs 81.0 %" in page and "odd&lt;name&gt;" in page
 
 
+def test_a_long_name_stays_inside_its_box() -> None:
+    page = lineage_html([LineageNode("n" * 48, "sft")])
+    assert f">{'n' * 24}…</text>" in page and f"<title>{'n' * 48}</title>" in page
+
+
 def test_no_line_of_the_lineage_runs_through_a_box() -> None:
     page = lineage_html(STAGES)
     boxes = [

@@ -8,13 +8,36 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.analysis.pictures import Panel, Series, bars, curves, histogram, scatter
-from posttrain.core.analysis.report import Picture, Report, Table, plain, shown, table, write_page
+from posttrain.core.analysis.report import (
+    Link,
+    Picture,
+    Report,
+    Table,
+    in_words,
+    plain,
+    shown,
+    table,
+    write_page,
+)
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.pipelines.analysis.rescoring import parse_reward
 from posttrain.pipelines.analysis.variants import parse_clip
 
 EVIL = "<script src='http://x.example/a.js'>alert(1)</script>\x1b[2J"
+
+
+def test_links_can_be_opened_and_everything_is_escaped() -> None:
+    page = Report("t", (), [Table("links", ["", ""], [["MLflow", Link('http://h/#/a?b="<c>"')]])])
+    assert '<a href="http://h/#/a?b=&quot;&lt;c&gt;&quot;" target="_blank"' in page.html()
+    assert "<http://h/" in page.markdown()
+
+
+def test_values_are_words_and_no_python() -> None:
+    rewards = [{"name": "accuracy", "weight": 1.0}, {"name": "reward_model", "options": {}}]
+    assert in_words(rewards) == "accuracy (weight 1), reward_model (options nothing)"
+    assert in_words({"a": None, "b": [True, 0.25], "c": {"d": "x"}}) == "a none, b yes, 0.25, c d x"
+    assert in_words([]) == "nothing"
 
 
 def test_text_of_a_model_is_escaped_everywhere() -> None:

@@ -196,6 +196,25 @@ def test_no_server_of_the_host_can_be_reached(run: Run, claims: Claims, token: s
     )
 
 
+def test_sockets_are_of_the_families_that_are_listed(run: Run, claims: Claims) -> None:
+    """Others reach the machine below (vsock) or kernel code that no program here needs."""
+    claims("kernel surface")
+    result = run(
+        "import socket, asyncio\n"
+        "made = []\n"
+        "for family in range(64):\n"
+        "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):\n"
+        "        for make in (socket.socket, socket.socketpair):\n"
+        "            try:\n"
+        "                made.append((make(family, kind), family)[1])\n"
+        "            except OSError:\n"
+        "                pass\n"
+        "async def main(): return 5\n"
+        "print(set(made), asyncio.run(main()))\n"
+    )
+    assert result.stdout == b"{1} 5\n", result.stderr
+
+
 def test_other_processes_cannot_be_signalled(run: Run, claims: Claims) -> None:
     claims("signals")
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

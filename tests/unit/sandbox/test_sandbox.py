@@ -49,6 +49,24 @@ def test_a_program_reads_what_it_is_given_and_files_beside_it(level: Level) -> N
         box.run("", files={"../x": b""})
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_folders_of_any_depth_are_removed(run: Run, level: Level, closed: bool) -> None:
+    """10,000 folders in one another, made by moving into each; the path is far too long to use."""
+    before = set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*"))
+    depth = 10_000 if level == "rlimits" else 3_000  # the others count what may be in memory
+    result = run(
+        "import os\n"
+        f"for _ in range({depth}):\n"
+        "    os.mkdir('d'); open('f', 'w').close(); os.chdir('d')\n"
+        + ("    os.chmod('..', 0)\n" if closed else "")
+        + "print('deep')\n",
+        cpu_s=20,
+    )
+    if not closed:
+        assert result.stdout == b"deep\n" or level != "rlimits", result.stderr
+    assert set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*")) <= before
+
+
 def test_runs_repeat_themselves(run: Run) -> None:
     assert (
         run("print(hash('a'), {'a', 'b', 'c'})").stdout
