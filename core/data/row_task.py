@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +17,7 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number, numbers_in, same_number
+from posttrain.core.math.answers import is_number, last_number, same_number
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
@@ -243,10 +245,9 @@ class RowTask(Task[RowConfigT]):
         if match == "contains":
             found = problem.answer in text
             return Verdict(float(found), problem.answer if found else None)
-        numbers = numbers_in(text)
-        if not numbers:
-            return Verdict(0.0, None)
-        return Verdict(float(same_number(numbers[-1], problem.answer)), numbers[-1])
+        number = last_number(text)
+        right = number is not None and same_number(number, problem.answer)
+        return Verdict(float(right), number)
 
 
 def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> str:
@@ -257,8 +258,9 @@ def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> s
         )
     value = row[field]
     # bool is an int in Python, but "True" is not an answer anyone wrote.
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+    if numbers and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return str(value)
     if not isinstance(value, str) or not value.strip():
         allowed = "non-empty text or a number" if numbers else "non-empty text"
         raise DataError(

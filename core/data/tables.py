@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ def expand(path: Path, suffix: str, setting: str) -> list[Path]:
 def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[JsonRow]:
     """The rows of a Parquet file, or of all in a folder, streamed, with these columns only."""
     library = _library()
+    import numpy
     import pyarrow
 
     for file in expand(path, ".parquet", setting):
         try:
-            known = pyarrow.parquet.read_schema(file).names
+            schema = pyarrow.parquet.read_schema(file)
+            known = schema.names
         except (pyarrow.ArrowException, OSError) as error:
             reported = str(error).splitlines()[0]
             raise DataError(
@@ -55,12 +57,22 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                     f"{file} has no column '{column}', only {sorted(known)}: name another field in "
                     "the task's settings"
                 )
+        kinds = {"float": numpy.float32, "halffloat": numpy.float16}
+        short = {f.name: kinds[str(f.type)] for f in schema if str(f.type) in kinds}
         with tempfile.TemporaryDirectory() as cache:
             rows = library.Dataset.from_parquet(
                 str(file), streaming=True, columns=list(columns), cache_dir=cache
             )
             for number, values in enumerate(rows, start=1):
-                yield JsonRow(f"{file}:{number}", dict(values))
+                yield JsonRow(f"{file}:{number}", _as_written(dict(values), short))
+
+
+def _as_written(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of less than double precision as they were written: 0.1, not 0.10000000149."""
+    for name, kind in short.items():
+        if isinstance(values.get(name), float):
+            values[name] = float(str(kind(values[name])))
+    return values
 
 
 @dataclass(frozen=True, slots=True)
