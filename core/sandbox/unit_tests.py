@@ -142,8 +142,7 @@ def _read_test(row: object, number: int, entry_point: str) -> UnitTest:
                 return _call(str(name), row[given], row[wanted], number)
             return UnitTest(input=_stream(row[given]), output=_stream(row[wanted]))
     raise ValueError(
-        f"has a test {number} that is neither code nor {{'input': ..., 'output': ...}}: "
-        f"{row!r:.80}"
+        f"has a test {number} that is neither code nor {{'input': ..., 'output': ...}}: {row!r:.80}"
     )
 
 
@@ -231,7 +230,9 @@ def run_tests(
         if remaining <= 0:
             detail = detail or f"test {number}: no time left of {total_s:g} s"
             break
-        done = sandbox.run(code, stdin=test.input.replace("\r\n", "\n").encode(), wall_s=min(test_s, remaining))
+        done = sandbox.run(
+            code, stdin=test.input.replace("\r\n", "\n").encode(), wall_s=min(test_s, remaining)
+        )
         if done.status == "error":
             return Outcome(passed, total, error=done.reason)
         wrong = _wrong(done, test)

@@ -35,7 +35,8 @@ class CodeTestsConfig(PluginConfig):
         default="all", description="all: 1 if every test passes; fraction: passed / total"
     )
     extract: Literal["last_block", "whole"] = Field(
-        default="last_block", description="last_block: the last fenced Python block that is the program (not an "
+        default="last_block",
+        description="last_block: the last fenced Python block that is the program (not an "
         "example of its use); whole: the whole text",
     )
     metadata_key: str = Field(
@@ -219,7 +220,6 @@ def _runs(tree: ast.Module | None) -> bool:
     """Whether the code does more than define: it has a call or a branch at its top level."""
     kinds = (ast.If, ast.For, ast.While, ast.With, ast.Try)
     return tree is not None and any(
-        isinstance(node, kinds)
-        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
         for node in tree.body
     )

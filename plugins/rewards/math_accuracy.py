@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,10 +24,12 @@ from posttrain.core.math.answers import (
     bracket_depth,
     has_unfinished_box,
     is_huge,
+    is_number,
     large_integer,
     last_boxed,
     normal,
     parts,
+    same_number,
 )
 from posttrain.core.types import RewardSample, Score, ScoreStatus
 
@@ -80,7 +83,7 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
     @classmethod
     def preload(cls) -> None:
         """math-verify and SymPy, which take a second or more."""
-        import math_verify  # noqa: F401
+        _warm()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """1.0 or 0.0 per sample, in order; None where the reference cannot be read."""
@@ -95,10 +98,13 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         if found is not None and (answer := normal(found)):
             if _same_text(gold, answer):
                 return Score(1.0)
+            if is_number(gold) and is_number(answer) and same_number(gold, answer):
+                return Score(1.0)
             left, right = large_integer(gold), large_integer(answer)
             if left is not None and right is not None:
                 return Score(float(left == right), detail="" if left == right else f"read {found}")
         text = sample.text[-self.config.max_chars :]
+        _warm()
         value, status, detail = in_bounded_time(lambda: self._compare(reference, found, text))
         return Score(value, status, detail)
 
@@ -188,6 +194,16 @@ def same_brackets(reference: str, found: str) -> bool:
 
 def _parsed_answer(latex: str) -> list[Any]:  # Any: SymPy's expressions
     return _parsed(f"${latex}$") if latex else []
+
+
+@functools.cache
+def _warm() -> None:
+    """Fill the caches of the parser once, not in every process that compares."""
+    from math_verify import verify
+
+    for text in (r"\frac{1}{2}", r"x^2+\sqrt{2}", "(0, 1)", r"\{1, 2\}", "3"):
+        verify(_parsed(f"${text}$"), _parsed(f"${text}$"), timeout_seconds=None)
+    _parsed("so 3 = 1/2", anything=True)
 
 
 def in_bounded_time(work: Callable[[], Graded]) -> Graded:
