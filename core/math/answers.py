@@ -6,7 +6,6 @@ Nothing here raises on any text.
 from __future__ import annotations
 
 import math
-import math
 import re
 import unicodedata
 from fractions import Fraction

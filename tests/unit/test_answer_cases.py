@@ -1,4 +1,4 @@
-"""Answers as people write them, in tables: what `math_accuracy` and the number readers make of them."""
+"""Answers as people write them, in tables, and what is read from them."""
 
 from __future__ import annotations
 
