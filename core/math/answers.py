@@ -299,102 +299,6 @@ def as_interval(answer: str) -> str:
     return answer
 
 
-_SIGNS = {
-    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/",
-    "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ",
-    "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ",
-    "\u2208": r"\in ", "\u00b0": r"^\circ ", "\u2205": r"\emptyset ", "\u3001": ",",
-    "\u2044": "/",
-}  # fmt: skip
-_ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
-_STOPS = ".,;:?。，、；：？！ \t\n"
-_OPEN, _CLOSE = "([{", ")]}"
-
-
-def normal(answer: str) -> str:
-    r"""An answer in plain characters, without what stands around it: dollars, full stops, \left."""
-    text = _VULGAR.sub(" ", answer.strip().rstrip(_STOPS).replace("\uff0c", ", "))
-    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", ascii_digits(text))
-    text = "".join(_SIGNS.get(character, character) for character in text)
-    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
-    text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*|\\displaystyle", "", text)
-    text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace("\\lbrace", "\\{")
-    text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
-    text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
-    return re.sub(r"(?:\\[,;:! ]|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
-
-
-def parts(answer: str) -> tuple[str, str, list[str]]:
-    r"""The brackets around an answer and what stands between its outermost commas.
-
-    ("(", "]", ["0", "1"]) for "(0,1]"; no brackets for a list without them. A comma between digits
-    separates, unless others have a blank after them, or it is written {,}.
-    """
-    text = answer.replace("\\{", "\x01").replace("\\}", "\x02")
-    left = right = ""
-    if text[:1] in ("(", "[", "]", "\x01") and text[-1:] in (")", "]", "[", "\x02"):
-        if _closes_at_end(text[1:-1]):
-            left, right, text = text[0], text[-1], text[1:-1]
-    text = text.replace("{,}", "")
-    if re.search(r"[0-9],\s+|\s,|,\\", text):
-        text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    found, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        if character in "([{\x01":
-            depth += 1
-        elif character in ")]}\x02":
-            depth -= 1
-        elif depth == 0 and character in ",;":
-            found.append(text[start:index])
-            start = index + 1
-    found.append(text[start:])
-    if (left, right) == ("]", "["):
-        left, right = "(", ")"
-    elif left == "]":
-        left = "("
-    elif right == "[":
-        right = ")"
-    names = {"\x01": "{", "\x02": "}"}
-    plain = [one.replace("\x01", "\\{").replace("\x02", "\\}").strip() for one in found]
-    return names.get(left, left), names.get(right, right), plain
-
-
-def _closes_at_end(inside: str) -> bool:
-    """Whether the brackets within the outer pair are closed among themselves."""
-    depth = 0
-    for character in inside:
-        depth += (character in "([{\x01") - (character in ")]}\x02")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-_NAME = r"(?:[A-Za-z]|\\[a-z]+)"
-_BELOW, _ABOVE = r"(?:\\leq?(?:slant)?(?![a-z])|<=?)", r"(?:\\geq?(?:slant)?(?![a-z])|>=?)"
-_LESS = re.compile(rf"[a-zA-Z]\s*({_BELOW})([^<>=]+)|([^<>=a-zA-Z]+)({_ABOVE})\s*[a-zA-Z]")
-_MORE = re.compile(rf"[a-zA-Z]\s*({_ABOVE})([^<>=]+)|([^<>=a-zA-Z]+)({_BELOW})\s*[a-zA-Z]")
-_BETWEEN = re.compile(
-    rf"((?:(?!\\leq?(?![a-z]))[^<>=])+?)\s*({_BELOW})\s*[a-zA-Z]\s*({_BELOW})([^<>=]+)"
-)
-
-
-def as_interval(answer: str) -> str:
-    r"""An inequality in one letter as the interval that it means; other answers as they are."""
-    text = answer.replace(r"\lt", "<").replace(r"\gt", ">").strip()
-    if member := re.fullmatch(r"[a-zA-Z]\s*\\in(?![a-z])\s*(.+)", text):
-        return member[1]
-    if both := _BETWEEN.fullmatch(text):
-        low, high = ("(" if both[2] == "<" else "["), (")" if both[3] == "<" else "]")
-        return f"{low}{both[1].strip()}, {both[4].strip()}{high}"
-    if less := _LESS.fullmatch(text):
-        sign, bound = (less[1], less[2]) if less[1] else (less[4], less[3])
-        return rf"(-\infty, {bound.strip()}{')' if sign in '<>' else ']'}"
-    if more := _MORE.fullmatch(text):
-        sign, bound = (more[1], more[2]) if more[1] else (more[4], more[3])
-        return rf"{'(' if sign in '<>' else '['}{bound.strip()}, \infty)"
-    return answer
-
-
 def as_latex(answer: str) -> str:
     r"""A short answer, written in any of the usual ways, as one LaTeX expression.
 
@@ -425,25 +329,6 @@ def is_huge(text: str) -> bool:
     The usual ways to write one; there are others, so whoever computes with it needs a time limit.
     """
     return _HUGE.search(text) is not None
-
-
-_FACTORIAL = re.compile(r"([0-9]{1,4})\s*!")
-_INTEGER_POWER = re.compile(
-    r"(-?[0-9]{1,6})\s*(?:\^|\*\*)\s*(?:\{\s*([0-9]{1,5})\s*\}|([0-9]{1,5}))"
-)
-_MAX_BITS = 60_000
-
-
-def large_integer(text: str) -> int | None:
-    """The value of n!, of a^b or of an integer written out, if it is one and not too large."""
-    plain = text.strip()
-    if found := _FACTORIAL.fullmatch(plain):
-        return math.factorial(int(found[1])) if int(found[1]) <= 5000 else None
-    if found := _INTEGER_POWER.fullmatch(plain):
-        base, power = int(found[1]), int(found[2] or found[3])
-        return base**power if base.bit_length() * power <= _MAX_BITS else None
-    digits = _THOUSANDS.sub("", plain)
-    return int(digits) if re.fullmatch(r"-?[0-9]{1,4000}", digits) else None
 
 
 _FACTORIAL = re.compile(r"([0-9]{1,4})\s*!")
