@@ -8,6 +8,7 @@ import math
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number, numbers_in, same_number
+from posttrain.core.math.answers import is_number, last_number, same_number
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
@@ -245,10 +246,9 @@ class RowTask(Task[RowConfigT]):
         if match == "contains":
             found = answer in text
             return Verdict(float(found), answer if found else None)
-        numbers = numbers_in(text)
-        if not numbers:
-            return Verdict(0.0, None)
-        return Verdict(float(same_number(numbers[-1], problem.answer)), numbers[-1])
+        number = last_number(text)
+        right = number is not None and same_number(number, answer)
+        return Verdict(float(right), number)
 
 
 def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> str:
@@ -259,7 +259,7 @@ def _text(row: dict[str, object], field: str, where: str, *, numbers: bool) -> s
         )
     value = row[field]
     # bool is an int in Python, but "True" is not an answer anyone wrote.
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if numbers and number and (isinstance(value, int) or math.isfinite(value)):  # type: ignore[arg-type]
         return str(value)
     if not isinstance(value, str) or not value.strip():

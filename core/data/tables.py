@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ def expand(path: Path, suffix: str, setting: str) -> list[Path]:
 def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[JsonRow]:
     """The rows of a Parquet file, or of all in a folder, streamed, with these columns only."""
     library = _library()
+    import numpy
     import pyarrow
 
     for file in expand(path, ".parquet", setting):
         try:
             found = pyarrow.parquet.read_metadata(file)
-            known = pyarrow.parquet.read_schema(file).names
+            schema = pyarrow.parquet.read_schema(file)
+            known = schema.names
         except (pyarrow.ArrowException, OSError) as error:
             reported = str(error).splitlines()[0]
             raise DataError(
@@ -59,6 +61,8 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                 )
         if found.num_rows == 0:
             raise DataError(f"{file} has no rows, expected one a problem: give another file")
+        kinds = {"float": numpy.float32, "halffloat": numpy.float16}
+        short = {f.name: kinds[str(f.type)] for f in schema if str(f.type) in kinds}
         number = 0
         with tempfile.TemporaryDirectory() as cache:
             try:
@@ -66,7 +70,7 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                     str(file), streaming=True, columns=list(columns), cache_dir=cache
                 )
                 for number, values in enumerate(rows, start=1):
-                    yield JsonRow(f"{file}:{number}", dict(values))
+                    yield JsonRow(f"{file}:{number}", _as_written(dict(values), short))
             except (
                 pyarrow.ArrowException,
                 library.exceptions.DatasetsError,
@@ -79,6 +83,14 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                     f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
                     "write or download it again"
                 ) from error
+
+
+def _as_written(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of less than double precision as they were written: 0.1, not 0.10000000149."""
+    for name, kind in short.items():
+        if isinstance(values.get(name), float):
+            values[name] = float(str(kind(values[name])))
+    return values
 
 
 @dataclass(frozen=True, slots=True)

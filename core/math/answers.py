@@ -5,9 +5,10 @@ Nothing here raises on any text.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from decimal import Decimal
+from fractions import Fraction
 
 # Groups of thousands count as one number; a minus directly after a digit is an operator ("45-23").
 NUMBER = re.compile(
@@ -24,8 +25,114 @@ def numbers_in(text: str) -> list[str]:
     return [match.group().replace(",", "") for match in NUMBER.finditer(_ascii_minus(text))]
 
 
+_CURRENCY_SIGN = r"(?:US)?\\?\$|[€£¥₹]"
+_SPACE = r"(?:,|\{,\}|[\u00a0\u2009\u202f']|\\,)"
+_PLAIN = rf"(?:[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_EXPONENT = r"\{\s*[+-]?[0-9]+\s*\}|\(\s*[+-]?[0-9]+\s*\)|[+-]?[0-9]+"
+_TIMES = r"\s*(?:\\times|\\cdot|[×·⋅*xX])\s*"
+_STATED = re.compile(
+    rf"(?P<sign>(?<![0-9A-Za-z)\]}}])[+-]\s?(?=(?:{_CURRENCY_SIGN})|\\[dt]?frac|[0-9.]))?"
+    rf"(?:{_CURRENCY_SIGN})?\s?(?P<late>(?<=[$€£¥₹])[+-])?"
+    rf"(?:(?P<whole>(?:{_PLAIN})\s*)??\\[dt]?frac\s*"
+    r"(?:\{\s*(?P<over>[0-9]+)\s*\}\s*\{\s*(?P<under>[0-9]+)\s*\}|(?P<short>[1-9][1-9]))"
+    rf"|(?<![0-9^_])(?P<number>{_PLAIN})"
+    rf"(?:[eE](?P<e>[+-]?[0-9]+)(?![0-9A-Za-z])"
+    rf"|{_TIMES}10\s*(?:\^|\*\*)\s*(?P<times>{_EXPONENT})"
+    rf"|\s*(?:\^|\*\*)\s*(?P<power>{_EXPONENT})"
+    r"|\s*/\s*(?P<slash>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/)"
+    r"|[ ](?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)(?![0-9]|\.[0-9]|\s*/))?)"
+)
+# Digits of a unit (m^2, cm2), of an index (x_1) and of a power of a letter are not numbers.
+_NOT_NUMBERS = re.compile(
+    r"(?<=[A-Za-z)}\]])\s*(?:\^|\*\*)\s*(?:\{[^{}]*\}|[+-]?[0-9]+)|_\s*(?:\{[^{}]*\}|[0-9]+)"
+    r"|(?<=[0-9 ])(?:[kcdm]?m|ft|in)[23](?![0-9.])"
+)
+_REMARK = re.compile(r"\\pmod\s*\{[^{}]*\}|\(\s*\\?[A-Za-z][^()]*\)|\b(?:mod|modulo)\s+[0-9]+")
+_MAX_POWER = 1000
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
+_HYPHENS = re.compile(r"[\u2010-\u2013\ufe63\u2212]|\u2014(?=\s?[$0-9.])")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_RAISED = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+
+
+def ascii_digits(text: str) -> str:
+    """Full-width characters, dashes before numbers and raised digits in their plain form."""
+    narrow = _HYPHENS.sub("-", text.translate(_WIDE))
+    return _RAISED.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", narrow)
+
+
+def stated_numbers(text: str) -> list[str]:
+    r"""All numbers of `text` in order: with sign and currency, fractions, powers, exponents.
+
+    "-$5" is -5, "\frac12" and "1/2" are 1/2, "10^3" is 1000, "1.5 × 10^3" is 1500, "3 1/2" is 7/2.
+    What is too large to compute is left out.
+    """
+    plain = _VULGAR.sub(" ", ascii_digits(text))
+    plain = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", _spelled, plain)
+    plain = _NOT_NUMBERS.sub(" ", plain.replace("\\!", "").replace("\u2044", "/"))
+    found = [_reading(match) for match in _STATED.finditer(plain)]
+    return [number for number in found if number is not None]
+
+
+def _spelled(match: re.Match[str]) -> str:
+    return unicodedata.normalize("NFKC", match.group()).replace("\u2044", "/")
+
+
+def _reading(match: re.Match[str]) -> str | None:
+    """The number as an integer, a decimal or a fraction."""
+    part = match.groupdict()
+    minus = "-" in ((part["sign"] or "") + (part["late"] or ""))
+    sign = "-" if minus else ""
+    if part["number"] is None:
+        top, bottom = part["over"] or part["short"][0], part["under"] or part["short"][1]
+        if not int(bottom):
+            return None
+        value = Fraction(int(top), int(bottom))
+        whole = part["whole"]
+        return sign + str(value + Fraction(_digits(whole)) if whole else value)
+    number = _digits(part["number"])
+    exponent = part["e"] or part["times"]
+    if exponent:
+        power = int(exponent.strip("{}() "))
+        return f"{sign}{number}e{power}" if abs(power) <= _MAX_POWER else None
+    if part["power"]:
+        power = int(part["power"].strip("{}() "))
+        if abs(power) > _MAX_POWER or len(number) > 20 or (power < 0 and not Fraction(number)):
+            return None
+        return sign + str(Fraction(number) ** power)
+    if part["slash"]:
+        return f"{sign}{Fraction(number) / int(part['slash'])}"
+    if part["top"]:
+        return f"{sign}{Fraction(number) + Fraction(int(part['top']), int(part['bottom']))}"
+    return sign + number
+
+
+def _digits(text: str) -> str:
+    return re.sub(r"[^0-9.]", "", text)
+
+
+def last_number(text: str) -> str | None:
+    r"""The number in the last \boxed{}, else the last of the text without remarks in parentheses.
+
+    "7 (mod 12)" is 7, "(0,100)" is 100.
+    """
+    boxed = last_boxed(text)
+    for place in (boxed or "", _REMARK.sub(" ", text), text):
+        numbers = stated_numbers(place)
+        if numbers:
+            return numbers[-1]
+    return None
+
+
+_ONE = re.compile(
+    r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,4}|/0*[1-9][0-9]*)?"
+)
+
+
 def is_number(text: str) -> bool:
-    return NUMBER.fullmatch(_ascii_minus(text.strip())) is not None
+    """Whether `text` is one number: a decimal, with an exponent, or a fraction."""
+    return _ONE.fullmatch(ascii_digits(text).strip()) is not None
 
 
 def same_number(left: str, right: str) -> bool:
@@ -33,8 +140,10 @@ def same_number(left: str, right: str) -> bool:
     return _value(left) == _value(right)
 
 
-def _value(text: str) -> Decimal:
-    return Decimal(_ascii_minus(text.strip()).replace(",", ""))
+def _value(text: str) -> Fraction:
+    plain = ascii_digits(text).strip().replace(",", "")
+    top, _, bottom = plain.partition("/")
+    return Fraction(top.rstrip(".")) / (Fraction(bottom) if bottom else 1)
 
 
 def _ascii_minus(text: str) -> str:
@@ -70,7 +179,8 @@ def after_marker(text: str, marker: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} or \fbox{...}, braces balanced; None without one.
 
-    A box that is never closed, as in a truncated response, is none.
+    None as well if the last box is never closed, as in a truncated response: what an earlier box
+    holds is not the final answer.
     """
     boxes = {match.end() for match in _BOXED.finditer(text)}
     opened: list[int] = []
@@ -84,24 +194,122 @@ def last_boxed(text: str) -> str | None:
             inside = opened.pop()
             if inside in boxes and inside > start:  # of nested ones, the inner one
                 start, end = inside, index
-    return None if start < 0 else text[start:end]
+    unfinished = any(begin in boxes for begin in opened)
+    return None if start < 0 or unfinished else text[start:end]
+
+
+def has_unfinished_box(text: str) -> bool:
+    """Whether the last box of the text is never closed."""
+    return last_boxed(text) is None and _BOXED.search(text) is not None
+
+
+_SIGNS = {
+    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/",
+    "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ",
+    "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2229": r"\cap ",
+    "\u2208": r"\in ", "\u00b0": r"^\circ ", "\u2205": r"\emptyset ", "\u3001": ",",
+    "\u2044": "/",
+}  # fmt: skip
+_ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
+_STOPS = ".,;:?。，、；：？！ \t\n"
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def normal(answer: str) -> str:
+    r"""An answer in plain characters, without what stands around it: dollars, full stops, \left."""
+    text = _VULGAR.sub(" ", answer.strip().rstrip(_STOPS).replace("\uff0c", ", "))
+    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", ascii_digits(text))
+    text = "".join(_SIGNS.get(character, character) for character in text)
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
+    text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*|\\displaystyle", "", text)
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace("\\lbrace", "\\{")
+    text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
+    text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
+    return re.sub(r"(?:\\[,;:! ]|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
+
+
+def parts(answer: str) -> tuple[str, str, list[str]]:
+    r"""The brackets around an answer and what stands between its outermost commas.
+
+    ("(", "]", ["0", "1"]) for "(0,1]"; no brackets for a list without them. A comma between digits
+    separates, unless others have a blank after them, or it is written {,}.
+    """
+    text = answer.replace("\\{", "\x01").replace("\\}", "\x02")
+    left = right = ""
+    if text[:1] in ("(", "[", "]", "\x01") and text[-1:] in (")", "]", "[", "\x02"):
+        if _closes_at_end(text[1:-1]):
+            left, right, text = text[0], text[-1], text[1:-1]
+    text = text.replace("{,}", "")
+    if re.search(r"[0-9],\s+|\s,|,\\", text):
+        text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
+    found, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        if character in "([{\x01":
+            depth += 1
+        elif character in ")]}\x02":
+            depth -= 1
+        elif depth == 0 and character in ",;":
+            found.append(text[start:index])
+            start = index + 1
+    found.append(text[start:])
+    if (left, right) == ("]", "["):
+        left, right = "(", ")"
+    elif left == "]":
+        left = "("
+    elif right == "[":
+        right = ")"
+    names = {"\x01": "{", "\x02": "}"}
+    plain = [one.replace("\x01", "\\{").replace("\x02", "\\}").strip() for one in found]
+    return names.get(left, left), names.get(right, right), plain
+
+
+def _closes_at_end(inside: str) -> bool:
+    """Whether the brackets within the outer pair are closed among themselves."""
+    depth = 0
+    for character in inside:
+        depth += (character in "([{\x01") - (character in ")]}\x02")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+_NAME = r"(?:[A-Za-z]|\\[a-z]+)"
+_BELOW, _ABOVE = r"(?:\\leq?(?:slant)?(?![a-z])|<=?)", r"(?:\\geq?(?:slant)?(?![a-z])|>=?)"
+_LESS = re.compile(rf"[a-zA-Z]\s*({_BELOW})([^<>=]+)|([^<>=a-zA-Z]+)({_ABOVE})\s*[a-zA-Z]")
+_MORE = re.compile(rf"[a-zA-Z]\s*({_ABOVE})([^<>=]+)|([^<>=a-zA-Z]+)({_BELOW})\s*[a-zA-Z]")
+_BETWEEN = re.compile(
+    rf"((?:(?!\\leq?(?![a-z]))[^<>=])+?)\s*({_BELOW})\s*[a-zA-Z]\s*({_BELOW})([^<>=]+)"
+)
+
+
+def as_interval(answer: str) -> str:
+    r"""An inequality in one letter as the interval that it means; other answers as they are."""
+    text = answer.replace(r"\lt", "<").replace(r"\gt", ">").strip()
+    if member := re.fullmatch(r"[a-zA-Z]\s*\\in(?![a-z])\s*(.+)", text):
+        return member[1]
+    if both := _BETWEEN.fullmatch(text):
+        low, high = ("(" if both[2] == "<" else "["), (")" if both[3] == "<" else "]")
+        return f"{low}{both[1].strip()}, {both[4].strip()}{high}"
+    if less := _LESS.fullmatch(text):
+        sign, bound = (less[1], less[2]) if less[1] else (less[4], less[3])
+        return rf"(-\infty, {bound.strip()}{')' if sign in '<>' else ']'}"
+    if more := _MORE.fullmatch(text):
+        sign, bound = (more[1], more[2]) if more[1] else (more[4], more[3])
+        return rf"{'(' if sign in '<>' else '['}{bound.strip()}, \infty)"
+    return answer
 
 
 def as_latex(answer: str) -> str:
     r"""A short answer, written in any of the usual ways, as one LaTeX expression.
 
     Dollar signs (currency or mathematics), separators of thousands, units after a number, typeset
-    minus signs and fractions (½), mixed numbers (3 1/2), scientific notation and a full stop at the
+    minus signs and fractions (½), mixed numbers (3 1/2), scientific notation and punctuation at the
     end are put into the form LaTeX has for them; words become \text{...}. Two numbers with nothing
     between them are no answer: the result is empty.
     """
-    plain = (
-        unicodedata.normalize("NFKC", _VULGAR.sub(" ", answer))
-        .replace("\u2212", "-")
-        .replace("\u2044", "/")
-    )
-    plain = _CURRENCY.sub("", plain).strip().strip("*_`\"'").strip()
-    plain = _THOUSANDS.sub("", plain.rstrip(".").strip())
+    plain = normal(answer)
+    plain = _THOUSANDS.sub("", plain) if plain[:1] not in ("(", "[", "\\") else plain
+    plain = plain.replace("{,}", "")
     if unit := _WITH_UNIT.fullmatch(plain):
         number, percent = unit.groups()
         return number + (r"\%" if percent else "")
@@ -123,6 +331,25 @@ def is_huge(text: str) -> bool:
     return _HUGE.search(text) is not None
 
 
+_FACTORIAL = re.compile(r"([0-9]{1,4})\s*!")
+_INTEGER_POWER = re.compile(
+    r"(-?[0-9]{1,6})\s*(?:\^|\*\*)\s*(?:\{\s*([0-9]{1,5})\s*\}|([0-9]{1,5}))"
+)
+_MAX_BITS = 60_000
+
+
+def large_integer(text: str) -> int | None:
+    """The value of n!, of a^b or of an integer written out, if it is one and not too large."""
+    plain = text.strip()
+    if found := _FACTORIAL.fullmatch(plain):
+        return math.factorial(int(found[1])) if int(found[1]) <= 5000 else None
+    if found := _INTEGER_POWER.fullmatch(plain):
+        base, power = int(found[1]), int(found[2] or found[3])
+        return base**power if base.bit_length() * power <= _MAX_BITS else None
+    digits = _THOUSANDS.sub("", plain)
+    return int(digits) if re.fullmatch(r"-?[0-9]{1,4000}", digits) else None
+
+
 def bracket_depth(text: str) -> int:
     """How deep the brackets of `text` nest, at most; one that is never closed counts to the end."""
     depth = deepest = 0
@@ -138,11 +365,14 @@ def bracket_depth(text: str) -> int:
 # What stands around a number in LaTeX and in prices, and is not part of it.
 _DRESSING = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[$%]|\\[$%]|\{,\}(?=\d)")
 
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s*\^\s*\{?[0-9]\}?")
+_EXPONENTS = re.compile(r"(?<=[0-9])[eE][+-]?[0-9]+")
+
 
 def number_after(text: str, marker: str) -> str | None:
     """The first number in the line after the last `marker`; None without either."""
     line = after_marker(text, marker)
-    numbers = [] if line is None else numbers_in(line)
+    numbers = [] if line is None else stated_numbers(line)
     return numbers[0] if numbers else None
 
 
@@ -166,8 +396,12 @@ def final_number(text: str, marker: str = "####") -> str | None:
         return marked
     boxed = last_boxed(text)
     if boxed is not None:
-        plain = _DRESSING.sub(lambda m: "," if m.group() == "{,}" else "", boxed)
-        numbers = numbers_in(plain)
-        return numbers[0] if len(numbers) == 1 else None
-    numbers = numbers_in(text)
-    return numbers[-1] if numbers else None
+        plain = _DRESSING.sub(_undressed, _UNIT_POWER.sub("", ascii_digits(boxed)))
+        stated = stated_numbers(plain)
+        written = numbers_in(_EXPONENTS.sub("", plain))
+        return stated[0] if len(stated) == len(written) == 1 else None
+    return last_number(text)
+
+
+def _undressed(match: re.Match[str]) -> str:
+    return "," if match.group() == "{,}" else "\\$" if match.group().endswith("$") else ""

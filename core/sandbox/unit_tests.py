@@ -11,7 +11,11 @@ test calls, can still forge it: nothing in one interpreter is hidden from code i
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import keyword
+import math
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +26,8 @@ from posttrain.core.sandbox.model import SandboxResult
 from posttrain.core.sandbox.runner import Sandbox
 
 _HARNESS = Path(__file__).with_name("harness.py")
+TOLERANCE = 1e-6
+"""How far a decimal number may be from the expected one, relative to it where it is above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +43,154 @@ class UnitTest:
         return self.output is not None
 
 
-def read_tests(text: str) -> list[UnitTest]:
-    """Tests from a JSON list of code and of `{"input": ..., "output": ...}`.
+def read_tests(text: str, entry_point: str = "") -> list[UnitTest]:
+    """Tests from JSON, or from Python code, in the forms that data sets use.
 
-    `ValueError` ends the sentence "metadata 'tests' ...".
+    A list of code and of `{"input": ..., "output": ...}`; `{"inputs": [...], "outputs": [...]}`,
+    with `fn_name` for calls (APPS); `{"test_list": [...]}` (MBPP); `{"test": ..., "entry_point":
+    ...}` or the code of `check(candidate)` (HumanEval, `entry_point` names the function). JSON in a
+    JSON text is read as well. `ValueError` ends the sentence "metadata 'tests' ...".
     """
-    if not text:
+    if not text.strip():
         raise ValueError("is missing: the task must give a JSON list of tests")
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error})") from error
+    rows: object = text
+    for _ in range(2):
+        if isinstance(rows, str):
+            try:
+                rows = json.loads(rows)
+            except (ValueError, RecursionError) as error:
+                if not _is_python(rows):
+                    raise ValueError(f"is not JSON ({error})") from error
+                rows = [_with_check(rows, entry_point)]
+    if isinstance(rows, dict):
+        rows = _rows_of(rows, entry_point)
     if not isinstance(rows, list) or not rows:
         raise ValueError("is not a list of at least one test")
-    return [_read_test(row, number) for number, row in enumerate(rows, start=1)]
+    return [_read_test(row, number, entry_point) for number, row in enumerate(rows, start=1)]
 
 
-def _read_test(row: object, number: int) -> UnitTest:
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _with_check(code: str, entry_point: str) -> str:
+    """HumanEval's tests define `check(candidate)` and leave the call to the caller."""
+    if not re.search(r"^def check\(", code, re.MULTILINE):
+        return code
+    if re.search(r"^check\(", code, re.MULTILINE):
+        return code
+    if not entry_point.isidentifier():
+        raise ValueError("defines check(candidate) without 'entry_point': name the function")
+    return f"{code}\n\ncheck({_function(entry_point)})"
+
+
+def _function(name: str) -> str:
+    """The function of this name, or the method of `Solution` that LeetCode's problems ask for."""
+    return f"({name} if {name!r} in globals() else Solution().{name})"
+
+
+_INPUT = ("input", "stdin")
+_OUTPUT = ("output", "stdout", "expected_output", "expected")
+
+
+def _rows_of(table: dict[str, object], entry_point: str) -> object:
+    """The single tests of a mapping that holds all tests of a problem."""
+    inputs, outputs = table.get("inputs"), table.get("outputs")
+    if isinstance(inputs, list) and isinstance(outputs, list):
+        if len(inputs) != len(outputs):
+            raise ValueError(
+                f"has {len(inputs)} inputs and {len(outputs)} outputs: expected one for each"
+            )
+        name = table.get("fn_name") or ""
+        return [
+            {"input": given, "output": wanted, "fn_name": name}
+            for given, wanted in zip(inputs, outputs, strict=True)
+        ]
+    listed = table.get("test_list", table.get("tests"))
+    if isinstance(listed, list):
+        before = table.get("test_setup_code") or table.get("test_imports") or ""
+        if isinstance(before, list):
+            before = "\n".join(map(str, before))
+        more = table.get("challenge_test_list")
+        rows = [*listed, *(more if isinstance(more, list) else [])]
+        return [f"{before}\n{row}" if before and isinstance(row, str) else row for row in rows]
+    code = table.get("test")
+    if isinstance(code, str):
+        return [_with_check(code, str(table.get("entry_point") or entry_point))]
+    return [table]
+
+
+def _read_test(row: object, number: int, entry_point: str) -> UnitTest:
     if isinstance(row, str):
         try:
             ast.parse(row)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"has a test {number} that is not Python: {error}") from error
-        return UnitTest(code=row)
-    if isinstance(row, dict) and set(row) == {"input", "output"}:
-        if all(isinstance(value, str) for value in row.values()):
-            return UnitTest(input=row["input"], output=row["output"])
+        return UnitTest(code=_with_check(row, entry_point))
+    if isinstance(row, dict):
+        given = next((name for name in _INPUT if name in row), None)
+        wanted = next((name for name in _OUTPUT if name in row), None)
+        if given is not None and wanted is not None and row[wanted] is not None:
+            name = row.get("fn_name") or ""
+            if not name and row.get("testtype") == "functional":
+                name = entry_point
+            if name:
+                return _call(str(name), row[given], row[wanted], number)
+            return UnitTest(input=_stream(row[given]), output=_stream(row[wanted]))
     raise ValueError(
-        f"has a test {number} that is neither code nor {{'input': text, 'output': text}}: "
-        f"{row!r:.80}"
+        f"has a test {number} that is neither code nor {{'input': ..., 'output': ...}}: {row!r:.80}"
     )
+
+
+def _stream(value: object) -> str:
+    """A value as a program reads or prints it; a list is one line for each of its values."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        flat = all(not isinstance(one, list | dict) for one in value)
+        if flat:
+            return "\n".join(_stream(one) for one in value)
+        return "\n".join(
+            " ".join(map(_stream, one)) if isinstance(one, list) else _stream(one) for one in value
+        )
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return "" if value is None else str(value)
+
+
+def _call(name: str, given: object, wanted: object, number: int) -> UnitTest:
+    """A call of the function with the arguments, compared with the value that is wanted."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"has the fn_name {name!r:.40}, expected the name of a function")
+    if isinstance(given, str):  # one argument a line, as JSON
+        try:
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        except ValueError:
+            given = [given]
+        if isinstance(wanted, str):
+            with contextlib.suppress(ValueError):
+                wanted = json.loads(wanted)
+    if isinstance(given, dict):
+        arguments = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    else:
+        arguments = ", ".join(map(repr, given if isinstance(given, list) else [given]))
+    call = f"{_function(name)}({arguments})"
+    if isinstance(wanted, float):
+        bound = TOLERANCE * max(1.0, abs(wanted))
+        return UnitTest(code=f"assert abs(float({call}) - {wanted!r}) <= {bound!r}")
+    if isinstance(wanted, list):
+        # JSON has no tuples, and APPS wraps the value in a list of one.
+        plain = "list(_got) if isinstance(_got, tuple) else _got"
+        if len(wanted) == 1:
+            inner = "isinstance(_got[0], list)" if isinstance(wanted[0], list) else "True"
+            plain = f"_got if isinstance(_got, list) and len(_got) == 1 and {inner} else [_got]"
+            plain = f"list(_got) if isinstance(_got, tuple) and len(_got) == 1 else {plain}"
+        return UnitTest(code=f"_got = {call}\nassert ({plain}) == {wanted!r}")
+    return UnitTest(code=f"assert {call} == {wanted!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +230,9 @@ def run_tests(
         if remaining <= 0:
             detail = detail or f"test {number}: no time left of {total_s:g} s"
             break
-        done = sandbox.run(code, stdin=test.input.encode(), wall_s=min(test_s, remaining))
+        done = sandbox.run(
+            code, stdin=test.input.replace("\r\n", "\n").encode(), wall_s=min(test_s, remaining)
+        )
         if done.status == "error":
             return Outcome(passed, total, error=done.reason)
         wrong = _wrong(done, test)
@@ -121,7 +247,35 @@ def _wrong(done: SandboxResult, test: UnitTest) -> str:
     if done.status != "ok":
         return describe(done)
     got, expected = done.stdout.decode("utf-8", "replace"), test.output or ""
-    return "" if _lines(got) == _lines(expected) else f"printed {got.strip()[:80]!r}"
+    return "" if _same_output(got, expected) else f"printed {got.strip()[:80]!r}"
+
+
+def _same_output(got: str, expected: str) -> bool:
+    """Equal lines without trailing white space; decimal numbers may differ by `TOLERANCE`."""
+    left, right = _lines(got), _lines(expected)
+    return len(left) == len(right) and all(
+        one == other or _same_words(one.split(), other.split())
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+def _same_words(got: list[str], expected: list[str]) -> bool:
+    return len(got) == len(expected) and all(
+        one == other or _close(one, other) for one, other in zip(got, expected, strict=True)
+    )
+
+
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+def _close(got: str, expected: str) -> bool:
+    """Whole numbers are compared as text, so that large ones are exact."""
+    if not re.search(r"[.eE]", expected):
+        return False
+    if not _DECIMAL.fullmatch(got) or not _DECIMAL.fullmatch(expected):
+        return False
+    left, right = float(got), float(expected)
+    return math.isfinite(left) and abs(left - right) <= TOLERANCE * max(1.0, abs(right))
 
 
 def _lines(text: str) -> list[str]:

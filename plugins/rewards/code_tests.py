@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
+import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,8 +18,10 @@ from posttrain.core.sandbox.runner import Sandbox
 from posttrain.core.sandbox.unit_tests import read_tests, run_tests
 from posttrain.core.types import RewardSample, Score
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
+_OPEN = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n`]*\n")
+_ONE_LINE = re.compile(r"```[ \t]*(python3?|py)[ \t]+([^\n`]+)```", re.IGNORECASE)
+_MAX_CLOSES = 20  # fences in docstrings: each is a candidate for the end, and is parsed
+_PYTHON = ("python", "python3", "py", "py3", "python2")
 
 
 STARTING_S = 10.0
@@ -29,7 +35,9 @@ class CodeTestsConfig(PluginConfig):
         default="all", description="all: 1 if every test passes; fraction: passed / total"
     )
     extract: Literal["last_block", "whole"] = Field(
-        default="last_block", description="last_block: the last fenced Python block; whole: all"
+        default="last_block",
+        description="last_block: the last fenced Python block that is the program (not an "
+        "example of its use); whole: the whole text",
     )
     metadata_key: str = Field(
         default="tests", description="entry of the problem's metadata with the tests, a JSON list"
@@ -52,8 +60,9 @@ class CodeTestsConfig(PluginConfig):
 class CodeTestsReward(Reward[CodeTestsConfig]):
     """R_i = 1[all tests pass], or passed / total with `score: fraction`.
 
-    Tests are a JSON list in the problem's metadata: Python code that raises when the solution is
-    wrong (`"assert add(1, 2) == 3"`), or `{"input": ..., "output": ...}` of a whole program. No
+    Tests are JSON in the problem's metadata: a list of Python code that raises when the solution is
+    wrong (`"assert add(1, 2) == 3"`) and of `{"input": ..., "output": ...}` of a whole program, or
+    the forms of APPS, MBPP and HumanEval (`read_tests`). Printed decimals may differ by 1e-6. No
     program, a crash and a timeout are 0, with a detail. If the sandbox fails, or the problem has no
     tests that can be read, the sample is not scored: status `error`.
     Source: `code_unit_tests`, as in APPS, arXiv:2105.09938, section 3.2 (strict and average).
@@ -81,10 +90,14 @@ class CodeTestsReward(Reward[CodeTestsConfig]):
     def _score(self, sample: RewardSample) -> Score:
         key, problem = self.config.metadata_key, sample.problem
         try:
-            tests = read_tests(problem.metadata.get(key, ""))
+            tests = read_tests(
+                problem.metadata.get(key, ""), problem.metadata.get("entry_point", "")
+            )
         except ValueError as error:
             return Score(None, "error", f"problem {problem.key[:60]!r}: metadata '{key}' {error}")
-        code = sample.text if self.config.extract == "whole" else last_block(sample.text)
+        called = "\n".join(test.code for test in tests)
+        text = sample.text.replace("\r\n", "\n")
+        code = text if self.config.extract == "whole" else program_in(text, called)
         if not code.strip():
             return Score(0.0, detail="no program found")
         if self._sandbox is None:
@@ -104,9 +117,110 @@ class CodeTestsReward(Reward[CodeTestsConfig]):
         return Score(float(fraction == 1.0) if whole else fraction, detail=outcome.detail)
 
 
-def last_block(text: str) -> str:
-    """The last fenced block marked as Python, else the last without a mark, else nothing."""
-    blocks = [(mark.lower(), body) for mark, body in _FENCE.findall(text)]
-    marked: list[str] = [body for mark, body in blocks if mark in _PYTHON]
-    plain = [body for mark, body in blocks if not mark]
-    return (marked or plain or [""])[-1]
+def program_in(text: str, tests: str = "") -> str:
+    """The program that a response gives, of its blocks marked as Python, else of those without.
+
+    The last block, unless it only uses what an earlier block defines: then the earlier block if it
+    is a program of its own, or both together. With tests that call a function it is the last block
+    that defines one of the names that they use.
+    """
+    found = blocks(text)
+    marked = [body for mark, body in found if mark.lower() in _PYTHON]
+    bodies = marked or [body for mark, body in found if not mark]
+    bodies = [body for body in bodies if body.strip()]
+    if not bodies:
+        return ""
+    trees = [_tree(body) for body in bodies]
+    last = len(bodies) - 1
+    if tests and (wanted := _names(_tree(tests))):
+        last = next(
+            (i for i in range(last, -1, -1) if wanted & _defined(trees[i], deep=False)), last
+        )
+    missing = _names(trees[last]) - _defined(trees[last])
+    earlier = [i for i in range(last) if missing & _defined(trees[i], deep=False)]
+    if not earlier:
+        return bodies[last]
+    if not tests and not _defines(trees[last]) and _runs(trees[earlier[-1]]):
+        return bodies[earlier[-1]]
+    return "\n".join(bodies[i] for i in [*earlier, last])
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Mark and content of each fenced block; one that is never closed goes to the end."""
+    found: list[tuple[str, str]] = []
+    place = 0
+    while True:
+        opened, single = _OPEN.search(text, place), _ONE_LINE.search(text, place)
+        if single and (opened is None or single.start() <= opened.start()):
+            found.append((single[1], single[2].strip()))
+            place = single.end()
+        elif opened:
+            body, place = _content(text, opened)
+            found.append((opened[2], body))
+        else:
+            return found
+
+
+def _content(text: str, opened: re.Match[str]) -> tuple[str, int]:
+    """The block's content and where it ends: the first fence before which the content is Python."""
+    fence = opened[1]
+    close = re.compile(rf"^[ \t>]*{fence[0]}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+    first: tuple[str, int] | None = None
+    for closed in itertools.islice(close.finditer(text, opened.end()), _MAX_CLOSES):
+        body = textwrap.dedent(text[opened.end() : closed.start()])
+        found = body, closed.end()
+        if _tree(body) is not None:
+            return found
+        first = first or found
+    if first is None:
+        rest = re.sub(rf"{fence[0]}{{3,}}\s*\Z", "", text[opened.end() :])
+        return textwrap.dedent(rest), len(text)
+    return first
+
+
+def _tree(code: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _names(tree: ast.Module | None) -> set[str]:
+    """The names that the code reads."""
+    nodes = ast.walk(tree) if tree else ()
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+def _defined(tree: ast.Module | None, *, deep: bool = True) -> set[str]:
+    """The names that the code defines, with `deep` in any scope, else as functions and classes."""
+    if tree is None:
+        return set()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = {node.name for node in tree.body if isinstance(node, kinds)}
+    for node in ast.walk(tree) if deep else tree.body:
+        if isinstance(node, ast.Assign) and not deep:
+            top |= {one.id for one in node.targets if isinstance(one, ast.Name)}
+        elif isinstance(node, kinds):
+            top.add(node.name)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            top.add(node.id)
+        elif isinstance(node, ast.arg):
+            top.add(node.arg)
+        elif isinstance(node, ast.alias):
+            top.add((node.asname or node.name).partition(".")[0])
+    return top
+
+
+def _defines(tree: ast.Module | None) -> bool:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return tree is not None and any(isinstance(node, kinds) for node in tree.body)
+
+
+def _runs(tree: ast.Module | None) -> bool:
+    """Whether the code does more than define: it has a call or a branch at its top level."""
+    kinds = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+    return tree is not None and any(
+        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        for node in tree.body
+    )

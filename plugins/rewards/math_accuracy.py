@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import logging
-from collections.abc import Sequence
+import os
+import re
+import select
+import signal
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, is_huge, last_boxed
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.math.answers import (
+    after_marker,
+    as_interval,
+    as_latex,
+    bracket_depth,
+    has_unfinished_box,
+    is_huge,
+    is_number,
+    large_integer,
+    last_boxed,
+    normal,
+    parts,
+    same_number,
+)
+from posttrain.core.types import RewardSample, Score, ScoreStatus
 
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
+CPU_S = 0.6  # processor time for one answer
+WALL_S = 6.0  # below the reward pool's limit, for a machine that is busy
+Graded = tuple[float | None, ScoreStatus, str]
 
 # It warns, once a process, that its time limits are off; see `MathAccuracyReward`.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
@@ -46,10 +70,10 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
     response without an answer, or with one that cannot be read, is 0 and its `detail` says so. A
     reference that cannot be read is the data's fault: unscored, status `error`.
 
-    math-verify's own time limits are off. They are signals, which raise outside a main thread, they
-    cannot interrupt a power of huge integers, and what they cut off would be a silent zero. So it
-    works in any thread, and the time limit is the reward pool's, which kills the process. Power
-    towers, exponents of five digits and factorials of four are not computed: no answer, so 0.
+    Points, intervals and sets are compared part for part, with their brackets. math-verify's own
+    time limits are off: they are signals, which raise outside a main thread and cannot interrupt a
+    power of huge integers. Each comparison runs in a process that ends after `CPU_S` seconds of
+    processor time; an answer that needs more is 0. Power towers are not computed.
     Source: math-verify 0.9, `parse` and `verify`; DeepSeek-R1, arXiv:2501.12948, section 2.2.2.
     """
 
@@ -59,37 +83,162 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
     @classmethod
     def preload(cls) -> None:
         """math-verify and SymPy, which take a second or more."""
-        import math_verify  # noqa: F401
+        _warm()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """1.0 or 0.0 per sample, in order; None where the reference cannot be read."""
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score:
+        reference = sample.problem.answer
+        if not reference.strip():
+            return Score(None, "error", f"reference answer cannot be read: {reference[:80]!r}")
+        found = self._found(sample.text[-self.config.max_chars :])
+        gold = normal(reference)
+        if found is not None and (answer := normal(found)):
+            if _same_text(gold, answer):
+                return Score(1.0)
+            if is_number(gold) and is_number(answer) and same_number(gold, answer):
+                return Score(1.0)
+            left, right = large_integer(gold), large_integer(answer)
+            if left is not None and right is not None:
+                return Score(float(left == right), detail="" if left == right else f"read {found}")
+        text = sample.text[-self.config.max_chars :]
+        _warm()
+        value, status, detail = in_bounded_time(lambda: self._compare(reference, found, text))
+        return Score(value, status, detail)
+
+    def _compare(self, reference: str, found: str | None, text: str) -> Graded:
+        """Value, status and detail; `found` is the answer, None where `text` has no place for it"""
         from math_verify import verify
 
-        reference = sample.problem.answer
-        gold = _parsed(f"${as_latex(reference)}$")
-        if not gold:
-            return Score(None, "error", f"reference answer cannot be read: {reference[:80]!r}")
-        answer = self._answer(sample.text[-self.config.max_chars :])
-        if not answer:
-            return Score(0.0, detail="no answer found")
-        equal = verify(gold, answer, float_rounding=self.config.precision, timeout_seconds=None)
-        return Score(float(equal), detail="" if equal else f"read {str(answer[0])[:80]}")
+        def equal(gold: list[Any], answer: list[Any]) -> bool:
+            return bool(
+                verify(gold, answer, float_rounding=self.config.precision, timeout_seconds=None)
+            )
 
-    def _answer(self, text: str) -> list[Any]:  # Any: SymPy's expressions
-        """What the text gives as its answer; empty if nothing can be read."""
+        golds = [one for one in map(_parsed_answer, _readings(reference)) if one]
+        if not golds:
+            if is_huge(reference):
+                return 0.0, "ok", "the reference is too large to compute"
+            return None, "error", f"reference answer cannot be read: {reference[:80]!r}"
+        if found is None:
+            answer = [] if self._needs_place(text) else _parsed(text, anything=True)
+            answers = [answer] if answer else []
+        else:
+            if not same_brackets(reference, found):
+                return 0.0, "ok", f"read {found[:80]}"
+            if (by_parts := self._by_parts(reference, found, equal)) is not None:
+                return float(by_parts), "ok", "" if by_parts else f"read {found[:80]}"
+            answers = [one for one in map(_parsed_answer, _readings(found)) if one]
+        if not answers:
+            return 0.0, "ok", "no answer found"
+        right = any(equal(gold, answer) for gold in golds for answer in answers)
+        return float(right), "ok", "" if right else f"read {str(answers[0][0])[:80]}"
+
+    def _by_parts(
+        self, reference: str, found: str, equal: Callable[[list[Any], list[Any]], bool]
+    ) -> bool | None:
+        """Whether points, intervals and sets agree part for part; None for other answers."""
+        gold, answer = (as_interval(normal(one)) for one in (reference, found))
+        left, right = parts(gold), parts(answer)
+        if not (left[0] and right[0] and len(left[2]) > 1 and len(right[2]) > 1):
+            return None
+        if left[:2] != right[:2] or (left[0] != "{" and len(left[2]) != len(right[2])):
+            return False
+        golds = [_parsed_answer(as_latex(one)) for one in left[2]]
+        answers = [_parsed_answer(as_latex(one)) for one in right[2]]
+        if not all(golds) or not all(answers):
+            return None
+        if left[0] != "{":
+            return all(equal(one, other) for one, other in zip(golds, answers, strict=True))
+        return all(any(equal(one, other) for other in answers) for one in golds) and all(
+            any(equal(one, other) for one in golds) for other in answers
+        )
+
+    def _needs_place(self, text: str) -> bool:
+        """Whether an answer without marker and box does not count."""
+        return self.config.read in ("marker", "boxed") or (
+            self.config.read == "auto" and has_unfinished_box(text)
+        )
+
+    def _found(self, text: str) -> str | None:
+        """What the text gives after the marker or in the last box; None if it has neither."""
         read = self.config.read
         if read in ("auto", "marker"):
             found = after_marker(text, self.config.marker)
             if found is not None or read == "marker":
-                return [] if found is None else _parsed(f"${as_latex(found)}$")
-        if read in ("auto", "boxed"):
-            found = last_boxed(text)
-            if found is not None or read == "boxed":
-                return [] if found is None else _parsed(f"${as_latex(found)}$")
-        return _parsed(text, anything=True)
+                return found
+        return last_boxed(text) if read in ("auto", "boxed") else None
+
+
+def _same_text(left: str, right: str) -> bool:
+    return bracket_depth(left) <= MAX_DEPTH and "".join(left.split()) == "".join(right.split())
+
+
+def _readings(answer: str) -> list[str]:
+    """The answer as LaTeX; "1,100" is a number, and is a list as well."""
+    plain = normal(answer)
+    listed = re.sub(r"(?<=[0-9]),(?=[0-9])", ", ", plain)
+    first = as_latex(answer)
+    two = listed != plain and "," in listed and plain[:1] not in ("(", "[", "\\")
+    return [first, listed] if two else [first]
+
+
+def same_brackets(reference: str, found: str) -> bool:
+    """False where both are lists in brackets of different kinds: (1,2), [1,2] and {1,2} differ."""
+    left, right = (parts(as_interval(normal(one))) for one in (reference, found))
+    listed = len(left[2]) > 1 and len(right[2]) > 1
+    return not listed or not left[0] or not right[0] or left[:2] == right[:2]
+
+
+def _parsed_answer(latex: str) -> list[Any]:  # Any: SymPy's expressions
+    return _parsed(f"${latex}$") if latex else []
+
+
+@functools.cache
+def _warm() -> None:
+    """Fill the caches of the parser once, not in every process that compares."""
+    from math_verify import verify
+
+    for text in (r"\frac{1}{2}", r"x^2+\sqrt{2}", "(0, 1)", r"\{1, 2\}", "3"):
+        verify(_parsed(f"${text}$"), _parsed(f"${text}$"), timeout_seconds=None)
+    _parsed("so 3 = 1/2", anything=True)
+
+
+def in_bounded_time(work: Callable[[], Graded]) -> Graded:
+    """The result of `work` in a process that is ended after `CPU_S` seconds of processor time.
+
+    Algebra on a short answer may not end, and cannot be interrupted in C: such an answer is wrong.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork next to threads
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            try:
+                result = work()
+            except BaseException as error:
+                result = 0.0, "ok", f"no answer found ({type(error).__name__})"
+            os.write(writer, json.dumps(result).encode("ascii")[:4000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        ready = select.select([reader], [], [], WALL_S)[0]
+        reply = os.read(reader, 4096) if ready else b""
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if not reply:
+        return 0.0, "ok", "no answer found: the algebra did not end"
+    value, status, detail = json.loads(reply)
+    return value, status, detail
 
 
 def _parsed(text: str, *, anything: bool = False) -> list[Any]:  # Any: SymPy's expressions

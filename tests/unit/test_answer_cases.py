@@ -1,0 +1,79 @@
+"""Answers as people write them, in tables, and what is read from them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.math.answers import final_number, is_number, last_number, same_number
+from tests.helpers.rewards import sample, score, scores
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def table(name: str) -> list[tuple[str, str, float]]:
+    lines = (DATA / name).read_text("utf-8").splitlines()
+    rows = [line.split("\t") for line in lines]
+    return [(reference, written, float(value)) for reference, written, value in rows]
+
+
+def test_mathematical_answers_in_a_box() -> None:
+    rows = table("math_answers.tsv")
+    found = scores("math_accuracy", [sample(f"so \\boxed{{{w}}}.", r) for r, w, _ in rows])
+    wrong = [(row, one) for row, one in zip(rows, found, strict=True) if one.value != row[2]]
+    assert len(rows) >= 150 and not wrong
+
+
+def test_the_last_number_of_a_text() -> None:
+    rows = table("last_numbers.tsv")
+    wrong = []
+    for answer, text, value in rows:
+        found = last_number(text)
+        if (found is not None and same_number(found, answer)) != bool(value):
+            wrong.append((answer, text, found))
+    assert len(rows) >= 80 and not wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### -$8", "-8"),
+        ("#### $-8", "-8"),
+        ("#### 2,160", "2160"),
+        ("\\boxed{2{,}160}", "2160"),
+        ("\\boxed{8 \\text{ m}^2}", "8"),
+        ("\\boxed{y=8}", "8"),
+        ("\\boxed{\\$8}", "8"),
+        ("\\boxed{10^4}", None),
+        ("\\boxed{\\frac{1}{2}}", None),
+        ("#### 2e3", "2000"),
+        ("####\n8", "8"),
+        ("#### − 8", "-8"),
+        ("#### 16/2", "8"),
+    ],
+)
+def test_the_final_number_of_gsm8k(text: str, number: str | None) -> None:
+    found = final_number(text)
+    assert found is None if number is None else found is not None and same_number(found, number)
+
+
+@pytest.mark.parametrize("value", [2e-07, 3e16, 0.1, 7, 10**30, -0.5, 1e-300])
+def test_numbers_of_json_are_numbers(value: float) -> None:
+    assert is_number(str(value)) and same_number(str(value), repr(value))
+
+
+def test_an_answer_whose_last_box_is_not_closed_is_none() -> None:
+    assert score("math_accuracy", sample("\\boxed{3}, but \\boxed{", "3")).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["(x+1)^{999}(x+2)^{999}", "\\int_0^1 x^{x^x} dx", "\\sum_{k=1}^{999999} \\frac{1}{k^k}",
+     "\\prod_{k=1}^{9999} (x+k)", "((x^{99}+1)^{99}+1)^{99}", "999!^{99}"],
+)  # fmt: skip
+def test_algebra_that_does_not_end_is_a_zero_in_bounded_time(written: str) -> None:
+    begin = time.process_time()
+    found = score("math_accuracy", sample(f"\\boxed{{{written}}}", "x+1"))
+    assert found.value == 0.0 and time.process_time() - begin < 1.0
