@@ -234,9 +234,9 @@ def _refuse_own_code(path: Path) -> None:
         return  # whoever loads it says what is wrong
     if not isinstance(config, dict) or not config.get("auto_map"):
         return
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+    if config.get("model_type") not in CONFIG_MAPPING:
         raise ResourceError(
             f"model directory '{path}' needs Python code of its own (auto_map in config.json, "
             f"model_type {config.get('model_type')!r}), and posttrain never runs a model's code: "

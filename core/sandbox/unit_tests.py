@@ -56,12 +56,13 @@ def read_tests(text: str, entry_point: str = "") -> list[UnitTest]:
     rows: object = text
     for _ in range(2):
         if isinstance(rows, str):
+            code = rows
             try:
-                rows = json.loads(rows)
+                rows = json.loads(code)
             except (ValueError, RecursionError) as error:
-                if not _is_python(rows):
+                if not _is_python(code):
                     raise ValueError(f"is not JSON ({error})") from error
-                rows = [_with_check(rows, entry_point)]
+                rows = [_with_check(code, entry_point)]
     if isinstance(rows, dict):
         rows = _rows_of(rows, entry_point)
     if not isinstance(rows, list) or not rows:

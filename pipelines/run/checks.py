@@ -83,7 +83,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
-    problems = {}
+    problems: dict[str, Problem] = {}
     if task.name != NO_TASK:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))

@@ -126,12 +126,12 @@ def _already(name: str, champion: RegisteredVersion) -> Decision:
     """The promotion of a model that is the champion, as it was written down when it became it."""
     kept = champion.noted(registry.TAG_PROMOTION, _Promotion) or {}
     compared = kept.get("comparison")
-    whole = compared is not None and set(compared) == {part.name for part in fields(Comparison)}
+    whole = {part.name for part in fields(Comparison)}
     why = f" ({kept['reason']})" if "reason" in kept else ""
     return Decision(
         True,
         f"it is {name}, version {champion.version}, already{why}",
-        Comparison(**compared) if whole else None,
+        Comparison(**compared) if isinstance(compared, dict) and set(compared) == whole else None,
     )
 
 
