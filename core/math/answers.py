@@ -211,6 +211,8 @@ _SIGNS = {
     "\u2044": "/",
 }  # fmt: skip
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
+# Its parser reads an argument of a logarithm to a base in parentheses only.
+_LOGARITHM = re.compile(r"\\log_\{?([0-9]+|[a-z])\}?\s*\{?([0-9]+|(?<=[ }])[a-z])\}?(?![0-9a-z(])")
 _STOPS = ".,;:?。，、；：？！ \t\n"
 _OPEN, _CLOSE = "([{", ")]}"
 
@@ -224,6 +226,7 @@ def normal(answer: str) -> str:
     text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*|\\displaystyle", "", text)
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace("\\lbrace", "\\{")
     text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
+    text = _LOGARITHM.sub(r"\\log_{\1}(\2)", text)
     text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
     return re.sub(r"(?:\\[,;:! ]|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
 

@@ -61,7 +61,7 @@ def read_closed_form(text: str) -> Number | None:
 
 def plain_integer(text: str) -> str | None:
     """The integer that `text` writes as a decimal number (72, 72.0, 1,080), else None."""
-    if not is_number(text) or len(text) > MAX_LENGTH:
+    if not is_number(text) or len(text) > MAX_LENGTH or re.search("[/eE]", text):
         return None
     value = Decimal(numbers_in(text)[0])
     return str(int(value)) if value == value.to_integral_value() else None
