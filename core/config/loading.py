@@ -133,6 +133,19 @@ OTHER_NAMES = {
 }
 
 
+# Where fields of plugins are that people write on a stage; the first whose section it has.
+PLUGIN_FIELDS = {
+    "beta": ("preference_loss.beta", "kl.controller.coef"),
+    "kl_coef": ("kl.controller.coef",),
+    "kl_beta": ("kl.controller.coef",),
+    "clip_low": ("policy_loss.clip_low",),
+    "clip_high": ("policy_loss.clip_high",),
+    "clip_eps": ("policy_loss.clip_high",),
+    "label_smoothing": ("preference_loss.label_smoothing",),
+    "gamma": ("advantage.gamma",),
+}
+
+
 def _elsewhere(name: str, owner: Loc, model: type[BaseModel] | None, root: type[BaseModel]) -> str:
     """Where a field `name` is, or one that is meant by it: below its owner, above, or in the root.
 
@@ -142,7 +155,8 @@ def _elsewhere(name: str, owner: Loc, model: type[BaseModel] | None, root: type[
     if model is None or difflib.get_close_matches(name, model.model_fields, 1, cutoff=0.85):
         return ""
     wanted = tuple(dict.fromkeys((name, OTHER_NAMES.get(name, name))))
-    places = [dotted(path) for path in _below(model) if path[-1] in wanted]
+    held = (at for at in PLUGIN_FIELDS.get(name, ()) if at.split(".")[0] in model.model_fields)
+    places = [*held, *(dotted(path) for path in _below(model) if path[-1] in wanted)]
     for end in range(len(owner) - 1, -1, -1):
         above = _model_at(owner[:end], root)
         fields = () if above is None else above.model_fields

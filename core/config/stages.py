@@ -111,7 +111,12 @@ class RewardModelStage(PreferenceDataStage):
 class PreferenceComponent(Component):
     """A preference loss with its factor in the sum."""
 
-    coef: float = Field(default=1.0, ge=0, le=1_000, description="factor of this term in the loss")
+    coef: float = Field(
+        default=1.0,
+        ge=-1_000,
+        le=1_000,
+        description="factor of this term in the loss; below 0 the opposite is learned",
+    )
 
 
 PreferenceTerms = Annotated[

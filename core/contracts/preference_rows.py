@@ -174,7 +174,7 @@ def _margin(line: JsonRow) -> float:
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not -LARGEST_MARGIN <= value <= LARGEST_MARGIN:  # type: ignore[operator]
         raise DataError(
-            f"{line.where}: field 'margin' is {_short(value)} ({type(value).__name__}), expected a "
+            f"{line.where}: field 'margin' is {_short(value)}, expected a "
             f"number of at most {LARGEST_MARGIN}: correct this line"
         )
     return float(value)  # type: ignore[arg-type]

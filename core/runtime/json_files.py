@@ -123,7 +123,7 @@ def loads(text: str) -> Any:  # Any: a JSON value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(digits: str) -> float:

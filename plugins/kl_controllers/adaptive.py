@@ -18,7 +18,7 @@ class AdaptiveConfig(StartConfig):
     coef: float = Field(
         default=0.2,
         gt=0,
-        le=1_000,
+        le=1_000_000,
         description="coefficient before the first update (authors' runs: 0.15)",
     )
     target: float = Field(default=6.0, gt=0, description="KL to hold, nats per kl_unit (verl: 0.1)")

@@ -11,7 +11,7 @@ class FixedConfig(PluginConfig):
     """Settings of `fixed`."""
 
     coef: float = Field(
-        default=0.04, ge=0, le=1_000, description="0 = no KL term, no reference model needed"
+        default=0.04, ge=0, le=1_000_000, description="0 = no KL term, no reference model needed"
     )
 
 

@@ -15,7 +15,7 @@ class PpoHalvingConfig(StartConfig):
     """Settings of `ppo_halving`."""
 
     coef: float = Field(
-        default=1.0, gt=0, le=1_000, description="coefficient before the first update"
+        default=1.0, gt=0, le=1_000_000, description="coefficient before the first update"
     )
     target: float = Field(
         default=0.01, gt=0, description="KL to hold, nats per token (paper: 0.003, 0.01, 0.03)"

@@ -19,6 +19,7 @@ BAD: tuple[Any, ...] = (math.nan, math.inf, -math.inf, "nan", ".inf", -1, True, 
 
 # Fields in which -1 has a meaning; nothing else of `BAD` has one anywhere.
 MINUS_ONE = {
+    "PreferenceComponent.coef": "the opposite of a preference is learned (unlearning)",
     "RewardComponent.weight": "a reward that is a penalty",
     "GdpoConfig.weights": "weights of the rewards, penalties too",
     "PreferenceStage.f_alpha": "the alpha-divergence is defined for every alpha",

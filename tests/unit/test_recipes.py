@@ -109,7 +109,9 @@ def test_the_readme_s_small_run_fits_on_top_of_every_rl_recipe(recipe: str, tmp_
     (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     small = tmp_path / "small.yaml"
     small.write_text(block)
-    config = resolve(load_config([Path(recipe), small]), MANAGER).config
+    added = re.findall(r"`--set (stages\.(\w+)\.\S+?)`", README)
+    sets = [override for override, name in added if name in resolved(recipe).config.stages]
+    config = resolve(load_config([Path(recipe), small], sets), MANAGER).config
     wanted = yaml.safe_load(block)
     stage = config.stages["rl"]
     assert isinstance(stage, RlStage)

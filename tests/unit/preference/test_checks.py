@@ -31,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
         ("completions", {"prompt": "P", "completion": "A"}),
         ("broken", {"prompt": "P", "chosen": "A"}),
     ):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        rows = (row, {**row, "prompt": "Q"})
+        text = "".join(json.dumps(line) + "\n" for line in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
     return tmp_path
 
 

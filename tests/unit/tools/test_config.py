@@ -85,7 +85,7 @@ def test_what_a_tool_reads_is_part_of_the_identity(tmp_path: Path) -> None:
             {"name": "tools", "tools": [{"name": "calculator", "max_bit": 9}]},
             r"run.yaml:\d+: stages.rl.environment.tools.0.max_bit",
         ),
-        ({"name": "tools", "tools": "calculator"}, r"run.yaml:\d+: stages.rl.environment.tools"),
+        ({"name": "tools", "tools": 3}, r"run.yaml:\d+: stages.rl.environment.tools"),
         ({"name": "tools", "max_call": 1}, r"run.yaml:\d+: stages.rl.environment.max_call"),
         ({"name": "tools", "max_turns": 0}, r"run.yaml:\d+: stages.rl.environment.max_turns"),
         (
@@ -98,6 +98,14 @@ def test_a_mistake_is_shown_with_its_line(tmp_path: Path, environment: object, s
     with pytest.raises(ConfigError) as error:
         resolved(tmp_path, environment)
     assert re.search(says, str(error.value)), str(error.value)
+
+
+def test_a_single_tool_needs_no_list(tmp_path: Path) -> None:
+    stages = [
+        resolved(tmp_path, {"name": "tools", "tools": tools}).config.stages["rl"]
+        for tools in ("calculator", ["calculator"])
+    ]
+    assert stages[0] == stages[1]
 
 
 def test_a_branching_sampler_without_an_environment_says_what_to_change(tmp_path: Path) -> None:
