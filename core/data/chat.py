@@ -103,10 +103,13 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the tokens that are no text, by name."""
-    added = tokenizer.added_tokens_decoder.items()
-    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {**{str(token): int(i) for i, token in added if token.special}, **named}
+    """Ids by name of the tokens with a place of their own in the vocabulary, but not of blanks.
+
+    Some models do not mark the token that ends their turns as special.
+    """
+    added = {str(t): int(i) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return added | {str(name): int(i) for name, i in named if i is not None}
 
 
 def stored_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     rows = [{"prompt": p, "answer": "1"} for p in ("a b", "a  b", "a\tb", " a b", "a b\n")]
     write_rows(folder / "train.jsonl", [*rows, {"prompt": LONG, "answer": "1"}])
-    write_rows(folder / "held_out.jsonl", [{"prompt": p, "answer": "1"} for p in ("c", LONG)])
+    write_rows(folder / "held_out.jsonl", [{"prompt": p, "answer": "1"} for p in ("c", LONG + "y")])
     pairs = [{"prompt": f"{i}", "chosen": "1", "rejected": "2"} for i in range(6)]
     write_rows(folder / "pairs.jsonl", [*pairs, {"prompt": "z", "chosen": LONG, "rejected": "2"}])
     generation, fast = {"max_response_length": 8}, {"learning_rate": 1.0e-2}

@@ -10,16 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import EngineSetup, PromptGroup, SampledGroup
 from posttrain.core.contracts.preference_rows import PreferenceRow
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import tokenise_pairs
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import DataError, ResourceError
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.vllm_server import read_completion
 from posttrain.core.training.sft import worked_batch
 from posttrain.core.types import Completion, Problem, SamplingParams
+from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from tests.helpers.pipeline import tiny_config
 from tests.helpers.tiny import (
     CHARACTERS,
     CHAT_TEMPLATE,
@@ -205,6 +210,25 @@ def test_the_engine_ends_where_transformers_own_generate_does(model_dir: Path) -
         assert (found.finish_reason == "stop") == (expected[-1] in chat.end_token_ids)
 
 
+def test_a_runs_engine_is_started_again_for_a_model_with_other_ends(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    first, second, same = (
+        make_tiny_model(tmp_path / name, tokenizer=tokenizer_of(CHATML)) for name in "abc"
+    )
+    turn, eot = (next(iter(ids_of(tokenizer_of(CHATML), token))) for token in (TURN, EOT))
+    set_ends(second, "generation_config.json", [turn, eot])
+    set_ends(same, "generation_config.json", [eot, turn])
+    config = RunConfig.model_validate(tiny_config(first))
+    pool = EnginePool(config, manager, ModelRuntime.from_config(config.model))
+    engines = []
+    for folder in (first, second, same):
+        with pool.lease(folder) as engine:
+            engines.append(engine)
+    pool.close()
+    assert engines[0] is not engines[1] and engines[1] is engines[2]
+
+
 # --- chats ----------------------------------------------------------------------------------------
 
 
@@ -253,6 +277,17 @@ def test_messages_that_a_template_refuses_are_named_with_the_way_out() -> None:
     forgets = ChatTokenizer(tokenizer_of("{{ messages[0]['content'] }}"), None)
     with pytest.raises(DataError, match="cannot be continued: end the prompt with the user's"):
         forgets.encode_chat([user("a"), {"role": "assistant", "content": "b"}])
+
+
+def test_an_end_need_not_be_marked_as_special() -> None:
+    raw = make_tiny_tokenizer(CHARACTERS, CHATML.replace(END, "<stop>"))
+    raw.add_tokens(["<stop>", "\n\n"])
+    chat = ChatTokenizer(raw, None)
+    assert set(chat.end_token_ids) == ids_of(raw, END, "<stop>")
+    ids = chat.encode_response("4")
+    assert shown(chat, ids) == "4<stop>" and chat.decode_response(ids) == "4"
+    raw.chat_template = PLAIN  # what it writes after an answer is an added token, but a blank
+    assert set(ChatTokenizer(raw, None).end_token_ids) == ids_of(raw, END)
 
 
 def test_unknown_is_no_end() -> None:
