@@ -43,6 +43,7 @@ def not_finite(loss: float, grad_norm: float) -> str:
     return " and ".join(f"{name} is {v}" for name, v in values.items() if not math.isfinite(v))
 
 
+@torch.no_grad()
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every value is finite; of sharded tensors the same on all ranks.
 
