@@ -146,7 +146,14 @@ def show(page: Page, url: str, *texts: str) -> None:
 
 
 def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
-    show(page, ui.run_page(ui.runs[0]), "tiny-seed0 grpo", "Finished", "Child runs", "posttrain.version")
+    show(
+        page,
+        ui.run_page(ui.runs[0]),
+        "tiny-seed0 grpo",
+        "Finished",
+        "Child runs",
+        "posttrain.version",
+    )
     shown = page.locator("body").inner_text()
     assert all(stage in shown for stage in STAGES)
     assert "arithmetic-" in shown and "held-out accuracy" in shown
