@@ -16,6 +16,7 @@ from prefect.states import Cancelled, Failed
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.redaction import redact_error, redact_logs
 from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.core.store.artifacts import RunResult
 from posttrain.pipelines.deploy.forms import EvaluateRequest, RunRequest
@@ -47,6 +48,7 @@ def continual(request: RunRequest) -> State[None] | None:
 
 def _run(request: RunRequest) -> State[None] | None:
     """One request from its form to its record; what a user can fix fails with one sentence."""
+    redact_logs()
     cancelled = cancelled_before()
     if cancelled is not None:
         return Cancelled(message=f"the run that asked, {cancelled}, was cancelled or deleted")
@@ -58,6 +60,9 @@ def _run(request: RunRequest) -> State[None] | None:
     except PosttrainError as error:
         get_run_logger().error(str(error))
         return Failed(message=str(error))
+    except Exception as error:  # Prefect stores and shows its message
+        redact_error(error)
+        raise
     return None
 
 

@@ -146,7 +146,14 @@ def show(page: Page, url: str, *texts: str) -> None:
 
 
 def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
-    show(page, ui.run_page(ui.runs[0]), "tiny-seed0", "Finished", "Child runs", "posttrain.version")
+    show(
+        page,
+        ui.run_page(ui.runs[0]),
+        "tiny-seed0 grpo",
+        "Finished",
+        "Child runs",
+        "posttrain.version",
+    )
     shown = page.locator("body").inner_text()
     assert all(stage in shown for stage in STAGES)
     assert "arithmetic-" in shown and "held-out accuracy" in shown
@@ -156,7 +163,7 @@ def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
 
 def test_mlflow_curves(ui: Ui, page: Page, picture: Path) -> None:
     run = ui.stage_run("rl")
-    show(page, ui.run_page(run, "/model-metrics"), "rl (acc/mean)")
+    show(page, ui.run_page(run, "/model-metrics"), "rl (accuracy)", "rl (reward)")
     plot = page.locator(".js-plotly-plot").first
     plot.locator(".point").nth(3).wait_for(state="attached")
     assert plot.locator(".point").count() == 4, "a point for each of four steps"
