@@ -293,9 +293,8 @@ def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
     if isinstance(stage, RlStage | PreferenceDataStage | TransformStage):
         yield from combinations.check_generation(stage.generation, (*place, "generation"), loaded)
-    samples = isinstance(stage, RlStage | TransformStage)
-    if samples or isinstance(stage, PreferenceDataStage) and stage.data is None:
-        yield from combinations.check_room(stage.generation, (*place, "generation"), loaded)
+        if getattr(stage, "data", None) is None:  # else nothing is sampled
+            yield from combinations.check_room(stage.generation, (*place, "generation"), loaded)
     if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
         own = loaded.config.stages[name]
         where = (*place, "evaluation") if getattr(own, "evaluation", None) else ("evaluation",)
