@@ -232,7 +232,8 @@ def check_targets(folder: Path, wanted: Iterable[str]) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            auto: Any = AutoModelForCausalLM  # Any: its constructors are not typed
+            model = auto.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ResourceError(
             f"model directory '{folder}' cannot be loaded: {str(error).splitlines()[0]}; expected "

@@ -80,7 +80,9 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
     task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
-    problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
+    problems: dict[str, Problem] = {
+        split: task.problems(split, 1, config.seed)[0] for split in SPLITS
+    }
     check_examples(resolved, task, problems["train"])
     not_checked = unchecked(config.model)
     return Inputs(problems, (*([not_checked] if not_checked else ()), *resolved.notes))
