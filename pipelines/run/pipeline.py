@@ -22,7 +22,7 @@ from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalRefused
 from posttrain.core.models.device import ModelRuntime
-from posttrain.core.models.lora import CONFIG
+from posttrain.core.models.lora import ADAPTER, CONFIG
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.reporter import Reporter
@@ -55,7 +55,6 @@ from posttrain.pipelines.stage.context import StageContext, StageOutput
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
-from posttrain.pipelines.stage.trained import ADAPTER
 from posttrain.pipelines.stages.runners import stage_runner
 
 MODELS = ("model", "reward_model")

@@ -12,6 +12,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.layers import compile_layers, use_checkpointing
 from posttrain.core.models.loading import load_policy, save_model, save_reward_model
 from posttrain.core.models.lora import (
+    ADAPTER,
     add_adapter,
     frozen_twin,
     is_adapted,
@@ -23,10 +24,6 @@ from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
     from posttrain.pipelines.stage.context import StageContext
-
-
-ADAPTER = "adapter"
-"""Where the adapter of a trained model lies, in the model's folder."""
 
 
 def reference_of(

@@ -106,7 +106,7 @@ def test_updates_and_metrics_are_those_of_one_process(
 
 def test_ranks_agree_that_a_step_is_not_taken(ranks: RankProcesses) -> None:
     """Only one of them computes the row that is not finite."""
-    options = Options(micro_batch_size=1)
+    options = Options(micro_batch_size=3)
     ranks.call("start", "llama", options, check=nothing)
     ranks.call("update", 0, check=nothing)
     before = ranks.call("weights", check=nothing)
