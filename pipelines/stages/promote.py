@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -125,13 +126,13 @@ class _Promotion(BaseModel):
 def _already(name: str, champion: RegisteredVersion) -> Decision:
     """The promotion of a model that is the champion, as it was written down when it became it."""
     kept = champion.noted(registry.TAG_PROMOTION, _Promotion) or {}
-    compared = kept.get("comparison")
-    whole = {part.name for part in fields(Comparison)}
+    compared: dict[str, Any] = kept.get("comparison") or {}  # Any: numbers and a name
+    whole = set(compared) == {part.name for part in fields(Comparison)}
     why = f" ({kept['reason']})" if "reason" in kept else ""
     return Decision(
         True,
         f"it is {name}, version {champion.version}, already{why}",
-        Comparison(**compared) if isinstance(compared, dict) and set(compared) == whole else None,
+        Comparison(**compared) if whole else None,
     )
 
 
