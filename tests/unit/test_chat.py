@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from posttrain.core.data.preference import tokenise_pairs
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import DataError, ResourceError
 from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.loading import load_policy
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.vllm_server import read_completion
 from posttrain.core.training.sft import worked_batch
 from posttrain.core.types import Completion, Problem, SamplingParams
 from posttrain.pipelines.stage.engines import EnginePool
+from posttrain.pipelines.stage.trained import save_trained
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.pipeline import tiny_config
 from tests.helpers.tiny import (
@@ -293,3 +297,14 @@ def test_an_end_need_not_be_marked_as_special() -> None:
 def test_unknown_is_no_end() -> None:
     chat = ChatTokenizer(tokenizer_of(GEMMA), None)
     assert not set(chat.end_token_ids) & ids_of(chat.tokenizer, UNKNOWN, START)  # type: ignore[arg-type]
+
+
+def test_a_trained_model_is_saved_with_all_ends(model_dir: Path, tmp_path: Path) -> None:
+    set_ends(model_dir, "generation_config.json", [7, 11])
+    chat = ChatTokenizer.load(model_dir)
+    model = load_policy(model_dir, ModelRuntime(torch.device("cpu"), torch.float32, "eager"))
+    context: Any = SimpleNamespace(out=tmp_path / "out")  # Any: all that is read of it
+    save_trained(context, model, chat, "model")
+    saved = json.loads((tmp_path / "out" / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == list(chat.end_token_ids) and len(chat.end_token_ids) == 4
+    assert ChatTokenizer.load(tmp_path / "out" / "model").end_token_ids == chat.end_token_ids
