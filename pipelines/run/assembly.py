@@ -119,7 +119,7 @@ def start_tracking(
     tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
         experiment=resolved.config.name,
-        run_name=f"{title} {algorithms}".strip(),
+        run_name=f"{algorithms} {title}".strip(),
         config_yaml=resolved.to_yaml(),
         params=resolved.config.model_dump(mode="json", exclude={"stages"}),
         tags=tags,

@@ -53,9 +53,10 @@ def _write_summary(pipeline: Pipeline, folder: Path) -> None:
         title = f"{pipeline.config.name}: held-out greedy accuracy"
         tracker.log_file(before_after(bars, title, folder), "summary")
         tracker.set_tags({"mlflow.note.content": note(pipeline, bars)})
-        # Runs of one config and seed differ in what they reached: the list of runs shows it.
-        name = f"{pipeline.title} {algorithms_of(pipeline.config)}".strip()
-        tracker.rename(f"{name} {100 * bars[-1][1]:.1f} %")
+        # Runs of one config and seed differ in what they reached: the list of runs, which has
+        # room for some twenty characters of a name, shows it.
+        reached = f"{algorithms_of(pipeline.config)} {100 * bars[-1][1]:.1f} %".strip()
+        tracker.rename(f"{reached} {pipeline.title}")
     tracker.log_metrics(last_results(results))
     nodes = lineage_nodes(pipeline)
     (folder / "lineage.html").write_text(lineage_html(nodes))

@@ -134,9 +134,9 @@ def test_stepped_metrics_keep_their_step_and_leave_out_what_was_not_measured(uri
     tracker.finish("FINISHED")
     assert history(uri, stage.run_id, "lr") == [(1, 0.1), (2, 0.2), (10, 1.0)]
     assert history(uri, stage.run_id, "eval/greedy_accuracy") == [(10, 0.5)]
-    # The second is there twice: names without a group have MLflow's first charts.
+    # The second is there twice: MLflow shows the groups of charts by their names.
     shown = read(uri, stage.run_id).data.metrics
-    assert shown == {"lr": 1.0, "eval/greedy_accuracy": 0.5, "held_out_accuracy": 0.5}
+    assert shown == {"lr": 1.0, "eval/greedy_accuracy": 0.5, "0_main/held_out_accuracy": 0.5}
 
 
 def test_a_step_is_one_call_of_at_most_a_hundred_known_metrics(uri: str) -> None:

@@ -149,7 +149,7 @@ def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
     show(
         page,
         ui.run_page(ui.runs[0]),
-        "tiny-seed0 grpo",
+        "% tiny-seed0",
         "Finished",
         "Child runs",
         "posttrain.version",
@@ -163,7 +163,7 @@ def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
 
 def test_mlflow_curves(ui: Ui, page: Page, picture: Path) -> None:
     run = ui.stage_run("rl")
-    show(page, ui.run_page(run, "/model-metrics"), "rl (accuracy)", "rl (reward)")
+    show(page, ui.run_page(run, "/model-metrics"), "rl (0_main/accuracy)", "rl (0_main/reward)")
     plot = page.locator(".js-plotly-plot").first
     plot.locator(".point").nth(3).wait_for(state="attached")
     assert plot.locator(".point").count() == 4, "a point for each of four steps"
