@@ -21,6 +21,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.linear import is_emulated, widen
+from posttrain.core.models.paths import paths_of
 from posttrain.core.models.sharded import use_autocast
 from posttrain.core.models.stream_attention import use_stream_attention
 
@@ -33,9 +34,7 @@ LOADING = threading.Lock()
 
 def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
     """The causal language model in `path`, in training precision, without dropout."""
-    model = _load(AutoModelForCausalLM, path, runtime)
-    refuse_scaled_logits(model)
-    return model
+    return _load(AutoModelForCausalLM, path, runtime)
 
 
 def load_reward_model(path: Path, runtime: ModelRuntime, *, new_head: bool) -> PreTrainedModel:
@@ -132,6 +131,7 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         ) from error
     model.to(runtime.device)
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
+    paths_of(model).checked = False  # before its first pass, by core.training.agreement
     attend_as(model, runtime)
     widen(model)
     if is_emulated(model.dtype, model.device):
@@ -153,14 +153,3 @@ def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:
     reason = why_no_shared_keys(model)
     if reason is not None:
         logger.info("each response is computed with its whole prompt: %s", reason)
-
-
-def refuse_scaled_logits(model: PreTrainedModel) -> None:
-    """Log-probs are computed from the head's weight alone; models that scale logits need more."""
-    config = model.config.get_text_config()
-    for mark in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, mark, None) not in (None, 1, 1.0):
-            raise ResourceError(
-                f"model type '{config.model_type}' post-processes its logits ({mark}), which the "
-                "learner does not do yet: choose a model without it"
-            )
