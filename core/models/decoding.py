@@ -313,6 +313,10 @@ class OwnDecoding:
             self._given = {"attention_mask": torch.ones_like(rows), "use_cache": True}
             settings, mode = GenerationConfig(use_cache=True), GenerationMode.SAMPLE
             model._prepare_cache_for_generation(settings, self._given, mode, len(rows), longest)
+            # Some keep a state in their layers, and forget it only where they make the cache.
+            forget = getattr(model, "_setup_cache", None)
+            if forget is not None:
+                forget(model.config, len(rows), rows.device, model.dtype)
 
     def first(self) -> Tensor:
         """Logits [N, V] after the sequences as they are."""

@@ -20,6 +20,12 @@ if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel
 
 
+def backbone_of(model: Any) -> Any:  # Any: transformers' model classes are not typed
+    """The part of `model` below its head."""
+    found = model.base_model
+    return model.get_decoder() if found is model else found
+
+
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the longest list of modules that the backbone has."""
     lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from posttrain.core.models.layers import backbone_of
 from posttrain.core.models.linear import linear, product
 
 
@@ -101,23 +102,27 @@ def paths_of(model: Any) -> Paths:  # Any: transformers' model classes are not t
 
 
 @contextmanager
-def plain_attention(model: Any) -> Iterator[None]:  # Any: as above
-    """Inside, `model` attends as transformers does."""
+def eager_attention(model: Any) -> Iterator[None]:  # Any: as above
+    """Inside, `model` attends as its authors wrote it down, without a kernel."""
     own = model.config._attn_implementation
-    use_plain_attention(model)
+    attend(model, EAGER)
     try:
         yield
     finally:
-        if own != model.config._attn_implementation:
-            model.set_attn_implementation(own)
+        attend(model, own)
 
 
 def use_plain_attention(model: Any) -> None:  # Any: as above
     """Let `model` attend as it did when it was loaded."""
-    plain = paths_of(model).plain
-    if plain is not None and plain != model.config._attn_implementation:
-        model.set_attn_implementation(plain)
+    attend(model, paths_of(model).plain)
 
+
+def attend(model: Any, how: str | None) -> None:  # Any: as above
+    if how is not None and how != model.config._attn_implementation:
+        model.set_attn_implementation(how)
+
+
+EAGER = "eager"
 
 # Inputs of the function from the layer's output to logits: small ones give its slope, large ones
 # its bound, those between show whether it is the function that these say.
@@ -138,6 +143,8 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
         return "it has no output layer with one matrix"
     seen: dict[str, Tensor] = {}
 
+    backbone = backbone_of(model)
+
     def on_backbone(module: Any, args: Any, output: Any) -> None:
         seen["states"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
@@ -153,7 +160,7 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
         return probe
 
     hooks = [
-        model.base_model.register_forward_hook(on_backbone),
+        backbone.register_forward_hook(on_backbone),
         layer.register_forward_hook(on_head),
     ]
     try:

@@ -1,7 +1,7 @@
 """Do our passes give what the model itself gives? Checked by numbers, once a loaded model.
 
 A few random token rows of different lengths go through every pass that will be used, and are
-compared with `model(input_ids).logits`, each row without padding, cache or attention of ours. A
+compared with `model(input_ids).logits`, each row without padding, cache or attention kernel. A
 short cut that gives other numbers is not taken, and the reason is logged; the last resort is the
 model's own forward pass. Axes: N response tokens of all rows, H hidden size, V vocabulary.
 """
@@ -21,9 +21,17 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.decoding import why_no_shared_keys, widest_window
-from posttrain.core.models.paths import find_head, paths_of, plain_attention, use_plain_attention
+from posttrain.core.models.layers import backbone_of
+from posttrain.core.models.paths import (
+    EAGER,
+    attend,
+    eager_attention,
+    find_head,
+    paths_of,
+    use_plain_attention,
+)
 from posttrain.core.models.sharded import casting, compute_dtype
-from posttrain.core.models.stream_attention import STREAM
+from posttrain.core.models.stream_attention import STREAM, use_stream_attention
 from posttrain.core.training import forward
 
 logger = logging.getLogger(__name__)
@@ -119,7 +127,7 @@ def settle_head(model: PreTrainedModel, ids: Tensor) -> str | None:
     """Find how logits follow from states; the reason if only the model itself can make them."""
     paths = paths_of(model)
     try:
-        with plain_attention(model), casting(model):
+        with eager_attention(model), casting(model):
             found = find_head(model, ids)
     except Exception as error:  # whatever a model's own code raises
         found = f"its output layer cannot be read ({first_line(error)})"
@@ -148,11 +156,11 @@ def _wanted(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """What the model says of each row by itself: log-probs [N], or a classifier's states [N, H]."""
     classifies = _classifies(model)
     found = []
-    with plain_attention(model), casting(model):
+    with eager_attention(model), casting(model):
         for ids, start in _rows(batch):
             row = ids[None].to(model.device)
             if classifies:
-                states = model.base_model(input_ids=row, use_cache=False).last_hidden_state
+                states = backbone_of(model)(input_ids=row, use_cache=False).last_hidden_state
                 found.append(states[0, start:])
             else:
                 found.append(own_logprobs(model, row)[0, start - 1 :])
@@ -191,6 +199,11 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
         elif paths.head is not None and why_no_shared_keys(model) is None:
             paths.refused["keys"] = problem
             _log(model, "each response is computed with its whole prompt", problem)
+        elif "padding" not in paths.refused and model.config._attn_implementation != EAGER:
+            paths.plain = EAGER
+            paths.refused.clear()
+            attend(model, EAGER)
+            _log(model, "the model attends without a kernel (eager)", problem)
         elif "padding" not in paths.refused:
             paths.refused["padding"] = problem
             _log(model, "rows of one length are computed together, without padding", problem)
@@ -203,17 +216,13 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
                 "another model"
             )
     if model.config._attn_implementation == STREAM and widest_window(model) is not None:
-        _settle_keys(model, probes)
-
-
-def _settle_keys(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tensor]]) -> None:
-    """Rows wider than a sliding window leave the stream: what they use then is checked too."""
-    with plain_attention(model):
+        # Rows wider than a sliding window leave the stream: what they use then is checked too.
+        use_plain_attention(model)
         problem = _problem(model, probes)
-    if problem is not None:
-        paths_of(model).refused["keys"] = problem
-        _log(model, "rows wider than the window are computed with their prompts", problem)
-        with plain_attention(model):
+        if problem is None:
+            use_stream_attention(model)
+        else:
+            _log(model, "prompts are not shared in one stream", problem)
             _settle_passes(model, probes)
 
 
@@ -273,7 +282,7 @@ class EngineCheck:
             scored = score([ids for ids, _, _ in rows])
         except Exception as error:  # whatever a model's own code raises
             return f"the pass fails ({first_line(error)})"
-        with torch.no_grad(), plain_attention(self.model):
+        with torch.no_grad(), eager_attention(self.model):
             for (ids, length, sampled), given in zip(rows, scored, strict=True):
                 wanted = own_logprobs(self.model, torch.tensor([ids], device=self.model.device))[0]
                 for found, tokens in ((sampled, length), (given, len(ids) - 1)):

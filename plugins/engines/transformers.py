@@ -31,7 +31,8 @@ from posttrain.core.models.decoding import (
     can_share,
     use_grouped_attention,
 )
-from posttrain.core.models.paths import paths_of, use_plain_attention
+from posttrain.core.models.layers import backbone_of
+from posttrain.core.models.paths import EAGER, attend, paths_of, use_plain_attention
 from posttrain.core.rollout.sampling import (
     Chunk,
     StopStrings,
@@ -60,14 +61,17 @@ SCORED_TOGETHER = 8
 # Tokens of a response to the check at the start, with its prompt, at most.
 CHECKED_LEN = 64
 # How responses are decoded, the fastest first: by our loop with grouped attention, or with the
-# model's own; by the model's own forward pass with the cache that it makes, or without one.
-Way = Literal["grouped", "plain", "own_cache", "no_cache"]
-WAYS: tuple[Way, ...] = ("grouped", "plain", "own_cache", "no_cache")
-OURS = ("grouped", "plain")
+# model's own, or that without a kernel; by the model's own forward pass with its own cache,
+# or without one.
+Way = Literal["grouped", "plain", "eager", "own_cache", "no_cache"]
+WAYS: tuple[Way, ...] = ("grouped", "plain", "eager", "own_cache", "no_cache")
+OURS = ("grouped", "plain", "eager")
 SLOWER: dict[Way, str] = {
     "plain": "responses are decoded with the model's own attention: model type '%s': %s",
+    "eager": "responses are decoded without an attention kernel: model type '%s': %s",
     "own_cache": "responses are decoded by the model's own forward pass and cache, one prompt "
     "length at a time: model type '%s': %s",
+    "grouped": "",  # nothing is faster
     "no_cache": "responses are decoded without a cache, which is slow: model type '%s': %s",
 }
 logger = logging.getLogger(__name__)
@@ -152,16 +156,17 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         grouped = self.config.attention == "auto" and setup.device.type == "cpu"
         # The check has lengths of its own.
         self._setup = replace(setup, max_model_len=CHECKED_LEN, stop_token_ids=())
-        problem: str | None = "it is not what our decoding can use"
+        problem: str | None = None
         for way in WAYS:
             if way == "grouped" and not (grouped and can_group(model)):
                 continue
-            if way in ("grouped", "plain") and head is not None:
+            if way in OURS and head is not None:
                 problem = head
                 continue
-            self._decode_as(way, problem)
-            problem = self._problem(check)
+            before, problem = problem, self._problem(check, way)
             if problem is None:
+                if before is not None:
+                    logger.warning(SLOWER[way], model.config.model_type, before)
                 self._setup = setup
                 return
         self.close()
@@ -170,18 +175,16 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             f"'transformers': {problem}; choose another model or engine"
         )
 
-    def _decode_as(self, way: Way, problem: str | None) -> None:
-        """Decode so; `problem` is what was wrong with the ways before."""
+    def _problem(self, check: EngineCheck, way: Way) -> str | None:
+        """Decode in this way, and say what the check finds; the prompts' common start is computed
+        by itself as well."""
         self._way = way
         if way == "grouped":
             use_grouped_attention(self._model)
-            return
-        use_plain_attention(self._model)
-        if way != "plain" or paths_of(self._model).plain is not None:
-            logger.warning(SLOWER[way], self._model.config.model_type, problem)
-
-    def _problem(self, check: EngineCheck) -> str | None:
-        """What the check finds; with the prompts' common start computed by itself as well."""
+        elif way == "plain":
+            use_plain_attention(self._model)
+        else:
+            attend(self._model, EAGER)
         try:
             for self._least_spared in (LEAST_SPARED, 0):
                 problem = check.problem(self._sample_some, self.score)
@@ -338,7 +341,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         cache = DynamicCache(config=self._model.config)
         if common:
             start = torch.tensor([prompts[0][:common]], device=setup.device)
-            self._model.base_model(input_ids=start, past_key_values=cache, use_cache=True)
+            backbone_of(self._model)(input_ids=start, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(prompts))
         own = [list(prompt[common:]) for prompt in prompts]
         width = max(map(len, own))
@@ -363,7 +366,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
     def _forward(self, ids: Tensor, **given: Any) -> Tensor:  # Any: arguments of transformers'
         """Logits [N, V] after the last of `ids` [N, S]; the given cache grows by S."""
-        output = self._model.base_model(input_ids=ids, use_cache=True, **given)
+        output = backbone_of(self._model)(input_ids=ids, use_cache=True, **given)
         # A strided last column sends bfloat16 products on some CPUs down a path 500 x slower.
         last = output.last_hidden_state[:, -1].contiguous()
         shape = paths_of(self._model).head
