@@ -167,8 +167,13 @@ def grouped_attention(
 
 def can_group(model: Any) -> bool:  # Any: transformers' model classes are not typed
     """Whether plain softmax attention is all the model needs (no sinks, no soft cap)."""
-    capped = getattr(model.config, "attn_logit_softcapping", None)
-    return bool(model._supports_attention_backend and model._supports_sdpa and not capped)
+    plain = model._supports_attention_backend and model._supports_sdpa
+    return bool(plain and not has_capped_attention(model))
+
+
+def has_capped_attention(model: Any) -> bool:  # Any: as above
+    """Whether scores of attention are capped, which SDPA leaves out."""
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def use_grouped_attention(model: Any) -> None:  # Any: as above

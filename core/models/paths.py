@@ -159,8 +159,9 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
         seen["probe"] = probe
         return probe
 
+    # Some models call a part of the backbone; where both are called, the backbone ends last.
     hooks = [
-        backbone.register_forward_hook(on_backbone),
+        *(part.register_forward_hook(on_backbone) for part in {backbone, model.get_decoder()}),
         layer.register_forward_hook(on_head),
     ]
     try:

@@ -66,6 +66,7 @@ def check_passes(model: PreTrainedModel) -> None:
                 reason = settle_head(model, probes[0].prompt_ids[:1].to(model.device))
                 if reason is not None:
                     _log(model, "the model makes its logits itself", reason)
+                    use_plain_attention(model)
             wanted = [_wanted(model, probe) for probe in probes]
         except Exception as error:  # whatever a model's own code raises
             raise ResourceError(
@@ -209,6 +210,7 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
             _log(model, "rows of one length are computed together, without padding", problem)
         elif paths.head is not None and not _classifies(model):
             paths.head = None
+            paths.refused.clear()
             _log(model, "the model makes its logits itself", problem)
         else:
             raise ResourceError(

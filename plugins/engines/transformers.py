@@ -29,6 +29,7 @@ from posttrain.core.models.decoding import (
     OwnDecoding,
     can_group,
     can_share,
+    has_capped_attention,
     use_grouped_attention,
 )
 from posttrain.core.models.layers import backbone_of
@@ -160,6 +161,8 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for way in WAYS:
             if way == "grouped" and not (grouped and can_group(model)):
                 continue
+            if way == "plain" and self._leaves_out_cap():
+                continue
             if way in OURS and head is not None:
                 problem = head
                 continue
@@ -174,6 +177,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             f"model type '{model.config.model_type}' cannot be sampled from by the engine "
             f"'transformers': {problem}; choose another model or engine"
         )
+
+    def _leaves_out_cap(self) -> bool:
+        """Whether SDPA was chosen by nobody for a model that it computes wrongly."""
+        how = self._model.config._attn_implementation
+        return how == "sdpa" and has_capped_attention(self._model)
 
     def _problem(self, check: EngineCheck, way: Way) -> str | None:
         """Decode in this way, and say what the check finds; the prompts' common start is computed
