@@ -10,6 +10,7 @@ Axes: P prompts, N sequences, L tokens so far.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -316,6 +317,10 @@ class OwnDecoding:
             from transformers.generation.configuration_utils import GenerationMode
 
             self._given = {"attention_mask": torch.ones_like(rows), "use_cache": True}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                # From their cache, models whose first layer has no keys count wrongly.
+                places = torch.arange(rows.shape[1], device=rows.device)
+                self._given["position_ids"] = places.expand(rows.shape)
             settings, mode = GenerationConfig(use_cache=True), GenerationMode.SAMPLE
             model._prepare_cache_for_generation(settings, self._given, mode, len(rows), longest)
             # Some keep a state in their layers, and forget it only where they make the cache.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -114,13 +114,11 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
     try:
         with LOADING:
-            model = auto.from_pretrained(  # type: ignore[attr-defined]
+            model = from_folder(
+                auto,
                 path,
-                dtype=torch.float32 if runtime.autocast else runtime.dtype,
-                attn_implementation=runtime.plain_attention,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
+                torch.float32 if runtime.autocast else runtime.dtype,
+                runtime.plain_attention,
                 **extra,
             )
     except (OSError, ValueError) as error:
@@ -140,6 +138,34 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         use_autocast(model, runtime.dtype)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def from_folder(
+    auto: Any,  # Any: transformers' auto classes are not typed
+    path: Path,
+    dtype: torch.dtype,
+    attention: str,
+    **extra: object,
+) -> Any:
+    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held."""
+
+    def load(how: str) -> Any:
+        return auto.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=how,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **extra,
+        )
+
+    try:
+        return load(attention)
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
 
 
 def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:

@@ -125,19 +125,18 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             )
         from transformers import AutoModelForCausalLM, __version__
 
-        from posttrain.core.models.loading import LOADING
+        from posttrain.core.models.device import ModelRuntime
+        from posttrain.core.models.loading import LOADING, from_folder
 
-        options: dict[str, Any] = {}  # Any: keyword arguments of from_pretrained
-        if self.config.attention != "auto":
-            options["attn_implementation"] = self.config.attention
+        chosen = self.config.attention
+        # As the trainer attends, where nothing else is chosen.
+        own = ModelRuntime(setup.device, setup.dtype, "stream").plain_attention
         with LOADING:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = from_folder(
+                AutoModelForCausalLM,
                 setup.model_dir,
-                dtype=setup.dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                **options,
+                setup.dtype,
+                own if chosen == "auto" else chosen,
             )
         self._model = model.to(setup.device).eval().requires_grad_(False)
         self._weights = EngineWeights(self._model, self.config.packed_weights)
