@@ -22,8 +22,12 @@ if TYPE_CHECKING:  # plugins are listed without loading transformers
 
 def backbone_of(model: Any) -> Any:  # Any: transformers' model classes are not typed
     """The part of `model` below its head."""
+    from transformers import PreTrainedModel
+
     found = model.base_model
-    return model.get_decoder() if found is model else found
+    if found is not model:
+        return found
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), found)
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -146,7 +146,8 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
     backbone = backbone_of(model)
 
     def on_backbone(module: Any, args: Any, output: Any) -> None:
-        seen["states"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        states = output[0] if isinstance(output, tuple) else output
+        seen["states"] = getattr(states, "last_hidden_state", states)
 
     def on_head(module: Any, args: Any, output: Tensor) -> Tensor:
         seen["input"], seen["output"] = args[0], output
@@ -160,8 +161,9 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
         return probe
 
     # Some models call a part of the backbone; where both are called, the backbone ends last.
+    parts = {backbone, model.get_decoder()} - {model, layer}
     hooks = [
-        *(part.register_forward_hook(on_backbone) for part in {backbone, model.get_decoder()}),
+        *(part.register_forward_hook(on_backbone) for part in parts),
         layer.register_forward_hook(on_head),
     ]
     try:

@@ -37,7 +37,7 @@ from posttrain.core.training import forward
 logger = logging.getLogger(__name__)
 
 # The largest gap of log-probs (nats) that rounding explains.
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 LOW_TOLERANCE = 0.5
 # Prompt lengths, and which prompt each response follows with how many tokens.
 PROMPTS, RESPONSES = (7, 4), ((0, 6), (0, 3), (1, 9))
@@ -155,17 +155,24 @@ def _rows(batch: RolloutBatch) -> list[tuple[Tensor, int]]:
 
 def _wanted(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
     """What the model says of each row by itself: log-probs [N], or a classifier's states [N, H]."""
-    classifies = _classifies(model)
-    found = []
+    rows = _rows(batch)
+    ids = same_length([ids.tolist() for ids, _ in rows], model.device)
     with eager_attention(model), casting(model):
-        for ids, start in _rows(batch):
-            row = ids[None].to(model.device)
-            if classifies:
-                states = backbone_of(model)(input_ids=row, use_cache=False).last_hidden_state
-                found.append(states[0, start:])
-            else:
-                found.append(own_logprobs(model, row)[0, start - 1 :])
-    return torch.cat(found)
+        if _classifies(model):
+            found: Tensor = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        else:
+            found = own_logprobs(model, ids)
+    before = 0 if _classifies(model) else 1
+    parts = [
+        found[row, start - before : len(own) - before] for row, (own, start) in enumerate(rows)
+    ]
+    return torch.cat(parts)
+
+
+def same_length(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows made equally long by tokens after their end, which a causal model does not read."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *([row[0]] * (longest - len(row)))] for row in rows], device=device)
 
 
 def _classifies(model: PreTrainedModel) -> bool:
@@ -256,8 +263,10 @@ def gap(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
     return f"{what} are up to {largest:.2g} off those of the model's own forward pass"
 
 
-Generate = Callable[[Sequence[Sequence[int]]], Sequence[tuple[int, Sequence[int], Sequence[float]]]]
-"""Sampled responses to prompts: the prompt's number, token ids and log-probs of each."""
+Sampled = tuple[int, Sequence[int], Sequence[float]]
+"""A sampled response: the number of its prompt, its token ids and their log-probs."""
+Generate = Callable[[Sequence[Sequence[int]]], Sequence[Sampled]]
+Score = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,26 +278,24 @@ class EngineCheck:
 
     def settle_head(self) -> str | None:
         """Find how logits follow from states; the reason if only the model itself can make them."""
-        return settle_head(
-            self.model, torch.tensor(random_rows(self.model, [3])).to(self.model.device)
-        )
+        ids = torch.tensor(random_rows(self.model, [3]), device=self.model.device)
+        return settle_head(self.model, ids)
 
-    def problem(
-        self, generate: Generate, score: Callable[[Sequence[Sequence[int]]], list[list[float]]]
-    ) -> str | None:
+    def problem(self, generate: Generate, score: Score) -> str | None:
         """Why the engine cannot be used as it is; None if it can."""
         start, *ends = random_rows(self.model, (3, 4, 1))
         prompts = [start + end for end in ends]
         try:
-            rows = [((*prompts[p], *ids), len(ids), lp) for p, ids, lp in generate(prompts)]
-            scored = score([ids for ids, _, _ in rows])
+            sampled = generate(prompts)
+            rows = [[*prompts[prompt], *ids] for prompt, ids, _ in sampled]
+            scored = score(rows[:1])[0]
         except Exception as error:  # whatever a model's own code raises
             return f"the pass fails ({first_line(error)})"
         with torch.no_grad(), eager_attention(self.model):
-            for (ids, length, sampled), given in zip(rows, scored, strict=True):
-                wanted = own_logprobs(self.model, torch.tensor([ids], device=self.model.device))[0]
-                for found, tokens in ((sampled, length), (given, len(ids) - 1)):
-                    problem = gap(torch.tensor(found), wanted[-tokens:], self.dtype)
-                    if problem is not None:
-                        return problem
-        return None
+            wanted = own_logprobs(self.model, same_length(rows, self.model.device))
+        pairs = [(scored, wanted[0, : len(rows[0]) - 1])]
+        for row, (_, ids, logprobs) in enumerate(sampled):
+            end = len(rows[row]) - 1
+            pairs.append((list(logprobs), wanted[row, end - len(ids) : end]))
+        problems = (gap(torch.tensor(found), right, self.dtype) for found, right in pairs)
+        return next((problem for problem in problems if problem is not None), None)
