@@ -40,7 +40,7 @@ class HeadShape:
         """The same under a cap, in at least float32."""
         assert self.cap is not None
         wide = raw.to(torch.promote_types(raw.dtype, torch.float32))
-        return (wide * (self.scale / self.cap)).tanh_().mul_(self.cap)
+        return (wide * (self.scale / self.cap)).tanh_() * self.cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,14 @@ class Paths:
     `refused` are the short cuts that give other numbers than the model, with the reason:
     `keys` (responses continue from their prompt's keys and values), `padding` (rows of different
     lengths in one pass). `plain` is the attention implementation that the model was loaded with.
+    `notes` are sentences on what is computed in a slower way, and why.
     """
 
     checked: bool = True
     plain: str | None = None
     head: HeadShape | None = field(default_factory=HeadShape)
     refused: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 _PATHS = "posttrain_paths"

@@ -65,7 +65,7 @@ def check_passes(model: PreTrainedModel) -> None:
             if not classifies:
                 reason = settle_head(model, probes[0].prompt_ids[:1].to(model.device))
                 if reason is not None:
-                    _log(model, "the model makes its logits itself", reason)
+                    log_slower(model, "the model makes its logits itself", reason)
                     use_plain_attention(model)
             wanted = [_wanted(model, probe) for probe in probes]
         except Exception as error:  # whatever a model's own code raises
@@ -139,8 +139,11 @@ def settle_head(model: PreTrainedModel, ids: Tensor) -> str | None:
     return None
 
 
-def _log(model: PreTrainedModel, what: str, reason: str) -> None:
-    logger.warning("%s: model type '%s': %s", what, model.config.model_type, reason)
+def log_slower(model: Any, what: str, reason: str) -> None:  # Any: model classes are not typed
+    """Log and keep what is computed in a slower way, and why."""
+    note = f"model type '{model.config.model_type}': {what}, since {reason}"
+    paths_of(model).notes.append(note)
+    logger.warning("%s", note)
 
 
 def _rows(batch: RolloutBatch) -> list[tuple[Tensor, int]]:
@@ -203,22 +206,22 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
     while (problem := _problem(model, probes)) is not None:
         if paths.head is not None and model.config._attn_implementation == STREAM:
             use_plain_attention(model)
-            _log(model, "prompts are not shared in one stream", problem)
+            log_slower(model, "prompts are not shared in one stream", problem)
         elif paths.head is not None and why_no_shared_keys(model) is None:
             paths.refused["keys"] = problem
-            _log(model, "each response is computed with its whole prompt", problem)
+            log_slower(model, "each response is computed with its whole prompt", problem)
         elif "padding" not in paths.refused and model.config._attn_implementation != EAGER:
             paths.plain = EAGER
             paths.refused.clear()
             attend(model, EAGER)
-            _log(model, "the model attends without a kernel (eager)", problem)
+            log_slower(model, "the model attends without a kernel (eager)", problem)
         elif "padding" not in paths.refused:
             paths.refused["padding"] = problem
-            _log(model, "rows of one length are computed together, without padding", problem)
+            log_slower(model, "rows of one length are computed together, without padding", problem)
         elif paths.head is not None and not _classifies(model):
             paths.head = None
             paths.refused.clear()
-            _log(model, "the model makes its logits itself", problem)
+            log_slower(model, "the model makes its logits itself", problem)
         else:
             raise ResourceError(
                 f"model type '{model.config.model_type}' cannot be used here: {problem}; choose "
@@ -231,7 +234,7 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
         if problem is None:
             use_stream_attention(model)
         else:
-            _log(model, "prompts are not shared in one stream", problem)
+            log_slower(model, "prompts are not shared in one stream", problem)
             _settle_passes(model, probes)
 
 

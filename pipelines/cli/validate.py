@@ -10,7 +10,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.run.checks import check_inputs, resolve_configs
+from posttrain.pipelines.run.checks import check_inputs, check_model, resolve_configs
 
 EPILOG = (
     "Examples:\n\n"
@@ -28,15 +28,20 @@ def validate(
     from posttrain.pipelines.run.rounds import find_base, with_model
 
     found = find_base(resolved.config.model, context.home)
-    inputs = check_inputs(with_model(resolved, found.section), manager)
+    settled = with_model(resolved, found.section)
+    inputs = check_inputs(settled, manager)
+    notes = check_model(settled, manager)
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
     console.print(
         f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
         f"task '{config.task.name}', model {config.model.source}",
         markup=False,
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-    return Result({"status": "ok", "order": list(resolved.order), "plugins": plugins})
+    record = {"status": "ok", "order": list(resolved.order), "plugins": plugins, "notes": notes}
+    return Result(record)

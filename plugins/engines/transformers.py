@@ -11,7 +11,6 @@ K key heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,14 +67,13 @@ Way = Literal["grouped", "plain", "eager", "own_cache", "no_cache"]
 WAYS: tuple[Way, ...] = ("grouped", "plain", "eager", "own_cache", "no_cache")
 OURS = ("grouped", "plain", "eager")
 SLOWER: dict[Way, str] = {
-    "plain": "responses are decoded with the model's own attention: model type '%s': %s",
-    "eager": "responses are decoded without an attention kernel: model type '%s': %s",
-    "own_cache": "responses are decoded by the model's own forward pass and cache, one prompt "
-    "length at a time: model type '%s': %s",
     "grouped": "",  # nothing is faster
-    "no_cache": "responses are decoded without a cache, which is slow: model type '%s': %s",
+    "plain": "responses are decoded with the model's own attention",
+    "eager": "responses are decoded without an attention kernel",
+    "own_cache": "responses are decoded by the model's own forward pass and cache, one prompt "
+    "length at a time",
+    "no_cache": "responses are decoded without a cache, which is slow",
 }
-logger = logging.getLogger(__name__)
 NOT_RUNNING = "the transformers engine is not running: call start() before using it"
 
 
@@ -148,7 +146,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
 
         Raises `ResourceError` where no way is right.
         """
-        from posttrain.core.training.agreement import EngineCheck
+        from posttrain.core.training.agreement import EngineCheck, log_slower
 
         setup, model = self._started(), self._model
         check = EngineCheck(model, setup.dtype)
@@ -168,7 +166,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             before, problem = problem, self._problem(check, way)
             if problem is None:
                 if before is not None:
-                    logger.warning(SLOWER[way], model.config.model_type, before)
+                    log_slower(model, SLOWER[way], before)
                 self._setup = setup
                 return
         self.close()
@@ -205,6 +203,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             found = [a + b for a, b in zip(found, self.generate(prompts, params), strict=True)]
             self._least_spared = LEAST_SPARED
         return [(p, c.token_ids, c.logprobs) for p, group in enumerate(found) for c in group]
+
+    @property
+    def model(self) -> Any:  # Any: as above
+        """The engine's own copy of the model; None before `start`."""
+        return self._model
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
