@@ -95,6 +95,7 @@ def response_pass(
 
     Linear outputs that sampling recorded in `outputs` are reused, with `last` for the last time.
     """
+    _check_once(model)  # not inside of what reuses outputs
     found: FoundOutputs | None = None
     reusing: AbstractContextManager[None] = nullcontext()
     if outputs is not None:
@@ -160,17 +161,21 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
     A loaded model has the short cuts checked before its first pass. Where only a model itself can
     make its logits, the states are these logits [B, n (+ 1), V].
     """
-    if not paths_of(model).checked:
-        # Late: the check runs the passes of this module.
-        from posttrain.core.training.agreement import check_passes
-
-        check_passes(model)
+    _check_once(model)
     found = _states(model, batch, include_last=include_last)
     head = paths_of(model).head
     hidden = found.hidden.to(compute_dtype(model))
     return found._replace(
         hidden=hidden if head is None or head.inputs == 1.0 else hidden * head.inputs
     )
+
+
+def _check_once(model: PreTrainedModel) -> None:
+    if not paths_of(model).checked:
+        # Late: the check runs the passes of this module.
+        from posttrain.core.training.agreement import check_passes
+
+        check_passes(model)
 
 
 def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import EngineSetup
@@ -31,7 +32,9 @@ from posttrain.core.training.exact_kl import kl_to_policy, response_exact_kl
 from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.types import SamplingParams
+from posttrain.pipelines.cli.main import app
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
+from tests.helpers.tiny import make_tiny_tokenizer
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("architectures.json").read_text(encoding="utf-8")
@@ -219,6 +222,22 @@ def test_the_usual_models_keep_the_fast_ways(tmp_path: Path) -> None:
         assert paths_of(policy).head == HeadShape() and not paths_of(policy).refused
         engine = start(tmp_path / name)
         assert engine._way == "grouped" and not paths_of(engine.model).notes
+
+
+@pytest.mark.parametrize("name", ["nemotron", "llama"])
+def test_validate_reports_what_is_computed_in_a_slower_way(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path / "model")
+    make_tiny_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "task: {name: arithmetic}\nstages: {sft: {kind: sft, inputs: {model: base}}}\n"
+        f"model: {{source: {tmp_path / 'model'}, dtype: float32}}\nengine: transformers\n"
+    )
+    result = CliRunner().invoke(app, ["validate", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    notes = json.loads(result.stdout)["notes"]
+    assert len(notes) == (2 if name == "nemotron" else 0)
+    assert all(note.startswith("model type 'nemotron': ") for note in notes)
 
 
 def test_a_model_that_is_not_causal_is_refused_in_a_sentence(tmp_path: Path) -> None:

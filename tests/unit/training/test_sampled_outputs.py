@@ -17,11 +17,10 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models import sampled_outputs
+from posttrain.core.models import loading, sampled_outputs
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.linear import why_no_packing
-from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
@@ -33,6 +32,14 @@ from tests.helpers.sampled import ALIKE, PROMPTS, Sampled, sample, save_family, 
 from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
 from tests.helpers.updates import update, with_old_logprobs
 from tests.unit.training.test_stream import FAMILIES
+
+
+def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
+    """The policy with its passes checked, which runs its layers."""
+    model = loading.load_policy(path, runtime)
+    check_passes(model)
+    return model
+
 
 CPU = torch.device("cpu")
 FLOAT = ModelRuntime(CPU, torch.float32, "stream")
