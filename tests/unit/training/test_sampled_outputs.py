@@ -122,9 +122,9 @@ def test_the_gradient_is_the_same_and_no_linear_layer_computes(
     model = load_policy(folders[family], FLOAT)
     wanted, counted = gradient(model, batch, None, options)
     assert counted["train/reused_rows"] == 0
+    model = load_policy(folders[family], FLOAT)
     made = linear_calls(monkeypatch)
     monkeypatch.setattr(ColumnFiller, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
-    model = load_policy(folders[family], FLOAT)
     found, counted = gradient(model, batch, sampled.outputs, options)
     assert_equal_gradients(found, wanted)
     assert made == []
