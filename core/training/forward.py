@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -172,10 +173,8 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
 
 def _check_once(model: PreTrainedModel) -> None:
     if not paths_of(model).checked:
-        # Late: the check runs the passes of this module.
-        from posttrain.core.training.agreement import check_passes
-
-        check_passes(model)
+        # By name: the check runs the passes of this module.
+        import_module("posttrain.core.training.agreement").check_passes(model)
 
 
 def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
