@@ -10,6 +10,7 @@ Axes: P prompts, N sequences, L tokens so far.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from posttrain.core.models.layers import is_checkpointed
 from posttrain.core.models.linear import product
+from posttrain.core.models.paths import paths_of
+from posttrain.core.models.prefixes import NextRows, next_rows
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -91,7 +94,10 @@ def _hidden(present: Tensor, dtype: torch.dtype) -> Tensor | None:
 def attention_over_prompts(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, prompts: SharedPrompts, layer: int
 ) -> Tensor:
-    """[N, 1, H, D] of `query` [N, H, 1, D] over a prompt and over `key`, `value` [N, K, T, D]."""
+    """[N, 1, H, D] of `query` [N, H, 1, D] over a prompt and over `key`, `value` [N, K, T, D].
+
+    Heads of values may have another size than those of queries and keys.
+    """
     rows, heads, _, size = query.shape
     groups, shared = key.shape[1], heads // key.shape[1]
     own = query.reshape(rows, groups, shared, size)
@@ -116,7 +122,7 @@ def attention_over_prompts(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     output = scatter(product(gather(weights[..., :length]), prompt_values))
     output += product(weights[..., length:], value)
-    return output.reshape(rows, 1, heads, size)  # of one prompt it may be strided
+    return output.reshape(rows, 1, heads, -1)  # of one prompt it may be strided
 
 
 GROUPED = "posttrain_grouped"
@@ -162,8 +168,13 @@ def grouped_attention(
 
 def can_group(model: Any) -> bool:  # Any: transformers' model classes are not typed
     """Whether plain softmax attention is all the model needs (no sinks, no soft cap)."""
-    capped = getattr(model.config, "attn_logit_softcapping", None)
-    return bool(model._supports_attention_backend and model._supports_sdpa and not capped)
+    plain = model._supports_attention_backend and model._supports_sdpa
+    return bool(plain and not has_capped_attention(model))
+
+
+def has_capped_attention(model: Any) -> bool:  # Any: as above
+    """Whether scores of attention are capped, which SDPA leaves out."""
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def use_grouped_attention(model: Any) -> None:  # Any: as above
@@ -172,6 +183,7 @@ def use_grouped_attention(model: Any) -> None:  # Any: as above
 
     AttentionInterface.register(GROUPED, grouped_attention)
     AttentionMaskInterface.register(GROUPED, eager_mask)
+    paths_of(model).plain = model.config._attn_implementation
     model.set_attn_implementation(GROUPED)
 
 
@@ -195,7 +207,7 @@ def why_no_shared_keys(model: Any) -> str | None:  # Any: as above
     """Why responses cannot start from their prompt's keys and values; None if they can."""
     if is_checkpointed(model):
         return "gradient checkpointing keeps no keys and values"
-    return _other_memory(model)
+    return paths_of(model).refused.get("keys") or _other_memory(model)
 
 
 def _other_memory(model: Any) -> str | None:  # Any: as above
@@ -263,6 +275,10 @@ class DecodingMemory:
         else:
             self.prompts = self.prompts.select(rows)
 
+    def next_rows(self, rows: Tensor, ids: Tensor, num_rows: int) -> NextRows:
+        """As `prefixes.next_rows`."""
+        return next_rows(rows, ids, num_rows)
+
     def next_token(self) -> dict[str, Any]:  # Any: keyword arguments of the model
         """What the model is given in addition to one more token for each sequence; call it once a
         token.
@@ -283,3 +299,65 @@ def can_share(model: Any, longest: int) -> bool:  # Any: as above
         return False
     window = widest_window(model)
     return window is None or longest <= window
+
+
+class OwnDecoding:
+    """N sequences of one length, continued by the model's own forward pass as `generate` does.
+
+    With `cache` the model keeps what it wants of earlier tokens, keys and values or a state, and
+    sequences stay as they are; without, every token is computed again, and sequences may be
+    dropped or copied.
+    """
+
+    def __init__(self, model: Any, rows: Tensor, longest: int, *, cache: bool) -> None:
+        self._model, self._rows, self._cached = model, rows, cache
+        self._given: dict[str, Any] = {}  # Any: keyword arguments of the model
+        if cache:
+            from transformers import GenerationConfig
+            from transformers.generation.configuration_utils import GenerationMode
+
+            self._given = {"attention_mask": torch.ones_like(rows), "use_cache": True}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                # From their cache, models whose first layer has no keys count wrongly.
+                places = torch.arange(rows.shape[1], device=rows.device)
+                self._given["position_ids"] = places.expand(rows.shape)
+            settings, mode = GenerationConfig(use_cache=True), GenerationMode.SAMPLE
+            model._prepare_cache_for_generation(settings, self._given, mode, len(rows), longest)
+            # Some keep a state in their layers, and forget it only where they make the cache.
+            forget = getattr(model, "_setup_cache", None)
+            if forget is not None:
+                forget(model.config, len(rows), rows.device, model.dtype)
+
+    def first(self) -> Tensor:
+        """Logits [N, V] after the sequences as they are."""
+        if not self._cached:
+            return self._last(self._model(input_ids=self._rows, use_cache=False))
+        return self._advance(None, is_first_iteration=True)
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Logits [N, V] after one more token of each sequence."""
+        self._rows = torch.cat([self._rows, ids[:, None]], dim=1)
+        return self._advance(1) if self._cached else self.first()
+
+    def next_rows(self, rows: Tensor, ids: Tensor, num_rows: int) -> NextRows:
+        """As `prefixes.next_rows`; with a cache all sequences go on, ended ones with any token."""
+        if not self._cached:
+            return next_rows(rows, ids, num_rows)
+        return NextRows(ids.new_zeros(num_rows).index_copy(0, rows, ids), rows, None)
+
+    def keep(self, rows: Tensor) -> None:
+        """Sequences become those of `rows`."""
+        self._rows = self._rows[rows]
+
+    def _advance(self, steps: int | None, **given: Any) -> Tensor:
+        inputs = self._model.prepare_inputs_for_generation(
+            self._rows, next_sequence_length=steps, **given, **self._given
+        )
+        output = self._model(**inputs, return_dict=True)
+        self._given = self._model._update_model_kwargs_for_generation(output, self._given)
+        return self._last(output)
+
+    @staticmethod
+    def _last(output: Any) -> Tensor:
+        logits: Tensor = output.logits[:, -1]
+        return logits

@@ -20,6 +20,16 @@ if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel
 
 
+def backbone_of(model: Any) -> Any:  # Any: transformers' model classes are not typed
+    """The part of `model` below its head."""
+    from transformers import PreTrainedModel
+
+    found = model.base_model
+    if found is not model:
+        return found
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), found)
+
+
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the longest list of modules that the backbone has."""
     lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)]

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -24,6 +24,7 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.decoding import why_no_shared_keys, why_no_stream
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.linear import is_emulated, widen
+from posttrain.core.models.paths import paths_of
 from posttrain.core.models.sharded import use_autocast
 from posttrain.core.models.stream_attention import use_stream_attention
 
@@ -36,9 +37,7 @@ LOADING = threading.Lock()
 
 def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
     """The causal language model in `path`, in training precision, without dropout."""
-    model = _load(AutoModelForCausalLM, path, runtime)
-    refuse_scaled_logits(model)
-    return model
+    return _load(AutoModelForCausalLM, path, runtime)
 
 
 def load_reward_model(path: Path, runtime: ModelRuntime, *, new_head: bool) -> PreTrainedModel:
@@ -182,13 +181,11 @@ _PADDING = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_
 def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> PreTrainedModel:
     try:
         with LOADING:
-            model = auto.from_pretrained(  # type: ignore[attr-defined]
+            model = from_folder(
+                auto,
                 path,
-                dtype=torch.float32 if runtime.autocast else runtime.dtype,
-                attn_implementation=runtime.plain_attention,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
+                torch.float32 if runtime.autocast else runtime.dtype,
+                runtime.plain_attention,
                 **extra,
             )
     except (OSError, ValueError) as error:
@@ -204,6 +201,7 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
             "another model; to train on these numbers is of no use"
         )
     model.eval()  # no dropout: the old and new log-probs of one policy must be equal
+    paths_of(model).checked = False  # before its first pass, by core.training.agreement
     attend_as(model, runtime)
     widen(model)
     if is_emulated(model.dtype, model.device):
@@ -212,6 +210,34 @@ def _load(auto: type, path: Path, runtime: ModelRuntime, **extra: object) -> Pre
         use_autocast(model, runtime.dtype)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def from_folder(
+    auto: Any,  # Any: transformers' auto classes are not typed
+    path: Path,
+    dtype: torch.dtype,
+    attention: str,
+    **extra: object,
+) -> Any:
+    """The model in `path`; eager where its type does not know SDPA. `LOADING` must be held."""
+
+    def load(how: str) -> Any:
+        return auto.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=how,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **extra,
+        )
+
+    try:
+        return load(attention)
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+        return load("eager")
 
 
 def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:
@@ -225,14 +251,3 @@ def attend_as(model: PreTrainedModel, runtime: ModelRuntime) -> None:
     reason = why_no_shared_keys(model)
     if reason is not None:
         logger.info("each response is computed with its whole prompt: %s", reason)
-
-
-def refuse_scaled_logits(model: PreTrainedModel) -> None:
-    """Log-probs are computed from the head's weight alone; models that scale logits need more."""
-    config = model.config.get_text_config()
-    for mark in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, mark, None) not in (None, 1, 1.0):
-            raise ResourceError(
-                f"model type '{config.model_type}' post-processes its logits ({mark}), which the "
-                "learner does not do yet: choose a model without it"
-            )

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from posttrain.core.models.layers import decoder_layers
+from posttrain.core.models.layers import backbone_of, decoder_layers
 
 _COMPUTES = "posttrain_compute_dtype"
 
@@ -64,7 +64,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> Non
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
     def backbone(**inputs: Any) -> Any:  # Any: transformers' outputs
-        return model.base_model(**inputs)
+        return backbone_of(model)(**inputs)
 
     setattr(model, _ENTRY, backbone)
     register_fsdp_forward_method(model, _ENTRY)
@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> Non
 def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:  # Any: transformers' outputs
     """The layers of `model` below its head."""
     with casting(model):
-        return getattr(model, _ENTRY, model.base_model)(**inputs)
+        return getattr(model, _ENTRY, backbone_of(model))(**inputs)
 
 
 def put_away(model: PreTrainedModel) -> None:

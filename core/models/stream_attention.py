@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from posttrain.core.models.decoding import grouped_attention
 from posttrain.core.models.layers import allow_ways
 from posttrain.core.models.linear import product
+from posttrain.core.models.paths import paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -307,24 +308,28 @@ def _by_grids(
     shared = heads // groups
     q_prompt = q[:edge].view(prompts, longest, groups, shared, size).permute(0, 2, 3, 1, 4)
     k_prompt, v_prompt = (
-        x[:edge].view(prompts, longest, groups, size).transpose(1, 2) for x in (k, v)
+        x[:edge].view(prompts, longest, groups, -1).transpose(1, 2) for x in (k, v)
     )
     out = _within_prompts(q_prompt, k_prompt, v_prompt, scaling)
-    parts = [out.permute(0, 3, 1, 2, 4).reshape(edge, heads, size)]
+    parts = [out.permute(0, 3, 1, 2, 4).reshape(edge, heads, -1)]
     if rows * length:
         shape = (prompts, rows, length, groups)
         q_own = q[edge:].view(*shape, shared, size).permute(0, 3, 1, 4, 2, 5)
-        k_own, v_own = (x[edge:].view(*shape, size).permute(0, 3, 1, 2, 4) for x in (k, v))
+        k_own, v_own = (x[edge:].view(*shape, -1).permute(0, 3, 1, 2, 4) for x in (k, v))
         lengths = stream_layout.prompt_lengths
         out = _responses(q_own, (k_prompt, v_prompt), (k_own, v_own), lengths, scaling)
-        parts.append(out.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, size))
+        parts.append(out.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, value.shape[3]))
     stream: Tensor = _ToStream.apply(torch.cat(parts), back)  # type: ignore[no-untyped-call]
     return stream.unsqueeze(0)
 
 
 def _within_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """[P, K, H/K, L, D] of queries of that shape over keys and values [P, K, L, D]."""
+    """[P, K, H/K, L, D] of queries of that shape over keys and values [P, K, L, D].
+
+    Here and below heads of values may have another size than those of queries and keys.
+    """
     prompts, groups, shared, length, size = query.shape
+    found = (*query.shape[:-1], value.shape[-1])
     if length > LONG_PROMPT:
         return functional.scaled_dot_product_attention(
             query.reshape(prompts, groups * shared, length, size),
@@ -333,12 +338,12 @@ def _within_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -
             is_causal=True,
             scale=scaling,
             enable_gqa=shared > 1,
-        ).view(query.shape)
+        ).view(found)
     stacked = query.reshape(prompts, groups, shared * length, size)
     scores = product(stacked, key.transpose(2, 3))
     by_query = scores.view(prompts, groups, shared, length, length)
     weights = _softmax(by_query, _later(length, query.device), scaling)
-    return product(weights.view(scores.shape), value).view(query.shape)
+    return product(weights.view(scores.shape), value).view(found)
 
 
 def _responses(
@@ -374,8 +379,8 @@ def _with_shared_prompts(
     weights = _softmax(scores, hidden[:, None, None, None], scaling)
     to_prompt = weights[..., :longest].reshape(prompts, groups, rows * shared * length, longest)
     to_own = weights[..., longest:].reshape(prompts, groups, rows, shared * length, length)
-    of_prompt = product(to_prompt, prompt[1]).view(query.shape)
-    return of_prompt + product(to_own, own[1]).view(query.shape)
+    found = (*query.shape[:-1], own[1].shape[-1])
+    return product(to_prompt, prompt[1]).view(found) + product(to_own, own[1]).view(found)
 
 
 def _with_copied_prompts(
@@ -392,7 +397,7 @@ def _with_copied_prompts(
     out = functional.scaled_dot_product_attention(
         by_row, keys, values, attn_mask=seen, scale=scaling, enable_gqa=shared > 1
     )
-    return out.view(prompts, rows, groups, shared, length, size).transpose(1, 2)
+    return out.view(prompts, rows, groups, shared, length, -1).transpose(1, 2)
 
 
 def _later(length: int, device: torch.device) -> Tensor:
@@ -415,4 +420,5 @@ def use_stream_attention(model: Any) -> None:  # Any: transformers' model classe
 
     AttentionInterface.register(STREAM, stream_attention)
     AttentionMaskInterface.register(STREAM, eager_mask)
+    paths_of(model).plain = model.config._attn_implementation
     model.set_attn_implementation(STREAM)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.models.linear import product
-from posttrain.core.training.forward import States, head_weight, response_states, to_rows
+from posttrain.core.models.paths import OutputHead
+from posttrain.core.training.forward import States, policy_head, response_states, to_rows
 
 CHUNK = 1024  # tokens whose float32 logits are held at a time
 
@@ -27,12 +27,11 @@ def response_sum_pi_squared(
 ) -> Tensor:
     """sum_v pi(v)^2 [B, T] in (0, 1] at the sampling temperature; 0 where `response_mask` is 0."""
     hidden, ids, mask, _ = response_states(model, batch, include_last=False)
-    weight, chosen = head_weight(model), hidden[:, : ids.shape[1]][mask]
+    head, chosen = policy_head(model), hidden[:, : ids.shape[1]][mask]
     parts = []
     for chunk in torch.split(chosen, CHUNK):
-        logits = product(chunk, weight.t())
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        parts.append(torch.softmax(logits / temperature, dim=-1).square().sum(dim=-1))
+        logits = head.logits(chunk) / temperature
+        parts.append(torch.softmax(logits, dim=-1).square().sum(dim=-1))
     values = torch.cat(parts) if parts else chosen.new_zeros(0)
     return to_rows(values, mask, batch.response_ids.shape).cpu()
 
@@ -54,26 +53,30 @@ def kl_to_policy(logits: Tensor, old_logits: Tensor) -> Tensor:
 
 def token_kl(
     hidden: Tensor,
-    weight: Tensor,
+    head: OutputHead,
     other_hidden: Tensor,
-    other_weight: Tensor,
+    other_head: OutputHead,
     kl_of_logits: KlOfLogits,
     *,
     temperature: float,
     chunk: int = DEFAULT_CHUNK,
 ) -> Tensor:
-    """`kl_of_logits` [N] of two policies' hidden states [N, H] and heads [V, H] at `temperature`.
+    """`kl_of_logits` [N] of two policies' hidden states [N, H] and heads at `temperature`.
 
-    Gradients flow into `hidden` and `weight`; the backward pass makes each chunk's logits again.
+    Gradients flow into `hidden` and `head`; the backward pass makes each chunk's logits again.
     """
+    weight = head.weight
     if hidden.shape[0] == 0:
-        return hidden.sum(dim=1).float() + 0.0 * weight.sum().float()
+        zero = hidden.sum(dim=1).float()
+        return zero if weight is None else zero + 0.0 * weight.sum().float()
     # Gradients of many low-precision chunks are summed at this float32 copy, not at the weight.
-    shared = weight.float() if weight.dtype == torch.bfloat16 else weight
+    shared = weight
+    if weight is not None and weight.dtype == torch.bfloat16:
+        shared = weight.float()
 
-    def of_chunk(h: Tensor, w: Tensor, other_h: Tensor) -> Tensor:
-        logits = _logits(h, w.to(weight.dtype), temperature)
-        return kl_of_logits(logits, _logits(other_h, other_weight, temperature))
+    def of_chunk(h: Tensor, w: Tensor | None, other_h: Tensor) -> Tensor:
+        logits = head.logits(h, None if w is None else w.to(h.dtype)) / temperature
+        return kl_of_logits(logits, other_head.logits(other_h) / temperature)
 
     parts: list[Tensor] = []
     for start in range(0, hidden.shape[0], chunk):
@@ -106,15 +109,10 @@ def response_exact_kl(
     length = ids.shape[1]
     kl = token_kl(
         hidden[:, :length][mask],
-        head_weight(model),
+        policy_head(model),
         other[:, :length].to(hidden.device)[mask],
-        head_weight(reference).detach().to(hidden.device),
+        policy_head(reference).detached(hidden.device),
         kl_of_logits,
         temperature=temperature,
     )
     return to_rows(kl, mask, batch.response_ids.shape)
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = product(hidden, weight.t())
-    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature

@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.errors import ConfigError
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.decoding import why_no_shared_keys, widest_window
 from posttrain.core.models.layers import is_compiled
+from posttrain.core.models.paths import OutputHead, output_head, paths_of
 from posttrain.core.models.prefixes import distinct_states
 from posttrain.core.models.sampled_outputs import FoundOutputs, SampledOutputs, outputs_reused
-from posttrain.core.models.sharded import compute_dtype, put_away, run_backbone
+from posttrain.core.models.sharded import casting, compute_dtype, put_away, run_backbone
 from posttrain.core.models.stream_attention import STREAM, prepared
 from posttrain.core.training.logprobs import KnownLogits, cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
@@ -92,6 +96,7 @@ def response_pass(
 
     Linear outputs that sampling recorded in `outputs` are reused, with `last` for the last time.
     """
+    _check_once(model)  # not inside of what reuses outputs
     found: FoundOutputs | None = None
     reusing: AbstractContextManager[None] = nullcontext()
     if outputs is not None:
@@ -154,13 +159,29 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
     is the longest response. The prompts of a group are computed once, and gradients flow into them
     from all rows. A model that cannot take a stream computes responses padded, on copies of its
     prompts' keys and values; one that knows earlier tokens by other means computes whole sequences.
+    A loaded model has the short cuts checked before its first pass. Where only a model itself can
+    make its logits, the states are these logits [B, n (+ 1), V].
     """
+    _check_once(model)
     found = _states(model, batch, include_last=include_last)
-    return found._replace(hidden=found.hidden.to(compute_dtype(model)))
+    head = paths_of(model).head
+    hidden = found.hidden.to(compute_dtype(model))
+    return found._replace(
+        hidden=hidden if head is None or head.inputs == 1.0 else hidden * head.inputs
+    )
+
+
+def _check_once(model: PreTrainedModel) -> None:
+    if not paths_of(model).checked:
+        # By name: the check runs the passes of this module.
+        import_module("posttrain.core.training.agreement").check_passes(model)
 
 
 def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:
     """`response_states` by the way that suits `model`."""
+    paths = paths_of(model)
+    if paths.head is None or "padding" in paths.refused:
+        return _whole_states(model, batch, include_last=include_last)
     if model.config._attn_implementation == STREAM:
         stream, window = stream_of(batch, include_last=include_last), widest_window(model)
         if window is None or stream.layout.longest <= window:
@@ -245,17 +266,48 @@ def _whole_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: 
     # Prompts are padded on the left, responses on the right.
     padded = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
     source = places + (batch.prompt_ids.shape[1] - prompts)[:, None]
-    ids = padded.gather(1, source.clamp(max=padded.shape[1] - 1))
-    states = run_backbone(
-        model,
-        input_ids=ids.to(device),
-        attention_mask=(places < ends[:, None]).long().to(device),
-        use_cache=False,
-    ).last_hidden_state
+    ids = padded.gather(1, source.clamp(max=padded.shape[1] - 1)).to(device)
     picks = (prompts - 1)[:, None] + torch.arange(length + include_last)[None, :]
     picks = torch.minimum(picks, (ends - 1)[:, None]).to(device)
-    hidden = states.gather(1, picks[:, :, None].expand(-1, -1, states.shape[2]))
+    if "padding" in paths_of(model).refused:
+        hidden = _states_by_length(model, ids, ends, picks)
+    else:
+        present = (places < ends[:, None]).long().to(device)
+        hidden = _picked(_last_states(model, input_ids=ids, attention_mask=present), picks)
     return States(hidden, batch.response_ids[:, :length].to(device), mask[:, :length].to(device))
+
+
+def _states_by_length(model: PreTrainedModel, ids: Tensor, ends: Tensor, picks: Tensor) -> Tensor:
+    """The states [B, n, H] at `picks` [B, n] of rows `ids` [B, S] that end at `ends` [B].
+
+    Rows of one length are computed together, without padding or a mask.
+    """
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"model type '{model.config.model_type}' computes padded rows wrongly, and rows of one "
+            "length at a time cannot be spread over ranks: set ranks to 1"
+        )
+    order, parts = [], []
+    for length in ends.unique().tolist():
+        rows = (ends == length).nonzero().squeeze(1)
+        order.append(rows)
+        states = _last_states(model, input_ids=ids[rows.to(ids.device), :length])
+        parts.append(_picked(states, picks[rows.to(ids.device)]))
+    return torch.cat(parts)[torch.cat(order).argsort().to(ids.device)]
+
+
+def _last_states(model: PreTrainedModel, **inputs: Tensor) -> Tensor:
+    """The last states of the layers; the logits where only the model itself can make them."""
+    if paths_of(model).head is not None:
+        states: Tensor = run_backbone(model, **inputs, use_cache=False).last_hidden_state
+        return states
+    with casting(model):
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
+def _picked(states: Tensor, picks: Tensor) -> Tensor:
+    return states.gather(1, picks[:, :, None].expand(-1, -1, states.shape[2]))
 
 
 def project_states(
@@ -281,7 +333,7 @@ def project_states(
         first, like, logits = logits_in_order(found, first, like)
     values, entropies, kept = cut_logprobs(
         states.hidden[rows[first], columns[first]],
-        head_weight(model),
+        policy_head(model),
         states.ids[rows, columns],
         cut,
         rows=like,
@@ -310,10 +362,9 @@ def logits_in_order(
     return first[order], own[like], KnownLogits(found.logits.to(places.device), places, spent)
 
 
-def head_weight(model: PreTrainedModel) -> Tensor:
-    """The matrix [V, H] that makes logits of hidden states, in the precision of products."""
-    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    return weight.to(compute_dtype(model))
+def policy_head(model: PreTrainedModel) -> OutputHead:
+    """What makes logits of hidden states, in the precision of products."""
+    return output_head(model, compute_dtype(model))
 
 
 def to_rows(values: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:

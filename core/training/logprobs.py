@@ -27,6 +27,7 @@ from torch import Tensor
 from posttrain.core.math.masking import masked
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 from posttrain.core.models.linear import product, product_type
+from posttrain.core.models.paths import HeadShape, OutputHead, project
 
 logger = logging.getLogger(__name__)
 
@@ -204,13 +205,19 @@ def _blocks(rows: slice, logits: Tensor | KnownLogits) -> Iterator[tuple[slice, 
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log p(target), entropy, log mass a cut keeps; gradients for hidden states and weight."""
+    """log p(target), entropy, log mass a cut keeps; gradients for hidden states, weight and bias.
+
+    Without a weight the states are logits, which are `known` then. Under a cap blocks are of capped
+    logits, and their gradient goes back through it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,  # Any: torch's own context type is untyped
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: HeadShape,
         targets: Targets,
         inv_temperature: float,
         chunk: int,
@@ -220,7 +227,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         math = block_math(hidden.device, compiled=compiled)
         count = hidden.shape[0]
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if shape.cap is None:
+            inv_temperature *= shape.scale
         logprobs = hidden.new_empty(len(targets), dtype=wide)
         masses = hidden.new_empty(len(targets) if cut else 0, dtype=wide)
         entropies, normalisers = [], []
@@ -228,8 +237,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if known is not None:
             ctx.chunks = [slice(0, count)]
         for rows in ctx.chunks:
-            logits = product(hidden[rows], weight.t()) if known is None else known
-            for here, block in _blocks(rows, logits):
+            logits = _made(hidden[rows], weight, bias) if known is None else known
+            for here, raw in _blocks(rows, logits):
+                block = raw if shape.cap is None else shape.capped(raw)
                 top, log_total, spread = math.scores(block, inv_temperature)
                 which, own, ids = targets.within(here)
                 chosen = scaled(block[own, ids], inv_temperature)
@@ -242,19 +252,23 @@ class _TokenLogprobs(torch.autograd.Function):
                     )
                     masses[which] = log_kept_mass(distribution, ids, cut)
         entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, torch.cat(normalisers), entropy)
+        ctx.save_for_backward(hidden, weight, bias, torch.cat(normalisers), entropy)
+        ctx.shape = shape
         ctx.inv_temperature, ctx.targets, ctx.math = inv_temperature, targets, math
-        ctx.last = logits if any(ctx.needs_input_grad[:2]) else None
+        ctx.last = logits if any(ctx.needs_input_grad[:3]) else None
         ctx.mark_non_differentiable(masses)
         return logprobs, entropy, masses
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_masses: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
-        hidden, weight, normaliser, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, normaliser, entropy = ctx.saved_tensors
         last, ctx.last = ctx.last, None  # overwritten below: a second backward pass makes it again
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        if last is None and weight is None:
+            last = known_states(hidden)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        shape: HeadShape = ctx.shape
         use_entropy = bool(grad_entropy.any())
         # The chain rule's factor, where there are n of them and not n x V.
         grad_logprobs = grad_logprobs * ctx.inv_temperature
@@ -262,10 +276,12 @@ class _TokenLogprobs(torch.autograd.Function):
         summed = ctx.targets.summed(grad_logprobs)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         sums = _WeightGradient(weight, many=len(ctx.chunks) > 1)
+        bias_sums = _WeightGradient(bias, many=True)
         for rows in reversed(ctx.chunks):
-            logits, last = product(hidden[rows], weight.t()) if last is None else last, None
+            logits, last = _made(hidden[rows], weight, bias) if last is None else last, None
             grads = logits.room() if isinstance(logits, KnownLogits) else logits
-            for here, block in _blocks(rows, logits):
+            for here, raw in _blocks(rows, logits):
+                block = raw if shape.cap is None else shape.capped(raw)
                 given = (block, ctx.inv_temperature, normaliser[here], summed[here])
                 if use_entropy:
                     grad = ctx.math.entropy_gradient(*given, entropy[here], grad_entropy[here])
@@ -273,19 +289,35 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad = ctx.math.gradient(*given)
                 which, own, ids = ctx.targets.within(here)
                 grad.index_put_((own, ids), grad_logprobs[which], accumulate=True)
+                if shape.cap is not None:
+                    # d cap tanh(scale z / cap) / d z
+                    grad *= block.div_(shape.cap).square_().neg_().add_(1).mul_(shape.scale)
                 grads[here.start - rows.start : here.stop - rows.start] = grad
             if grad_hidden is not None:
-                grad_hidden[rows] = product(grads, weight)
+                grad_hidden[rows] = grads if weight is None else product(grads, weight)
             if need_weight:
                 sums.add(product(grads.t(), hidden[rows]))
+            if need_bias:
+                bias_sums.add(grads.sum(dim=0))
         found = sums.total() if need_weight else None
-        return grad_hidden, found, None, None, None, None, None, None
+        return grad_hidden, found, bias_sums.total() if need_bias else None, *(None,) * 8
+
+
+def _made(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None, "states that are logits are known"
+    return project(hidden, weight, bias)
+
+
+def known_states(hidden: Tensor) -> KnownLogits:
+    """States [N, V] that are logits, which stay as they are."""
+    return KnownLogits(hidden, torch.arange(len(hidden), device=hidden.device))
 
 
 class _WeightGradient:
-    """Sums chunks' gradients [V, H]; `many` of low precision in float32, or small terms vanish."""
+    """Sums chunks' gradients of a weight or bias; `many` of low precision in float32, or small
+    terms vanish."""
 
-    def __init__(self, weight: Tensor, *, many: bool) -> None:
+    def __init__(self, weight: Tensor | None, *, many: bool) -> None:
         self._weight, self._many = weight, many
         self._sum: Tensor | None = None
 
@@ -296,6 +328,7 @@ class _WeightGradient:
             self._sum += part
 
     def total(self) -> Tensor:
+        assert self._weight is not None, "what is not there needs no gradient"
         found = torch.zeros_like(self._weight) if self._sum is None else self._sum
         return found.to(self._weight.dtype)
 
@@ -317,7 +350,7 @@ def token_logprobs(
 
 def cut_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: Tensor | OutputHead,
     targets: Tensor,
     cut: Cut,
     *,
@@ -329,19 +362,37 @@ def cut_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `token_logprobs` gives, and the log mass [N] that `cut` keeps ([0] where it cuts none).
 
-    With `rows` [N] `hidden` is [M, H] and a target is looked up in the logits of that row of it:
+    `head` is what makes logits, or its matrix [V, H] alone. With `rows` [N] `hidden` is [M, H] and
+    a target is looked up in the logits of that row of it:
     tokens that follow the same ones have one state. A log-prob less the mass is the one under the
     cut and renormalised distribution; the mass is detached, and made from the same logits. Logits
-    [M, V] that are `known` are not made again in the forward pass. `compiled` as `why_plain` says.
+    [M, V] of the head's layer that are `known` are not made again in the forward pass. `compiled`
+    as `why_plain` says.
     """
+    if isinstance(head, Tensor):
+        head = OutputHead(head)
+    weight = head.weight
     if targets.shape[0] == 0:
-        zero = hidden[:0].sum(dim=1).float() + 0.0 * weight.sum().float()
+        zero = hidden[:0].sum(dim=1).float()
+        zero = sum((0.0 * p.sum().float() for p in (weight, head.bias) if p is not None), zero)
         return zero, zero, zero.detach()
-    made = product_type(weight.dtype, weight.device)
-    most = chunk_rows(hidden.device, weight.shape[0] * made.itemsize)
+    made = product_type(hidden.dtype, hidden.device)
+    vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
+    most = chunk_rows(hidden.device, vocabulary * made.itemsize)
+    if weight is None:
+        known = known_states(hidden.detach())
     looked_up = Targets(targets, rows, hidden.shape[0])
     values, entropy, kept = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, looked_up, 1.0 / temperature, chunk or most, cut, known, compiled
+        hidden,
+        weight,
+        head.bias,
+        head.shape,
+        looked_up,
+        1.0 / temperature,
+        chunk or most,
+        cut,
+        known,
+        compiled,
     )
     return values, entropy if rows is None else entropy[rows], kept
 

@@ -27,10 +27,11 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import TokenLoss
 from posttrain.core.errors import ConfigError
 from posttrain.core.math.conjugate_gradient import conjugate_gradient
+from posttrain.core.models.paths import OutputHead
 from posttrain.core.training.exact_kl import kl_to_policy, token_kl
 from posttrain.core.training.forward import (
     ResponseForward,
-    head_weight,
+    policy_head,
     project_states,
     response_states,
 )
@@ -121,7 +122,7 @@ class Fisher:
         self._states = _TokenStates(model)
         self._named = {n: p for n, p in self._states.named_parameters() if p.requires_grad}
         self._flat = FlatParameters(list(self._named.values()))
-        self._head = head_weight(model)
+        self._head = policy_head(model)
 
     def __call__(self, vector: Tensor) -> Tensor:
         """The product [D] with `vector` [D], over the model's trainable parameters in order."""
@@ -135,10 +136,13 @@ class Fisher:
     def _products(self, part: WeightedTokens, tangents: dict[str, Tensor]) -> Iterator[Tensor]:
         chosen = part.weights > 0
         hidden_dot = self._tangent_states(part.batch, chosen, tangents)
-        head_dot = next((tangents[n] for n, p in self._named.items() if p is self._head), None)
+        head_dot, bias_dot = (
+            next((tangents[n] for n, p in self._named.items() if p is part), None)
+            for part in (self._head.weight, self._head.bias)
+        )
         hidden: Tensor = self._states(part.batch, chosen)
-        grad_hidden, grad_head = self._through_softmax(
-            hidden.detach(), hidden_dot, head_dot, part.weights[chosen].to(hidden)
+        grad_hidden, grad_head, grad_bias = self._through_softmax(
+            hidden.detach(), hidden_dot, (head_dot, bias_dot), part.weights[chosen].to(hidden)
         )
         params = list(self._named.values())
         grads: Sequence[Tensor | None] = [None] * len(params)
@@ -146,7 +150,9 @@ class Fisher:
             grads = torch.autograd.grad(hidden, params, grad_hidden, allow_unused=True)
         for param, grad in zip(params, grads, strict=True):
             found = torch.zeros_like(param) if grad is None else grad
-            yield found + grad_head if param is self._head else found
+            if param is self._head.weight:
+                found = found + grad_head
+            yield found + grad_bias if param is self._head.bias else found
 
     @torch.no_grad()
     def _tangent_states(
@@ -167,22 +173,50 @@ class Fisher:
 
     @torch.no_grad()
     def _through_softmax(
-        self, hidden: Tensor, hidden_dot: Tensor, head_dot: Tensor | None, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What J' is applied to, taken back through the head: for states [N, H] and head [V, H]."""
-        head, scale = self._head.detach(), 1.0 / self.temperature
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        self,
+        hidden: Tensor,
+        hidden_dot: Tensor,
+        head_dots: tuple[Tensor | None, Tensor | None],
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor | float, Tensor | float]:
+        """What J' is applied to, taken back through the head: for states [N, H], weight [V, H] and
+        bias [V]. `head_dots` are the tangents of these two."""
+        head = self._head.detached()
+        grad_hidden = torch.empty_like(hidden)
+        grad_head: Tensor | float = 0.0
+        grad_bias: Tensor | float = 0.0
         for start in range(0, hidden.shape[0], _CHUNK):
             rows = slice(start, start + _CHUNK)
-            logits_dot = hidden_dot[rows] @ head.t()
-            if head_dot is not None:
-                logits_dot += hidden[rows] @ head_dot.t()
-            probs = torch.softmax(scale * (hidden[rows] @ head.t()), dim=-1)
+            logits, slope = _with_slope(head, hidden[rows], self.temperature)
+            raw_dot = (
+                hidden_dot[rows] if head.weight is None else hidden_dot[rows] @ head.weight.t()
+            )
+            if head_dots[0] is not None:
+                raw_dot = raw_dot + hidden[rows] @ head_dots[0].t()
+            if head_dots[1] is not None:
+                raw_dot = raw_dot + head_dots[1]
+            logits_dot = slope * raw_dot
+            probs = torch.softmax(logits, dim=-1)
             centred = logits_dot - (probs * logits_dot).sum(dim=-1, keepdim=True)
-            q = scale**2 * weights[rows, None] * probs * centred
-            grad_hidden[rows] = q @ head
-            grad_head += q.t() @ hidden[rows]
-        return grad_hidden, grad_head
+            q = slope * weights[rows, None] * probs * centred
+            if head.weight is None:
+                grad_hidden[rows] = q
+                continue
+            grad_hidden[rows] = q @ head.weight
+            grad_head = grad_head + q.t() @ hidden[rows]
+            grad_bias = grad_bias + q.sum(dim=0)
+        return grad_hidden, grad_head, grad_bias
+
+
+def _with_slope(
+    head: OutputHead, hidden: Tensor, temperature: float
+) -> tuple[Tensor, Tensor | float]:
+    """Logits at `temperature`, and their derivative with respect to what the head's layer gives."""
+    logits, shape = head.logits(hidden), head.shape
+    slope = shape.scale / temperature
+    if shape.cap is None:
+        return logits / temperature, slope
+    return logits / temperature, slope * (1 - (logits / shape.cap).square())
 
 
 class _TokenStates(Module):
@@ -353,7 +387,7 @@ class NaturalGradient:
     ) -> dict[str, float]:
         """Try ever shorter steps along `full` [D]; keep the first that is good, else none."""
         config, start = self.config, self._flat.read()
-        old_head = head_weight(self.model).detach().clone()
+        old_head = policy_head(self.model).copied()
         slope, accepted = float(torch.dot(gradient, full)), False
         try:
             for backtracks in range(config.max_backtracks + 1):
@@ -381,7 +415,7 @@ class NaturalGradient:
         self,
         parts: Sequence[_Part],
         objective: Objective,
-        old_head: Tensor,
+        old_head: OutputHead,
         check: Callable[[], None],
     ) -> tuple[float, float]:
         surrogate, mean_kl = 0.0, 0.0
@@ -391,7 +425,7 @@ class NaturalGradient:
             surrogate -= float(loss.total)
             kl = token_kl(
                 hidden,
-                head_weight(self.model),
+                policy_head(self.model),
                 part.old_hidden,
                 old_head,
                 kl_to_policy,

@@ -10,7 +10,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.run.checks import check_inputs, resolve_configs
+from posttrain.pipelines.run.checks import check_inputs, check_model, resolve_configs
 
 EPILOG = (
     "Examples:\n\n"
@@ -36,11 +36,12 @@ def validate(
     from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
 
     warnings = check_texts(local, inputs.task, context.home / "models")
+    notes = [*inputs.notes, *check_model(local, manager)]
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
         console.print(text, markup=False)
-    for note in inputs.notes:
+    for note in notes:
         console.print(f"note: {note}", markup=False)
     for warning in warnings:
         console.print(f"warning: {warning}", markup=False)
@@ -50,11 +51,10 @@ def validate(
         markup=False,
     )
     plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
-    order, notes = list(resolved.order), list(inputs.notes)
     return Result(
         {
             "status": "ok",
-            "order": order,
+            "order": list(resolved.order),
             "plugins": plugins,
             "notes": notes,
             "warnings": warnings,

@@ -92,6 +92,42 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     return Inputs(task, problems, notes)
 
 
+# Weights (bytes) that are loaded to check what a model computes; larger ones are checked at load.
+MOST_CHECKED = 2 * 2**30
+
+
+def check_model(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
+    """Compare our passes with the model's own forward pass, where its directory is here.
+
+    Returns what is computed in a slower way and why, and that a model was not checked. Raises
+    `ResourceError` for a model that cannot be used.
+    """
+    config = resolved.config
+    path = Path(config.model.source).expanduser()
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if not path.is_dir():
+        return []
+    if size > MOST_CHECKED:
+        return [f"model {config.model.source} is checked when the run loads it: it is large"]
+    from posttrain.core.models.device import ModelRuntime
+    from posttrain.core.models.loading import load_policy
+    from posttrain.core.models.paths import paths_of
+    from posttrain.core.training.agreement import check_passes
+    from posttrain.pipelines.stage.engines import EnginePool
+
+    runtime = ModelRuntime.from_config(config.model)
+    model = load_policy(path, runtime)
+    check_passes(model)
+    notes = list(paths_of(model).notes)
+    del model
+    pool = EnginePool(config, manager, runtime)
+    if pool.name == "transformers":
+        with pool.lease(path) as engine:
+            notes += paths_of(getattr(engine, "model", None)).notes
+        pool.close()
+    return notes
+
+
 def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | None) -> None:
     """Worked answers for stages that imitate them, pairs that the task brings, the texts of
     `ptx.path`, and keys of judges."""

@@ -20,6 +20,7 @@ from posttrain.core.models.lora import (
     save_adapter,
 )
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.training.agreement import check_passes
 from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def reference_of(
         return frozen_twin(model)
     reference = load_policy(stage.model_dir, stage.runtime)
     reference.requires_grad_(False)
+    check_passes(reference)
     stage.place(reference)
     return reference
 
@@ -48,6 +50,7 @@ def start_training(
     """Put the adapter in if the stage wants one; let layers be computed twice, or compiled."""
     if stage.run.model.gradient_checkpointing:
         use_checkpointing(model)
+    check_passes(model)  # before an adapter, compiled layers or ranks are in the way
     if lora is not None:
         add_adapter(model, lora, derive_seed(stage.run.seed, stage.name, "lora", what))
     if stage.run.model.compile:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,11 +25,14 @@ from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.decoding import (
     DecodingMemory,
+    OwnDecoding,
     can_group,
     can_share,
+    has_capped_attention,
     use_grouped_attention,
 )
-from posttrain.core.models.prefixes import next_rows
+from posttrain.core.models.layers import backbone_of
+from posttrain.core.models.paths import EAGER, attend, paths_of, use_plain_attention
 from posttrain.core.rollout.sampling import (
     Chunk,
     StopStrings,
@@ -48,11 +52,28 @@ from posttrain.core.types import Completion, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from posttrain.core.data.tokens import ChatTokenizer
     from posttrain.core.models.sampled_outputs import OutputRecorder
+    from posttrain.core.training.agreement import EngineCheck
 
 # Prompt tokens that must be spared before a pass for the common ones by themselves is worth it.
 LEAST_SPARED = 64
 # Sequences of one length whose logits are held at once when they are scored.
 SCORED_TOGETHER = 8
+# Tokens of a response to the check at the start, with its prompt, at most.
+CHECKED_LEN = 64
+# How responses are decoded, the fastest first: by our loop with grouped attention, or with the
+# model's own, or that without a kernel; by the model's own forward pass with its own cache,
+# or without one.
+Way = Literal["grouped", "plain", "eager", "own_cache", "no_cache"]
+WAYS: tuple[Way, ...] = ("grouped", "plain", "eager", "own_cache", "no_cache")
+OURS = ("grouped", "plain", "eager")
+SLOWER: dict[Way, str] = {
+    "grouped": "",  # nothing is faster
+    "plain": "responses are decoded with the model's own attention",
+    "eager": "responses are decoded without an attention kernel",
+    "own_cache": "responses are decoded by the model's own forward pass and cache, one prompt "
+    "length at a time",
+    "no_cache": "responses are decoded without a cache, which is slow",
+}
 NOT_RUNNING = "the transformers engine is not running: call start() before using it"
 
 
@@ -85,6 +106,8 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
     _weights: EngineWeights | None = None
     _version: str = ""
     _tokenizer: ChatTokenizer | None = None
+    _way: Way = "plain"
+    _least_spared: int = LEAST_SPARED
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -100,26 +123,86 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             )
         from transformers import AutoModelForCausalLM, __version__
 
-        from posttrain.core.models.loading import LOADING, refuse_scaled_logits
+        from posttrain.core.models.device import ModelRuntime
+        from posttrain.core.models.loading import LOADING, from_folder
 
-        options: dict[str, Any] = {}  # Any: keyword arguments of from_pretrained
-        if self.config.attention != "auto":
-            options["attn_implementation"] = self.config.attention
+        chosen = self.config.attention
+        # As the trainer attends, where nothing else is chosen.
+        own = ModelRuntime(setup.device, setup.dtype, "stream").plain_attention
         with LOADING:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = from_folder(
+                AutoModelForCausalLM,
                 setup.model_dir,
-                dtype=setup.dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                **options,
+                setup.dtype,
+                own if chosen == "auto" else chosen,
             )
-        refuse_scaled_logits(model)
-        if self.config.attention == "auto" and setup.device.type == "cpu" and can_group(model):
-            use_grouped_attention(model)
         self._model = model.to(setup.device).eval().requires_grad_(False)
         self._weights = EngineWeights(self._model, self.config.packed_weights)
         self._setup, self._version, self.policy_version = setup, __version__, 0
+        self._choose_decoding()
+
+    def _choose_decoding(self) -> None:
+        """Decode by the fastest way whose log-probs are the model's own, in a few short responses.
+
+        Raises `ResourceError` where no way is right.
+        """
+        from posttrain.core.training.agreement import EngineCheck, log_slower
+
+        setup, model = self._started(), self._model
+        check = EngineCheck(model, setup.dtype)
+        head = check.settle_head()
+        grouped = self.config.attention == "auto" and setup.device.type == "cpu"
+        # The check has lengths of its own.
+        self._setup = replace(setup, max_model_len=CHECKED_LEN, stop_token_ids=())
+        problem: str | None = None
+        for way in WAYS:
+            if way == "grouped" and not (grouped and can_group(model)):
+                continue
+            if way == "plain" and self._leaves_out_cap():
+                continue
+            if way in OURS and head is not None:
+                problem = head
+                continue
+            before, problem = problem, self._problem(check, way)
+            if problem is None:
+                if before is not None:
+                    log_slower(model, SLOWER[way], before)
+                self._setup = setup
+                return
+        self.close()
+        raise ResourceError(
+            f"model type '{model.config.model_type}' cannot be sampled from by the engine "
+            f"'transformers': {problem}; choose another model or engine"
+        )
+
+    def _leaves_out_cap(self) -> bool:
+        """Whether SDPA was chosen by nobody for a model that it computes wrongly."""
+        how = self._model.config._attn_implementation
+        return how == "sdpa" and has_capped_attention(self._model)
+
+    def _problem(self, check: EngineCheck, way: Way) -> str | None:
+        """Decode in this way, and say what the check finds; the prompts' common start is computed
+        by itself as well."""
+        self._way = way
+        if way == "grouped":
+            use_grouped_attention(self._model)
+        elif way == "plain":
+            use_plain_attention(self._model)
+        else:
+            attend(self._model, EAGER)
+        return check.problem(self._sample_some, self.score)
+
+    def _sample_some(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[tuple[int, tuple[int, ...], tuple[float, ...]]]:
+        """A few short responses for the check."""
+        params = SamplingParams(num_generations=2, max_tokens=3)
+        found = self.generate(prompts, params)
+        if self._way in OURS and can_share(self._model, CHECKED_LEN):
+            self._least_spared = 0
+            found = [a + b for a, b in zip(found, self.generate(prompts, params), strict=True)]
+            self._least_spared = LEAST_SPARED
+        return [(p, c.token_ids, c.logprobs) for p, group in enumerate(found) for c in group]
 
     @property
     def model(self) -> Any:  # Any: as above
@@ -137,14 +220,26 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         setup = self._started()
         check_request(prompts, params, setup.max_model_len)
         seeds, limits = response_seeds(prompts, params), token_limits(prompts, params)
-        lengths = [len(prompt) for prompt in prompts]
         found: dict[tuple[int, int], Completion] = {}
-        for chunk in plan_chunks(lengths, params.num_generations, setup.max_batch_size):
+        for chunk in self._chunks(prompts, params.num_generations):
             where = [(p, g) for p in chunk.prompts for g in chunk.generations]
             own = [seeds[p][g] for p, g in where]
             rows = self._decode(chunk, prompts, own, [limits[p] for p, _ in where], params)
             found.update(zip(where, rows, strict=True))
         return [[found[p, g] for g in range(params.num_generations)] for p in range(len(prompts))]
+
+    def _chunks(self, prompts: Sequence[Sequence[int]], generations: int) -> list[Chunk]:
+        """The parts of a request; a model that decodes its own way gets prompts of one length."""
+        most = self._started().max_batch_size
+        lengths = [len(prompt) for prompt in prompts]
+        if self._way in OURS:
+            return plan_chunks(lengths, generations, most)
+        found = []
+        for length in sorted(set(lengths), reverse=True):
+            same = [number for number, own in enumerate(lengths) if own == length]
+            for chunk in plan_chunks([length] * len(same), generations, most):
+                found.append(replace(chunk, prompts=tuple(same[p] for p in chunk.prompts)))
+        return found
 
     @torch.inference_mode()
     def _decode(
@@ -166,12 +261,14 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         uniforms = torch.from_numpy(draws).to(device)
         own = [prompts[p] for p in chunk.prompts]
         common = self._common(own, width)
-        if self.recorder is not None:
-            self.recorder.begin(own, common, len(seeds), width)
-        logits, memory = self._prefill(own, common, chunk, width)
+        recorder = self.recorder if self._way in OURS else None
+        if recorder is not None:
+            recorder.begin(own, common, len(seeds), width)
         owners = torch.arange(len(own), device=device).repeat_interleave(len(chunk.generations))
         going = torch.arange(len(seeds), device=device)  # responses that have not ended
-        rows = owners  # the row of the batch that each of them is in
+        logits, memory = self._prefill(own, common, chunk, width)
+        # The row of the batch that each of them is in.
+        rows = owners if len(logits) < len(seeds) else going
         tokens = torch.zeros(len(seeds), width, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(seeds), width, device=device)
         entropies = torch.zeros(len(seeds), width, device=device)
@@ -195,16 +292,16 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             going, rows, ids = going[~ended], rows[~ended], ids[~ended]
             if len(going) == 0:
                 break
-            fed = next_rows(rows, ids, len(logits))
+            fed = memory.next_rows(rows, ids, len(logits))
             rows = fed.rows
             if fed.of is not None:
                 memory.keep(fed.of)
-            if self.recorder is not None:
-                self.recorder.feed(going, rows, len(fed.ids))
-            logits = self._forward(fed.ids[:, None], **memory.next_token())
+            if recorder is not None:
+                recorder.feed(going, rows, len(fed.ids))
+            logits = self._next_logits(fed.ids, memory)
         found = self._completions(tokens, logprobs, entropies, length, reasons, seeds, params)
-        if self.recorder is not None:
-            self.recorder.end(owners.tolist(), [c.token_ids for c in found])
+        if recorder is not None:
+            recorder.end(owners.tolist(), [c.token_ids for c in found])
         return found
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -221,23 +318,33 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         """Tokens that all `prompts` begin with and that are read once for all; 0 for none."""
         common = common_start(prompts)
         longest = max(map(len, prompts)) + max_tokens
-        worth = common * (len(prompts) - 1) >= LEAST_SPARED
+        if self._way not in OURS:
+            return 0
+        worth = common * (len(prompts) - 1) >= self._least_spared
         return common if worth and can_share(self._model, longest) else 0
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], common: int, chunk: Chunk, max_tokens: int
-    ) -> tuple[Tensor, DecodingMemory]:
+    ) -> tuple[Tensor, DecodingMemory | OwnDecoding]:
         """Last logits [P, V] and memory of the prompts, once for all of their generations.
 
-        The `common` first tokens of all are computed once for all; padding comes after them.
+        The `common` first tokens of all are computed once for all; padding comes after them. With
+        a cache of the model's own each generation has a row: [P x generations, V].
         """
         from transformers import DynamicCache
 
         setup = self._started()
+        if self._way not in OURS:
+            alike = torch.tensor([list(prompt) for prompt in prompts], device=setup.device)
+            cached = self._way == "own_cache"
+            if cached:
+                alike = alike.repeat_interleave(len(chunk.generations), dim=0)
+            memory = OwnDecoding(self._model, alike, alike.shape[1] + max_tokens, cache=cached)
+            return memory.first(), memory
         cache = DynamicCache(config=self._model.config)
         if common:
             start = torch.tensor([prompts[0][:common]], device=setup.device)
-            self._model.base_model(input_ids=start, past_key_values=cache, use_cache=True)
+            backbone_of(self._model)(input_ids=start, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(prompts))
         own = [list(prompt[common:]) for prompt in prompts]
         width = max(map(len, own))
@@ -254,13 +361,22 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         several = len(chunk.generations) > 1
         return logits, DecodingMemory.of_prompts(self._model, cache, mask, longest, several=several)
 
+    def _next_logits(self, ids: Tensor, memory: DecodingMemory | OwnDecoding) -> Tensor:
+        """Logits [N, V] after one more token `ids` [N] of each row."""
+        if isinstance(memory, OwnDecoding):
+            return memory.feed(ids)
+        return self._forward(ids[:, None], **memory.next_token())
+
     def _forward(self, ids: Tensor, **given: Any) -> Tensor:  # Any: arguments of transformers'
         """Logits [N, V] after the last of `ids` [N, S]; the given cache grows by S."""
-        output = self._model.base_model(input_ids=ids, use_cache=True, **given)
+        output = backbone_of(self._model)(input_ids=ids, use_cache=True, **given)
         # A strided last column sends bfloat16 products on some CPUs down a path 500 x slower.
         last = output.last_hidden_state[:, -1].contiguous()
-        logits: Tensor = self._model.get_output_embeddings()(last)
-        return logits
+        shape = paths_of(self._model).head
+        assert shape is not None, "else the model makes its logits itself"
+        if shape.inputs != 1.0:
+            last = last * shape.inputs
+        return shape.of(self._model.get_output_embeddings()(last))
 
     def _completions(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.models.paths import OutputHead
 from posttrain.core.training.exact_kl import kl_to_policy, response_exact_kl, token_kl
 from posttrain.core.training.forward import project_states, response_states
 from tests.helpers.rollouts import (
@@ -82,10 +83,10 @@ def test_chunks_change_neither_value_nor_gradient(kl: object) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
-    other = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    other = torch.randn(7, 5, dtype=torch.float64), OutputHead(torch.randn(11, 5).double())
 
     def chunked(h: Tensor, w: Tensor, chunk: int = 3) -> Tensor:
-        return token_kl(h, w, *other, kl, temperature=0.7, chunk=chunk)  # type: ignore[arg-type]
+        return token_kl(h, OutputHead(w), *other, kl, temperature=0.7, chunk=chunk)  # type: ignore[arg-type]
 
     torch.testing.assert_close(chunked(hidden, weight), chunked(hidden, weight, chunk=7))
     assert torch.autograd.gradcheck(chunked, (hidden, weight))
@@ -95,11 +96,13 @@ def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(256, 4).to(torch.bfloat16)
     weight = torch.randn(6, 4).to(torch.bfloat16)
-    other = torch.randn(256, 4).to(torch.bfloat16), torch.randn(6, 4).to(torch.bfloat16)
+    other_head = OutputHead(torch.randn(6, 4).to(torch.bfloat16))
+    other = torch.randn(256, 4).to(torch.bfloat16), other_head
     found = []
     for chunk in (256, 1):
         w = weight.clone().requires_grad_()
-        token_kl(hidden, w, *other, reverse_kl, temperature=1.0, chunk=chunk).sum().backward()  # type: ignore[no-untyped-call]
+        kl = token_kl(hidden, OutputHead(w), *other, reverse_kl, temperature=1.0, chunk=chunk)
+        kl.sum().backward()  # type: ignore[no-untyped-call]
         assert w.grad is not None
         found.append(w.grad.float())
     scale = float(found[0].abs().max())

@@ -16,6 +16,7 @@ from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sampled_outputs import FoundOutputs
 from posttrain.core.training import logprobs
+from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.forward import forward_only, logits_in_order
 from posttrain.core.training.logprobs import (
     PLAIN,
@@ -173,6 +174,9 @@ def test_compiled_blocks_give_what_plain_ones_do(dtype: torch.dtype, temperature
 def test_a_compiled_model_s_head_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runtime = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
+    model = load_policy(make_tiny_model(tmp_path), runtime)
+    check_passes(model)
     used = []
     seen = logprobs.block_math
     monkeypatch.setattr(
@@ -180,8 +184,6 @@ def test_a_compiled_model_s_head_is_compiled(
         "block_math",
         lambda device, *, compiled: used.append(compiled) or seen(device, compiled=compiled),
     )
-    runtime = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
-    model = load_policy(make_tiny_model(tmp_path), runtime)
     batch = response_batch(
         prompts=[[5, 6]], responses=[[7, 8]], group_ids=[0], pad_token_id=0, problems=()
     )

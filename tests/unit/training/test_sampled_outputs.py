@@ -17,14 +17,14 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.math.nucleus import Cut
-from posttrain.core.models import sampled_outputs
+from posttrain.core.models import loading, sampled_outputs
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.linear import why_no_packing
-from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
+from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.stream import distinct_prompts, stream_of
 from posttrain.core.training.updates import UpdateResult
@@ -33,6 +33,14 @@ from tests.helpers.sampled import ALIKE, PROMPTS, Sampled, sample, save_family, 
 from tests.helpers.speed import GradientTaken, Options, assert_equal_gradients, speed_learner
 from tests.helpers.updates import update, with_old_logprobs
 from tests.unit.training.test_stream import FAMILIES
+
+
+def load_policy(path: Path, runtime: ModelRuntime) -> PreTrainedModel:
+    """The policy with its passes checked, which runs its layers."""
+    model = loading.load_policy(path, runtime)
+    check_passes(model)
+    return model
+
 
 CPU = torch.device("cpu")
 FLOAT = ModelRuntime(CPU, torch.float32, "stream")
@@ -114,9 +122,9 @@ def test_the_gradient_is_the_same_and_no_linear_layer_computes(
     model = load_policy(folders[family], FLOAT)
     wanted, counted = gradient(model, batch, None, options)
     assert counted["train/reused_rows"] == 0
+    model = load_policy(folders[family], FLOAT)
     made = linear_calls(monkeypatch)
     monkeypatch.setattr(ColumnFiller, "_audit", lambda *_: {"mismatch/abs_max": 0.0})
-    model = load_policy(folders[family], FLOAT)
     found, counted = gradient(model, batch, sampled.outputs, options)
     assert_equal_gradients(found, wanted)
     assert made == []
