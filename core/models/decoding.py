@@ -321,7 +321,8 @@ class OwnDecoding:
                 # From their cache, models whose first layer has no keys count wrongly.
                 places = torch.arange(rows.shape[1], device=rows.device)
                 self._given["position_ids"] = places.expand(rows.shape)
-            settings, mode = GenerationConfig(use_cache=True), GenerationMode.SAMPLE
+            config: Any = GenerationConfig  # Any: it is not typed
+            settings, mode = config(use_cache=True), GenerationMode.SAMPLE
             model._prepare_cache_for_generation(settings, self._given, mode, len(rows), longest)
             # Some keep a state in their layers, and forget it only where they make the cache.
             forget = getattr(model, "_setup_cache", None)

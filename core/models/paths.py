@@ -6,7 +6,7 @@ H hidden size, V vocabulary, S tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,13 +60,15 @@ class OutputHead:
 
     def detached(self, device: torch.device | None = None) -> OutputHead:
         """The same without gradient, on `device`."""
-        parts = (None if p is None else p.detach().to(device) for p in (self.weight, self.bias))
-        return OutputHead(*parts, self.shape)
+        return self._with(lambda part: part.detach().to(device))
 
     def copied(self) -> OutputHead:
         """A copy that later updates do not change."""
-        parts = (None if p is None else p.detach().clone() for p in (self.weight, self.bias))
-        return OutputHead(*parts, self.shape)
+        return self._with(lambda part: part.detach().clone())
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> OutputHead:
+        weight, bias = (None if p is None else change(p) for p in (self.weight, self.bias))
+        return OutputHead(weight, bias, self.shape)
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,8 +150,8 @@ def find_head(model: Any, ids: Tensor) -> HeadShape | str:  # Any: as above
     backbone = backbone_of(model)
 
     def on_backbone(module: Any, args: Any, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        seen["states"] = getattr(states, "last_hidden_state", states)
+        found: Any = output[0] if isinstance(output, tuple) else output
+        seen["states"] = getattr(found, "last_hidden_state", found)
 
     def on_head(module: Any, args: Any, output: Tensor) -> Tensor:
         seen["input"], seen["output"] = args[0], output

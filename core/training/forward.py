@@ -288,7 +288,7 @@ def _states_by_length(model: PreTrainedModel, ids: Tensor, ends: Tensor, picks: 
             "length at a time cannot be spread over ranks: set ranks to 1"
         )
     order, parts = [], []
-    for length in ends.unique().tolist():
+    for length in sorted(set(ends.tolist())):
         rows = (ends == length).nonzero().squeeze(1)
         order.append(rows)
         states = _last_states(model, input_ids=ids[rows.to(ids.device), :length])
