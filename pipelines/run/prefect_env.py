@@ -22,6 +22,8 @@ def prefect_settings(home: Path) -> dict[str, str]:
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
         "PREFECT_CLI_PROMPT": "false",
+        # Waits of 2, 4 and 8 s for a server that is away: a step waits for them once.
+        "PREFECT_CLIENT_MAX_RETRIES": "3",
     }
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
     return {"PREFECT_HOME": str(home / "prefect"), **chosen}
