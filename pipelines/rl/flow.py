@@ -6,8 +6,8 @@
 With `max_staleness: k` the rollouts of the next k steps are sampled while `update_policy` runs; all
 of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k).
 
-Prefect's database keeps some 15 KB of each task run. So the phases of the first steps are task runs
-of their own, which shows how a step is made, and later steps share one task run for each block.
+Prefect's database keeps some 15 KB of each task run. So the phases of the first step are task runs
+of their own, which shows how a step is made, and each ten later steps share one task run.
 
 The phases pass the live `Rollout` in memory behind an opaque handle: nothing is pickled, cached or
 walked. What each phase does is a method of `RlLoop` in `step.py`, which returns what it made with
@@ -33,7 +33,7 @@ from posttrain.pipelines.rl.step import RlLoop
 # An optimizer step must never be repeated, so no phase is retried.
 phase = task(cache_policy=NO_CACHE, persist_result=False, retries=0)
 
-SHOWN_STEPS = 5
+SHOWN_STEPS = 1
 """Steps at the start of a stage whose phases are task runs of their own."""
 BLOCK_STEPS = 10
 """Later steps that share one task run."""

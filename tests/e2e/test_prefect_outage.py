@@ -45,8 +45,8 @@ def test_a_step_adds_ten_kilobytes_at_most(tmp_path: Path) -> None:
     assert done.code == 0, done.text
     with sqlite3.connect(database) as connection:
         names = [name for (name,) in connection.execute("select name from task_run")]
-    assert sum(name.startswith("update_policy") for name in names) == 5
-    assert {"rl", "evaluate", "steps 6 to 15", "steps 96 to 100"} <= set(names)
+    assert sum(name.startswith("update_policy") for name in names) == 1
+    assert {"rl", "evaluate", "steps 2 to 11", "steps 92 to 100"} <= set(names)
     assert (database.stat().st_size - before) / STEPS <= MOST_BYTES_A_STEP
 
 
