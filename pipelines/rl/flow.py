@@ -6,7 +6,7 @@
 With `max_staleness: k` the rollouts of the next k steps are sampled while `update_policy` runs; all
 of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k).
 
-Prefect's database keeps some 15 KB of each task run. So the phases of the first step are task runs
+Prefect's database keeps 18 KB of each task run. So the phases of the first step are task runs
 of their own, which shows how a step is made, and each ten later steps share one task run.
 
 The phases pass the live `Rollout` in memory behind an opaque handle: nothing is pickled, cached or

@@ -49,9 +49,11 @@ def went_away(error: BaseException) -> None:
     )
     # For all threads; what a `with` block has set for this one stays in it.
     context = prefect.context.GLOBAL_SETTINGS_CONTEXT or prefect.context.get_settings_context()
-    updates = {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: AWAY_TIMEOUT_S}
     prefect.context.GLOBAL_SETTINGS_CONTEXT = prefect.context.SettingsContext(
-        profile=context.profile, settings=context.settings.copy_with_update(updates=updates)
+        profile=context.profile,
+        settings=context.settings.copy_with_update(
+            updates={PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: AWAY_TIMEOUT_S}
+        ),
     )
 
 
