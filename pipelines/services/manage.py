@@ -82,7 +82,7 @@ def up(home: Path, wanted: Ports, say: Say) -> Ports:
             # The servers migrate their databases at the same time, which takes the most time.
             _start(others[:2], layout, say)
             make_pool(wanted)
-            ended = end_dead_runs(wanted)
+            ended = end_dead_runs(layout, wanted)
             if ended:
                 say(f"{'runs':<9} {ended} whose process was killed: reported as crashed")
             _start(others[2:], layout, say)

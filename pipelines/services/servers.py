@@ -92,7 +92,7 @@ def mlflow_server(layout: Layout, ports: Ports) -> Service:
 
 def worker(layout: Layout, ports: Ports) -> Service:
     """Takes runs of the pool, each in a process of its own, which uses this home."""
-    name = f"{socket.gethostname()}-{layout.home.name.lstrip('.')}"
+    name = worker_name(layout)
     environment = {
         "PREFECT_WORKER_QUERY_SECONDS": "5",
         **plain_environment(),
@@ -107,6 +107,10 @@ def worker(layout: Layout, ports: Ports) -> Service:
     ]
     launch = Launch("worker", command, environment, layout.log("worker"), layout.record("worker"))
     return Service(launch, lambda: _is_online(launch, ports, name), f"pool '{POOL}'")
+
+
+def worker_name(layout: Layout) -> str:
+    return f"{socket.gethostname()}-{layout.home.name.lstrip('.')}"
 
 
 def make_pool(ports: Ports) -> None:
@@ -141,15 +145,16 @@ def runs_in_progress(ports: Ports) -> int:
     return len(_ask(ports, "/flow_runs/filter", chosen))
 
 
-def end_dead_runs(ports: Ports) -> int:
-    """Report runs of this machine whose process is gone as crashed; returns how many.
+def end_dead_runs(layout: Layout, ports: Ports) -> int:
+    """Report runs of this home's worker whose process is gone as crashed; returns how many.
 
     A run that was killed together with its server stays "Running" there and keeps the slot of its
     deployment, for which each later run of a schedule is cancelled.
     """
     state = {"state": {"type": {"any_": UNFINISHED}}}
     chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
-    dead = [run for run in _ask(ports, "/flow_runs/filter", chosen) if _process_is_gone(run)]
+    found, name = _ask(ports, "/flow_runs/filter", chosen), worker_name(layout)
+    dead = [run for run in found if _process_is_gone(run, name)]
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process was killed"}
     return sum(
         _post(
@@ -162,10 +167,11 @@ def end_dead_runs(ports: Ports) -> int:
     )
 
 
-def _process_is_gone(run: dict[str, Any]) -> bool:
-    """Whether a run's process was one of this machine and does not exist."""
-    host, _, number = str(run.get("infrastructure_pid") or "").rpartition(":")
-    return host == socket.gethostname() and number.isdecimal() and not _is_run(int(number))
+def _process_is_gone(run: dict[str, Any], worker: str) -> bool:
+    """Whether a run's process was started by that worker and does not exist."""
+    number = str(run.get("infrastructure_pid") or "").rpartition(":")[2]
+    mine = (run.get("labels") or {}).get("prefect.worker.name") == worker
+    return mine and number.isdecimal() and not _is_run(int(number))
 
 
 def _is_run(pid: int) -> bool:
