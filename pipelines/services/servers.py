@@ -170,7 +170,7 @@ def end_dead_runs(layout: Layout, ports: Ports) -> int:
 def _process_is_gone(run: dict[str, Any], worker: str) -> bool:
     """Whether a run's process was started by that worker and does not exist."""
     number = str(run.get("infrastructure_pid") or "").rpartition(":")[2]
-    mine = (run.get("labels") or {}).get("prefect.worker.name") == worker
+    mine = bool((run.get("labels") or {}).get("prefect.worker.name") == worker)
     return mine and number.isdecimal() and not _is_run(int(number))
 
 
