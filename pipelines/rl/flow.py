@@ -1,4 +1,4 @@
-"""The RL flow: the page to read first. One Prefect task per phase of a step.
+"""The RL flow: the page to read first. A step is a sequence of phases.
 
     rollout -> score_rewards -> compute_advantages -> update_policy -> sync_weights
                                                        (+ evaluate, checkpoint when due)
@@ -6,26 +6,41 @@
 With `max_staleness: k` the rollouts of the next k steps are sampled while `update_policy` runs; all
 of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k).
 
-The tasks pass the live `Rollout` in memory behind an opaque handle: nothing is pickled, cached or
+Prefect's database keeps 18 KB of each task run. So the phases of the first step are task runs
+of their own, which shows how a step is made, and each ten later steps share one task run.
+
+The phases pass the live `Rollout` in memory behind an opaque handle: nothing is pickled, cached or
 walked. What each phase does is a method of `RlLoop` in `step.py`, which returns what it made with
 its metrics; `Recorder.run` times it and records these. The maths lives in `core` and in plugins.
 """
 
 from __future__ import annotations
 
-from prefect import flow, task
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import copy_context
+from typing import Any
+
+from prefect import Task, flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
 
 from posttrain.pipelines.rl.live import Live
+from posttrain.pipelines.rl.prefect_away import Body, call_flow
 from posttrain.pipelines.rl.rollouts import Rollout
 from posttrain.pipelines.rl.step import RlLoop
 
 # An optimizer step must never be repeated, so no phase is retried.
 phase = task(cache_policy=NO_CACHE, persist_result=False, retries=0)
 
+SHOWN_STEPS = 1
+"""Steps at the start of a stage whose phases are task runs of their own."""
+BLOCK_STEPS = 10
+"""Later steps that share one task run."""
+
 LiveLoop = Live[RlLoop]
 LiveRollout = Live[Rollout]
+Call = Callable[..., Any]  # `as_task` or `directly`
 
 
 @phase
@@ -77,19 +92,18 @@ def checkpoint(loop: LiveLoop, step: int) -> None:
 
 
 class RolloutsAhead:
-    """Task runs of rollouts that are sampled while the policy is updated, one after another."""
+    """Rollouts that a thread samples while the policy is updated, one after another."""
 
     def __init__(self, loop: LiveLoop) -> None:
         self.loop = loop
-        self.under_way: dict[int, PrefectFuture[LiveRollout]] = {}
+        self.under_way: dict[int, Future[LiveRollout]] = {}
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
 
-    def sampled(self, step: int) -> LiveRollout:
+    def sampled(self, step: int, call: Call) -> LiveRollout:
         """Start what is due with `step`, and wait for its own rollout."""
         for due in self.loop.value.rollouts_due(step):
-            before = list(self.under_way.values())[-1:]
-            self.under_way[due] = rollout.submit(
-                self.loop, due, wait_for=before, return_state=False
-            )
+            context = copy_context()  # a task run belongs to the flow run that it finds there
+            self.under_way[due] = self.thread.submit(context.run, call, rollout, self.loop, due)
         with self.loop.value.recorder.waiting_for_rollouts():
             return self.under_way.pop(step).result()
 
@@ -99,26 +113,71 @@ class RolloutsAhead:
             for future in self.under_way.values():
                 future.result()
 
+    def close(self) -> None:
+        """Wait for the one under way; the others do not start."""
+        self.thread.shutdown(cancel_futures=True)
+
+
+def as_task(phase: Task[..., Any], *arguments: Any) -> Any:
+    """Run a phase as a Prefect task run of its own."""
+    return phase(*arguments)
+
+
+def directly(phase: Task[..., Any], *arguments: Any) -> Any:
+    """Run a phase within the task run of several steps."""
+    return phase.fn(*arguments)
+
+
+def take_step(loop: LiveLoop, step: int, ahead: RolloutsAhead | None, call: Call) -> None:
+    """One step of RL: every phase in its order."""
+    record = loop.value.recorder
+    record.begin_step(step)
+    sampled = ahead.sampled(step, call) if ahead else call(rollout, loop, step)
+    if record.run(loop.value.take, sampled.value):
+        scored = call(score_rewards, loop, sampled)
+        ready = call(compute_advantages, loop, scored)
+        call(update_policy, loop, ready)
+    if ahead:
+        ahead.finish()
+    call(sync_weights, loop, step)
+    if loop.value.evaluation_is_due(step):
+        call(evaluate, loop, step)
+    record.end_step(step)
+    if loop.value.checkpoint_is_due(step):
+        call(checkpoint, loop, step)
+
+
+@task(
+    task_run_name="steps {first} to {last}", cache_policy=NO_CACHE, persist_result=False, retries=0
+)
+def several_steps(loop: LiveLoop, first: int, last: int, ahead: Live[RolloutsAhead | None]) -> None:
+    """Steps that Prefect shows as one task run."""
+    for step in range(first, last + 1):
+        take_step(loop, step, ahead.value, directly)
+
 
 @flow(name="rl", flow_run_name="{stage}", validate_parameters=False, persist_result=False)
-def rl_flow(stage: str, loop: LiveLoop) -> None:
+def rl_flow(stage: str, loop: LiveLoop, body: Live[Body]) -> None:
     """All steps of one RL stage, from where the loop stands to its last step."""
-    record = loop.value.recorder
-    if loop.value.evaluates_before_first_step:
-        evaluate(loop, 0)
-    ahead = RolloutsAhead(loop) if loop.value.max_staleness else None
-    for step in loop.value.remaining_steps():
-        record.begin_step(step)
-        sampled = ahead.sampled(step) if ahead else rollout(loop, step)
-        if record.run(loop.value.take, sampled.value):
-            scored = score_rewards(loop, sampled)
-            ready = compute_advantages(loop, scored)
-            update_policy(loop, ready)
+    with body.value.running(), ExitStack() as stack:
+        if loop.value.evaluates_before_first_step:
+            evaluate(loop, 0)
+        ahead = RolloutsAhead(loop) if loop.value.max_staleness else None
         if ahead:
-            ahead.finish()
-        sync_weights(loop, step)
-        if loop.value.evaluation_is_due(step):
-            evaluate(loop, step)
-        record.end_step(step)
-        if loop.value.checkpoint_is_due(step):
-            checkpoint(loop, step)
+            stack.callback(ahead.close)
+        steps = loop.value.remaining_steps()
+        for step in steps[:SHOWN_STEPS]:
+            take_step(loop, step, ahead, as_task)
+        for block in batched_steps(steps[SHOWN_STEPS:]):
+            several_steps(loop, block[0], block[-1], Live(ahead))
+
+
+def batched_steps(steps: range) -> list[range]:
+    """The steps in blocks of `BLOCK_STEPS`, the last one shorter."""
+    return [steps[at : at + BLOCK_STEPS] for at in range(0, len(steps), BLOCK_STEPS)]
+
+
+def run_steps(stage: str, loop: RlLoop) -> None:
+    """Run `rl_flow`; without a flow run where Prefect's server does not answer."""
+    body = Body()
+    call_flow(rl_flow, body, stage, Live(loop), Live(body), optional=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,10 @@ from posttrain.pipelines.run.stops import STOPS, follows_a_stop, never, noted_st
 
 if TYPE_CHECKING:
     from posttrain.pipelines.run.pipeline import Pipeline
+
+
+SAME_STOP_S = 1.0
+"""Signals within this time are one request to stop; one that comes later ends the run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +152,18 @@ def _run_flow(pipeline: Pipeline) -> None:
     """Run the Prefect flow in this thread; SIGINT and SIGTERM both end in `KeyboardInterrupt`."""
     from prefect.exceptions import CancelledRun, TerminationSignal
 
+    from posttrain.pipelines.rl.prefect_away import Body, call_flow
     from posttrain.pipelines.run.flow import flow_for
 
     config = pipeline.config
     flow = flow_for(config.limits.max_parallel_stages)
     with stop_on_signals(pipeline):
         try:
-            flow(pipeline.title, redacted_tree(config.model_dump(mode="json")), Live(pipeline))
+            body = Body()
+            config = redacted_tree(pipeline.config.model_dump(mode="json"))
+            call_flow(
+                flow, body, pipeline.title, config, Live(pipeline), Live(body), optional=False
+            )
         except CancelledRun:
             if not pipeline.closed:
                 raise
@@ -173,7 +184,14 @@ def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
         yield
         return
 
+    first: list[float] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
+        # A terminal and a wrapper may both pass on one Ctrl-C.
+        if first and time.monotonic() - first[0] > SAME_STOP_S:
+            print("stopped at once; the same command continues", file=sys.stderr, flush=True)
+            os._exit(130)
+        first.append(time.monotonic())
         pipeline.stop_requested.set()
         raise KeyboardInterrupt
 

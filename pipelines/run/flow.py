@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import httpx
 from prefect import Flow, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -24,6 +25,7 @@ from posttrain.core.errors import ApprovalRefused
 from posttrain.core.redaction import redact_error
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.rl.live import Live
+from posttrain.pipelines.rl.prefect_away import Body, unreachable, went_away
 from posttrain.pipelines.run.flow_records import leave_results, leave_samples
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.prefect_server import own_server_runs
@@ -70,13 +72,16 @@ def device_tags(device: str) -> list[str]:
     was stored, and Prefect's client asks again after 2 s.
     """
     tag = f"posttrain-{device}"
-    if not own_server_runs():
-        return [tag]
     with get_client(sync_client=True) as client:
         try:
             client.read_concurrency_limit_by_tag(tag)
         except ObjectNotFound:
-            return []
+            return [] if own_server_runs() else [tag]
+        except httpx.HTTPError as error:
+            if not unreachable(error):
+                raise
+            went_away(error)
+            return []  # a task with a tag waits for a slot, which nobody gives out
     return [tag]
 
 
@@ -110,13 +115,18 @@ def run_stage(stage: str, pipeline: Live[Pipeline], upstream: dict[str, LiveResu
     persist_result=False,
 )
 def post_training(
-    name: str, config: dict[str, object], pipeline: Live[Pipeline]
+    name: str, config: dict[str, object], pipeline: Live[Pipeline], body: Live[Body]
 ) -> State[None] | None:
     """All stages of the pipeline, each after those it reads. `config` is shown in Prefect's UI.
 
     A gate that is not passed ends it as cancelled: a completed run Prefect would not start again
     when a deployed run is resumed with the answer.
     """
+    with body.value.running():
+        return _run_stages(pipeline)
+
+
+def _run_stages(pipeline: Live[Pipeline]) -> State[None] | None:
     live = pipeline.value
     live.joined_flow(str(flow_run.id))
     began = time.perf_counter()

@@ -32,6 +32,7 @@ from prefect.logging.handlers import APILogHandler
 from posttrain.core.redaction import redacted
 from posttrain.core.runtime.reporter import SilentReporter
 from posttrain.core.store.artifacts import RunResult, StageResult
+from posttrain.pipelines.rl.prefect_away import unreachable, went_away
 from posttrain.pipelines.run.progress import LogReporter, describe
 from posttrain.pipelines.run.summary import links, summary_markdown
 
@@ -50,6 +51,8 @@ def for_the_pages(what: str) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, PrefectException) as error:
+        if unreachable(error):
+            went_away(error)
         first = redacted((str(error).splitlines() or [type(error).__name__])[0])
         logger.warning("Prefect's pages lack %s: %s", what, first)
 

@@ -22,6 +22,10 @@ def prefect_settings(home: Path) -> dict[str, str]:
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL",
         "PREFECT_CLI_PROMPT": "false",
+        # Waits of 2 and 4 s for a server that is away. The end of a flow asks three times.
+        "PREFECT_CLIENT_MAX_RETRIES": "2",
+        # Else each event that such a server does not take is an error of ten lines.
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
     }
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
     return {"PREFECT_HOME": str(home / "prefect"), **chosen}

@@ -11,9 +11,12 @@ import gc
 import os
 import signal
 import socket
+import sqlite3
+import sys
 import threading
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 from posttrain.core.runtime.files import create_database
@@ -21,6 +24,7 @@ from posttrain.core.store.locks import locked
 
 SCHEMA = Path(__file__).with_name("prefect_schema.sql")
 GRACE_S = 4.0
+CHECKED_BYTES = 50_000_000
 
 
 def main() -> None:
@@ -75,8 +79,47 @@ def _prepare_database() -> None:
     url = settings.server.database.connection_url
     with locked(settings.home / ".lock-start"):
         if url is not None and url.get_secret_value().endswith(f":///{database}"):
+            move_if_damaged(database)
             create_database(database, SCHEMA, "prefect")
         asyncio.run(provide_database_interface().create_db())
+
+
+def move_if_damaged(database: Path) -> None:
+    """Move a file that SQLite cannot read out of the way, with one sentence.
+
+    It holds nothing but what Prefect's pages show.
+    """
+    problem = damage(database)
+    if problem is None:
+        return
+    moved = database.with_name(f"{database.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    for suffix in ("-wal", "-shm", ""):
+        part = database.with_name(database.name + suffix)
+        if part.exists():
+            os.replace(part, moved.with_name(moved.name + suffix))
+    print(
+        f"Prefect's database {database} is damaged ({problem}): it was moved to {moved.name} and "
+        "made again; Prefect's pages lack earlier runs, results are not affected",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def damage(database: Path) -> str | None:
+    """What is wrong with the file, or None. A large file is not read through: that takes long."""
+    if not database.exists() or not database.stat().st_size:
+        return None
+    try:
+        with closing(sqlite3.connect(database, timeout=5.0)) as connection:
+            connection.execute("select count(*) from sqlite_master").fetchone()
+            if database.stat().st_size > CHECKED_BYTES:
+                return None
+            (found,) = connection.execute("pragma quick_check(1)").fetchone()
+    except sqlite3.OperationalError:
+        return None  # locked, or a full disk: the server reports that itself
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if found == "ok" else " ".join(str(found).split())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from posttrain.pipelines.services.processes import (
 )
 from posttrain.pipelines.services.servers import (
     Service,
+    end_dead_runs,
     make_pool,
     mlflow_server,
     prefect_server,
@@ -81,6 +82,9 @@ def up(home: Path, wanted: Ports, say: Say) -> Ports:
             # The servers migrate their databases at the same time, which takes the most time.
             _start(others[:2], layout, say)
             make_pool(wanted)
+            ended = end_dead_runs(layout, wanted)
+            if ended:
+                say(f"{'runs':<9} {ended} whose process was killed: reported as crashed")
             _start(others[2:], layout, say)
         except BaseException:
             stop(layout, [s.launch.service for s in down], say)

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
+import psutil
 
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.services.layout import (
@@ -26,8 +27,10 @@ from posttrain.pipelines.services.layout import (
     plain_environment,
 )
 from posttrain.pipelines.services.postgres import ROLE
-from posttrain.pipelines.services.processes import Launch, find
+from posttrain.pipelines.services.processes import MARK, Launch, find
 
+FILES = "prefect.server.concurrency.lease_storage.filesystem"
+UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
@@ -51,6 +54,8 @@ def prefect_server(layout: Layout, ports: Ports) -> Service:
         "PREFECT_UI_API_URL": f"{base}/api",
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
         "PREFECT_SERVER_DATABASE_DRIVER": "postgresql+asyncpg",
+        # In memory, as by default, a killed server forgets who holds a slot: it is never released.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": FILES,
         "PGPASSFILE": str(layout.password_file),
     }
     command = [sys.executable, "-m", "prefect", "server", "start"]
@@ -87,7 +92,7 @@ def mlflow_server(layout: Layout, ports: Ports) -> Service:
 
 def worker(layout: Layout, ports: Ports) -> Service:
     """Takes runs of the pool, each in a process of its own, which uses this home."""
-    name = f"{socket.gethostname()}-{layout.home.name.lstrip('.')}"
+    name = worker_name(layout)
     environment = {
         "PREFECT_WORKER_QUERY_SECONDS": "5",
         **plain_environment(),
@@ -102,6 +107,10 @@ def worker(layout: Layout, ports: Ports) -> Service:
     ]
     launch = Launch("worker", command, environment, layout.log("worker"), layout.record("worker"))
     return Service(launch, lambda: _is_online(launch, ports, name), f"pool '{POOL}'")
+
+
+def worker_name(layout: Layout) -> str:
+    return f"{socket.gethostname()}-{layout.home.name.lstrip('.')}"
 
 
 def make_pool(ports: Ports) -> None:
@@ -134,6 +143,48 @@ def runs_in_progress(ports: Ports) -> int:
     state = {"state": {"type": {"any_": ["RUNNING"]}}}
     chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
     return len(_ask(ports, "/flow_runs/filter", chosen))
+
+
+def end_dead_runs(layout: Layout, ports: Ports) -> int:
+    """Report runs of this home's worker whose process is gone as crashed; returns how many.
+
+    A run that was killed together with its server stays "Running" there and keeps the slot of its
+    deployment, for which each later run of a schedule is cancelled.
+    """
+    state = {"state": {"type": {"any_": UNFINISHED}}}
+    chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
+    found, name = _ask(ports, "/flow_runs/filter", chosen), worker_name(layout)
+    dead = [run for run in found if _process_is_gone(run, name)]
+    crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process was killed"}
+    return sum(
+        _post(
+            ports,
+            f"/flow_runs/{run['id']}/set_state",
+            {"state": crashed, "force": True},
+            timeout=30,
+        ).is_success
+        for run in dead
+    )
+
+
+def _process_is_gone(run: dict[str, Any], worker: str) -> bool:
+    """Whether a run's process was started by that worker and does not exist."""
+    number = str(run.get("infrastructure_pid") or "").rpartition(":")[2]
+    mine = bool((run.get("labels") or {}).get("prefect.worker.name") == worker)
+    return mine and number.isdecimal() and not _is_run(int(number))
+
+
+def _is_run(pid: int) -> bool:
+    """Whether `pid` is a live process of a run; the kernel gives numbers to others again."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return MARK in process.environ()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True  # it cannot be seen: nothing is known
 
 
 def _ask(ports: Ports, path: str, body: object) -> list[Any]:

@@ -31,7 +31,6 @@ from posttrain.pipelines.rl.build import (
     output_recording,
     value_phase,
 )
-from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
@@ -43,11 +42,11 @@ from posttrain.pipelines.stages.microscope import log_pages
 
 def run_rl(context: StageContext) -> StageOutput:
     """Train the input model with reinforcement learning; saves the result and the curves."""
-    from posttrain.pipelines.rl.flow import rl_flow  # a replay needs no Prefect
+    from posttrain.pipelines.rl.flow import run_steps  # a replay needs no Prefect
 
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
-        rl_flow(context.name, Live(loop))
+        run_steps(context.name, loop)
         loop.learner.stored.close()
         if loop.critic is not None:
             loop.critic.stored.close()

@@ -100,8 +100,7 @@ def measure(steps: int) -> dict[str, object]:
 
         from posttrain.core.tracking.mlflow_store import prepare_database
         from posttrain.core.tracking.mlflow_tracker import PipelineTracker
-        from posttrain.pipelines.rl.flow import rl_flow
-        from posttrain.pipelines.rl.live import Live
+        from posttrain.pipelines.rl.flow import run_steps
 
         tracker = PipelineTracker.start(
             uri=prepare_database(home),
@@ -116,7 +115,7 @@ def measure(steps: int) -> dict[str, object]:
 
         @flow(name="overhead", validate_parameters=False, persist_result=False)
         def run() -> None:
-            rl_flow("rl", Live(loop))
+            run_steps("rl", loop)
 
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
             began = cpu_seconds()

@@ -1,0 +1,105 @@
+"""A Prefect server that goes away during a run: it only displays, so the run goes on without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import prefect.context
+from prefect import Flow
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
+
+AWAY_TIMEOUT_S = 5.0
+"""How long a request waits for a server that was away before. It is not repeated."""
+UNREACHABLE = "Failed to reach API"
+"""What Prefect's client raises, as a RuntimeError, where a flow finds no server."""
+
+logger = logging.getLogger(__name__)
+_reported: list[str] = []
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether Prefect's server did not answer, or answered with an error of its own."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, httpx.TransportError) or UNREACHABLE in str(found):
+            return True
+        if isinstance(found, httpx.HTTPStatusError) and found.response.status_code >= 500:
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def went_away(error: BaseException) -> None:
+    """Report once that the server is away; later requests try once and wait for seconds at most.
+
+    They are still sent: a server that is back shows what comes then.
+    """
+    if _reported:
+        return
+    _reported.append(str(error))
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    logger.warning(
+        "Prefect's server does not answer (%s): the run goes on and keeps its results; Prefect's "
+        "pages lack what follows",
+        first,
+    )
+    # For all threads; what a `with` block has set for this one stays in it.
+    context = prefect.context.GLOBAL_SETTINGS_CONTEXT or prefect.context.get_settings_context()
+    prefect.context.GLOBAL_SETTINGS_CONTEXT = prefect.context.SettingsContext(
+        profile=context.profile,
+        settings=context.settings.copy_with_update(
+            updates={PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: AWAY_TIMEOUT_S}
+        ),
+    )
+
+
+def was_away() -> bool:
+    """Whether the server failed to answer in this process."""
+    return bool(_reported)
+
+
+class Body:
+    """What became of the body of a flow, whatever Prefect could store of it."""
+
+    def __init__(self) -> None:
+        self.began = False
+        self.ended = False
+        self.error: BaseException | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the whole body of the flow."""
+        self.began = True
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise
+        self.ended = True
+
+
+def call_flow(flow: Flow[..., Any], body: Body, *arguments: Any, optional: bool) -> None:
+    """Call the flow. A state that could not be written changes nothing about what its body did.
+
+    An error of the body is raised, and not the one of the request that was to report it. Where an
+    `optional` flow could not begin, its body runs without a flow run.
+    """
+    try:
+        flow(*arguments)
+    except Exception as error:
+        if not unreachable(error):
+            raise
+        if body.error is not None:
+            if body.error is not error:
+                went_away(error)
+            raise body.error from None
+        if not body.ended and (body.began or not optional):
+            raise
+        went_away(error)
+        if not body.ended:
+            without: Callable[..., Any] = flow.fn
+            without(*arguments)

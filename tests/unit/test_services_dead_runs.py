@@ -1,0 +1,60 @@
+"""Runs that the server believes to be running although their process was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.pipelines.services import servers
+from posttrain.pipelines.services.layout import Layout, Ports
+from posttrain.pipelines.services.processes import MARK
+
+
+def test_only_runs_whose_process_is_gone_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = [sys.executable, "-c", "input()"]
+    live = subprocess.Popen(
+        program, stdin=subprocess.PIPE, env={**os.environ, MARK: "folder"}, text=True
+    )
+    gone = subprocess.Popen(program, stdin=subprocess.PIPE)
+    gone.communicate(b"\n")
+    other = subprocess.Popen(program, stdin=subprocess.PIPE, env={})  # the number is used again
+    pids = {
+        "live": str(live.pid),
+        "gone": str(gone.pid),
+        "other": str(other.pid),
+        "elsewhere": str(gone.pid),
+        "none": None,
+    }
+    sent: list[tuple[str, Any]] = []
+
+    def post(ports: Ports, path: str, body: Any, timeout: float) -> SimpleNamespace:
+        sent.append((path, body))
+        return SimpleNamespace(is_success=True)
+
+    layout = Layout(tmp_path / ".posttrain")
+    workers = dict.fromkeys(pids, servers.worker_name(layout)) | {"elsewhere": "another-home"}
+    found = [
+        {"id": name, "infrastructure_pid": pid, "labels": {"prefect.worker.name": workers[name]}}
+        for name, pid in pids.items()
+    ]
+    monkeypatch.setattr(servers, "_ask", lambda *arguments: found)
+    monkeypatch.setattr(servers, "_post", post)
+    try:
+        assert servers.end_dead_runs(layout, Ports(1, 2, 3)) == 2
+    finally:
+        for process in (live, other):
+            process.kill()
+            process.wait()
+    assert [path for path, _ in sent] == [
+        "/flow_runs/gone/set_state",
+        "/flow_runs/other/set_state",
+    ]
+    assert all(body["force"] and body["state"]["type"] == "CRASHED" for _, body in sent)
