@@ -155,15 +155,12 @@ def _run_flow(pipeline: Pipeline) -> None:
     from posttrain.pipelines.rl.prefect_away import Body, call_flow
     from posttrain.pipelines.run.flow import flow_for
 
-    config = pipeline.config
-    flow = flow_for(config.limits.max_parallel_stages)
+    flow, body = flow_for(pipeline.config.limits.max_parallel_stages), Body()
+    shown = redacted_tree(pipeline.config.model_dump(mode="json"))
     with stop_on_signals(pipeline):
         try:
-            body = Body()
-            config = redacted_tree(pipeline.config.model_dump(mode="json"))
-            call_flow(
-                flow, body, pipeline.title, config, Live(pipeline), Live(body), optional=False
-            )
+            arguments = (pipeline.title, shown, Live(pipeline), Live(body))
+            call_flow(flow, body, *arguments, optional=False)
         except CancelledRun:
             if not pipeline.closed:
                 raise
