@@ -1,0 +1,545 @@
+"""The background writer to MLflow, and the spool on disk that it fills while MLflow is away.
+
+Callers hand over an operation, which is plain data, and go on. One thread sends them in order. An
+operation that the server refuses raises `RunError` at the next call or at `flush`, whichever comes
+first. When the server cannot be reached, all operations go to the spool in the run's folder, and
+nothing raises or waits. The spool is sent in order when the server is back: by the same process, or
+by the next command (`send_waiting` in `outage`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import re
+import shutil
+import sqlite3
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from requests import exceptions as http
+from sqlalchemy.exc import InterfaceError, OperationalError
+
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.store.locks import locked
+
+MAX_WAITING = 1000
+"""Operations that are kept in memory; what exceeds them goes to the spool."""
+PROBE_S = 5.0
+"""How often a server that is away is asked again."""
+TRIES = 20
+"""How often an operation that only gets server errors is sent while the server answers others."""
+PENDING = "pending-"
+_PLACEHOLDER = re.compile(PENDING + "[0-9a-f]{32}")
+
+Operation = dict[str, Any]
+"""`op` is its kind, `what` its name in errors, `run` its MLflow run; the rest depends on the kind.
+
+One that makes something has a `request`: the placeholder for the id that MLflow will give.
+"""
+
+
+def placeholder() -> str:
+    return PENDING + uuid.uuid4().hex
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong, in the database's own words where one is behind it: users read no SQL."""
+    # `orig` is SQLAlchemy's name for the driver's error.
+    found = (getattr(cause, "orig", None) for cause in _causes(error))
+    return str(next((driver for driver in found if driver is not None), error))
+
+
+_NO_ANSWER = (http.ConnectionError, http.Timeout, http.ChunkedEncodingError, ConnectionError)
+_STORE_AWAY = ("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError")
+"""Errors of artifact stores' own clients, which need not be installed."""
+_SERVER_ERROR = re.compile(r"failed with error code (5\d\d|429) ")
+
+
+def no_answer(error: BaseException) -> bool:
+    """Whether the server could not be reached, or ended in the middle of its answer."""
+    return any(
+        isinstance(cause, _NO_ANSWER)
+        or type(cause).__name__ in _STORE_AWAY
+        or (isinstance(cause, OperationalError | InterfaceError) and _database_away(cause))
+        for cause in _causes(error)
+    )
+
+
+def _database_away(error: OperationalError | InterfaceError) -> bool:
+    if isinstance(error.orig, sqlite3.Error):  # a full disk is an error too, and does not pass
+        return "locked" in str(error.orig) or "busy" in str(error.orig)
+    return True
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether the same request may succeed later: no answer, or an error of the server's own."""
+    return no_answer(error) or any(_is_server_error(cause) for cause in _causes(error))
+
+
+def _is_server_error(error: BaseException) -> bool:
+    if isinstance(error, http.RetryError):  # "too many 503 error responses"
+        return True
+    if isinstance(error, http.HTTPError) and error.response is not None:
+        return error.response.status_code >= 500
+    if getattr(error, "error_code", "") == "TEMPORARILY_UNAVAILABLE":
+        return True
+    return bool(_SERVER_ERROR.search(str(error)))
+
+
+OPERATIONS, SENT, ABOUT, REFUSED, FILES = (
+    "operations.jsonl",
+    "sent.jsonl",
+    "about.json",
+    "refused.jsonl",
+    "files",
+)
+
+
+class Spool:
+    """Operations that wait in a folder: one a line, and for each one sent a line in `sent.jsonl`.
+
+    A line is appended in one write, so that a kill can only cut the last one, which is then not
+    read. The folder is there while something waits. Its lock belongs to the process that uses it.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.ids: dict[str, str] = {}
+        self.waiting = 0
+        self._about = dict(about)
+        self._offset = 0
+        self._held: ExitStack | None = None
+        self._guard = threading.Lock()
+        self._kept = 0
+
+    @property
+    def in_use(self) -> bool:
+        return self._held is not None
+
+    @classmethod
+    def found(cls, folder: Path, about: Mapping[str, str]) -> Spool:
+        """What another process left. The caller holds its lock (`lock_path`)."""
+        spool = cls(folder, about)
+        spool._held = ExitStack()
+        for row in _whole_lines(folder / SENT):
+            spool._offset = row["offset"]
+            spool.ids |= row["ids"]
+        path = folder / OPERATIONS
+        if path.is_file():
+            with path.open("rb") as stream:
+                stream.seek(spool._offset)
+                for line in stream:
+                    if line.endswith(b"\n"):  # a kill can cut the last one
+                        json.loads(line)
+                        spool.waiting += 1
+        return spool
+
+    def keep_file(self, path: Path) -> Path:
+        """A copy of a file or folder, which may change or go after this."""
+        with self._guard:
+            self._hold()
+            self._kept += 1
+        copy = self.folder / FILES / uuid.uuid4().hex / path.name
+        try:
+            copy.parent.mkdir(parents=True)
+            if path.is_dir():
+                shutil.copytree(path, copy)
+            else:
+                shutil.copyfile(path, copy)
+        except OSError:
+            shutil.rmtree(copy.parent, ignore_errors=True)
+            self._kept -= 1
+            raise
+        return copy
+
+    def append(self, operations: Iterable[Operation]) -> None:
+        with self._guard:
+            self._hold()
+        lines = [json.dumps(self.resolved(each), default=str) + "\n" for each in operations]
+        with (self.folder / OPERATIONS).open("ab", buffering=0) as stream:
+            begin = stream.tell()
+            content = "".join(lines).encode()
+            if stream.write(content) != len(content):
+                stream.truncate(begin)
+                raise OSError(28, "No space left on device")
+        self.waiting += len(lines)
+
+    def first(self) -> Operation:
+        with (self.folder / OPERATIONS).open("rb") as stream:
+            stream.seek(self._offset)
+            return dict(json.loads(stream.readline()))
+
+    def done(self, operation: Operation, made: str) -> None:
+        """Note that the first operation is sent, and which id the server gave to what it made."""
+        with (self.folder / OPERATIONS).open("rb") as stream:
+            stream.seek(self._offset)
+            stream.readline()
+            self._offset = stream.tell()
+        new = {operation["request"]: made} if made and "request" in operation else {}
+        self.ids |= new
+        line = json.dumps({"offset": self._offset, "ids": new}) + "\n"
+        # Without the line, on a full disk, what was sent is sent again after a kill: it is the same.
+        with contextlib.suppress(OSError), (self.folder / SENT).open("ab", buffering=0) as stream:
+            stream.write(line.encode())
+        self.waiting -= 1
+        self.drop_file(operation)
+
+    def drop_file(self, operation: Operation) -> None:
+        """Remove the copy that belongs to an operation that was sent."""
+        copy = Path(str(operation.get("file", "")))
+        if copy.is_relative_to(self.folder):
+            shutil.rmtree(copy.parent, ignore_errors=True)
+            self._kept -= 1
+
+    def refuse(self, operation: Operation, why: str) -> None:
+        """Put an operation aside that the server does not take."""
+        with (self.folder / REFUSED).open("a") as stream:
+            stream.write(json.dumps({"why": why, **operation}, default=str) + "\n")
+
+    def resolved(self, value: Any) -> Any:
+        """`value` with the ids that MLflow gave in the place of placeholders."""
+        if isinstance(value, str):
+            if PENDING not in value or not self.ids:
+                return value
+            return _PLACEHOLDER.sub(lambda found: self.ids.get(found[0], found[0]), value)
+        if isinstance(value, Mapping):
+            # Content is the user's own, and large.
+            return {k: v if k in ("rows", "text") else self.resolved(v) for k, v in value.items()}
+        return [self.resolved(each) for each in value] if isinstance(value, list) else value
+
+    def release(self, *, last: bool = False) -> None:
+        """Remove what is sent and let go of the folder, unless it is about to be used.
+
+        It stays when something waits or was refused.
+        """
+        with self._guard:
+            if self._held is None or (not last and (self._kept or self.waiting)):
+                return
+            if not self.waiting:
+                self.remove()
+            self._held.close()
+            self._held = None
+
+    def remove(self) -> None:
+        """Remove what was sent; what was refused stays."""
+        self._offset = 0
+        for name in (OPERATIONS, SENT):
+            (self.folder / name).unlink(missing_ok=True)
+        if not (self.folder / REFUSED).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _hold(self) -> None:
+        if self._held is not None:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(locked(lock_path(self.folder)))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ABOUT).write_text(json.dumps(self._about))
+            self._held = stack.pop_all()
+
+
+def lock_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+Send = Callable[[Operation, bool], str]
+"""Sends an operation. True: it may have been sent before. Gives the id of what it made, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    operation: Operation
+    answer: Future[str] | None = None
+
+
+class Writer:
+    """Sends operations one after another in the background. `where` is named in errors.
+
+    `probe` says whether a server that was away answers again.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        send: Send,
+        spool: Spool,
+        probe: Callable[[], bool] = lambda: True,
+        *,
+        max_waiting: int = MAX_WAITING,
+        probe_s: float = PROBE_S,
+    ) -> None:
+        self.where = where
+        self.failed = False
+        self.away = False
+        self.spool = spool
+        self._send, self._probe = send, probe
+        self._max_waiting, self._probe_s = max_waiting, probe_s
+        self._queue: deque[_Job] = deque()
+        self._current: _Job | None = None  # taken from the queue, not from the spool
+        self._failures: list[tuple[str, BaseException]] = []
+        self._news: list[str] = []
+        self._tries = 0
+        self._reported = False
+        self._give_up_at: float | None = None  # set by `close`
+        self._changed = threading.Condition(threading.RLock())
+        self._thread = threading.Thread(target=self._work, name="posttrain-tracking", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, 0.0)
+
+    def submit(self, operation: Operation) -> None:
+        """Queue an operation; then raise the error of an earlier one, if any.
+
+        It is queued even then: a failed write must not take later measurements with it.
+        """
+        with self._changed:
+            earlier = self._untold()
+            self._put(_Job(operation))
+        if earlier is not None:
+            raise earlier
+
+    def call(self, operation: Operation) -> str:
+        """The id of what the operation makes, after everything queued before it was sent.
+
+        While MLflow is away it is the operation's `request`, which `real` resolves later.
+        """
+        job = _Job(operation, Future())
+        with self._changed:
+            self._put(job)
+            if self.away:
+                self._spill()
+        assert job.answer is not None
+        error = job.answer.exception()
+        if error is not None:
+            raise self._explained(operation["what"], error)
+        return job.answer.result()
+
+    def real(self, value: str) -> str:
+        """An id of MLflow's in the place of a placeholder, once it is known."""
+        return self.spool.ids.get(value, value)
+
+    def news(self) -> list[str]:
+        """Sentences for the user since the last call: MLflow is away, MLflow is back."""
+        if not self._news:
+            return []
+        with self._changed:
+            found, self._news = self._news, []
+        return found
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait until everything is in MLflow, however long; `check` may raise to give up."""
+        with self._changed:
+            while self._queue or self._current or self.spool.waiting:
+                self._changed.wait(0.2)
+                check()
+
+    def check(self) -> None:
+        with self._changed:
+            error = self._untold()
+        if error is not None:
+            raise error
+
+    def drain(self) -> None:
+        """Wait until everything queued so far is in MLflow, or on disk while that is away."""
+        with self._changed:
+            if self.away:
+                self._spill()
+            while (self._queue or self._current) and self._thread.is_alive():
+                self._changed.wait(1.0)
+
+    def flush(self) -> None:
+        """`drain`, then raise the first error of an operation that was refused."""
+        self.drain()
+        self.check()
+
+    def close(self, patience_s: float = 0.0) -> int:
+        """Send what waits and end the thread; returns how many operations are left in the spool.
+
+        A server that is away is waited for `patience_s`; one that answers gets everything.
+        """
+        atexit.unregister(self.close)
+        with self._changed:
+            self._give_up_at = time.monotonic() + patience_s
+            self._changed.notify_all()
+        self._thread.join()
+        left = self.spool.waiting
+        self.spool.release(last=True)
+        return left
+
+    def _put(self, job: _Job) -> None:
+        if self._give_up_at is not None:
+            raise RuntimeError("the writer is closed")
+        self._queue.append(job)
+        if len(self._queue) > self._max_waiting:
+            self._spill()
+        self._changed.notify_all()
+
+    def _spill(self) -> None:
+        """Move everything in memory to the spool, what is being sent first."""
+        jobs = [self._current] if self._current else []
+        jobs += self._queue
+        self._queue.clear()
+        self._current = None
+        if not jobs:
+            return
+        try:
+            self.spool.append(job.operation for job in jobs)
+        except (OSError, ResourceError) as error:
+            self._failures += [(job.operation["what"], error) for job in jobs]
+            for job in jobs:
+                if job.answer is not None:
+                    job.answer.set_exception(error)
+        for job in jobs:
+            if job.answer is not None and not job.answer.done():
+                job.answer.set_result(job.operation.get("request", ""))
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._has_work():
+                    return
+                if not self.away:
+                    job = self._take()
+            if self.away:
+                self.away = not self._answers()
+            else:
+                self._attempt(job)
+
+    def _has_work(self) -> bool:
+        """Wait for something to do; False when the thread is to end. Called with the lock."""
+        due = time.monotonic() + self._probe_s
+        while True:
+            closing = self._give_up_at is not None
+            if self.away:
+                self._spill()
+                now = time.monotonic()
+                if self._give_up_at is not None:
+                    if now >= self._give_up_at:
+                        return False
+                    due = min(due, now + 1.0)
+                if now >= due:
+                    return True
+                self._changed.wait(due - now)
+            elif self._queue or self.spool.waiting:
+                return True
+            elif closing:
+                return False
+            else:
+                self._emptied()
+                self._changed.wait()
+
+    def _emptied(self) -> None:
+        if self._reported:
+            self._reported = False
+            self._news.append(
+                f"MLflow at {self.where} answers again: everything that waited was sent"
+            )
+        if self.spool.in_use:
+            self.spool.release()
+
+    def _take(self) -> _Job:
+        """The oldest operation: what is in the spool is older than what is in the queue."""
+        if self.spool.waiting:
+            return _Job(self.spool.first())
+        self._current = self._queue.popleft()
+        return self._current
+
+    def _answers(self) -> bool:
+        try:
+            return self._probe()
+        except Exception:
+            return False
+
+    def _attempt(self, job: _Job) -> None:
+        operation, again = job.operation, self._current is None
+        try:
+            made = self._send(self.spool.resolved(operation), again)
+        except BaseException as error:
+            with self._changed:
+                self._not_sent(job, error)
+            return
+        with self._changed:
+            self._tries = 0
+            self._sent(job, made)
+
+    def _sent(self, job: _Job, made: str) -> None:
+        if self._current is None:  # it was in the spool, or came there while it was sent
+            if self.spool.waiting:
+                self.spool.done(job.operation, made)
+        else:
+            self.spool.drop_file(job.operation)
+            self._current = None
+        if job.answer is not None and not job.answer.done():
+            job.answer.set_result(made)
+        self._changed.notify_all()
+
+    def _not_sent(self, job: _Job, error: BaseException) -> None:
+        if unreachable(error):
+            self._tries += not no_answer(error)
+            if self._tries < TRIES:
+                self._go_away(error)
+                return
+            self._tries = 0
+            self._news.append(
+                f"MLflow at {self.where} does not take {job.operation['what']} "
+                f"({reason(error)}): it is kept in {self.spool.folder / REFUSED}"
+            )
+            self._spill()
+            self.spool.refuse(job.operation, reason(error))
+        elif job.answer is None:
+            self._failures.append((job.operation["what"], error))
+        else:
+            self.failed = True
+            job.answer.set_exception(error)
+        self._sent(job, "")
+
+    def _go_away(self, error: BaseException) -> None:
+        self.away = True
+        self._spill()
+        if not self._reported:
+            self._reported = True
+            self._news.append(
+                f"MLflow at {self.where} cannot be reached: the run goes on, and what it records "
+                f"waits in {self.spool.folder} until MLflow is back"
+            )
+
+    def _untold(self) -> RunError | None:
+        """The first error since the last call, with the count of the others."""
+        if not self._failures:
+            return None
+        failed, self._failures = self._failures, []
+        self.failed = True
+        what, error = failed[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return self._explained(what + more, error)
+
+    def _explained(self, what: str, error: BaseException) -> RunError:
+        wrapped = RunError(
+            f"could not record {what} in MLflow at {self.where}: {reason(error)}; check that it "
+            "can be reached and that its disk has room, then run the same command again"
+        )
+        wrapped.__cause__ = error
+        return wrapped
