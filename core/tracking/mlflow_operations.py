@@ -60,6 +60,7 @@ class Sender:
             "known_model": self._known_model,
             "model_input": self._model_input,
             "end": self._end,
+            "ask": self._ask,
         }
 
     def __call__(self, operation: Operation, again: bool) -> str:
@@ -212,6 +213,9 @@ class Sender:
 
     def _end(self, operation: Operation, again: bool) -> None:
         self.client.set_terminated(operation["run"], operation["status"], operation["ended"])
+
+    def _ask(self, operation: Operation, again: bool) -> str:
+        return str(self.client.get_experiment(self.experiment_id).experiment_id)
 
 
 def log_params(client: MlflowClient, run_id: str, params: Mapping[str, Any]) -> None:

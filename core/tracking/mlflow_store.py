@@ -24,7 +24,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import create_database
 from posttrain.core.runtime.processes import is_left_behind, owner
 from posttrain.core.tracking.journal import JournalRow, read_journal
-from posttrain.core.tracking.writer import PENDING, no_answer, reason
+from posttrain.core.tracking.writer import reason
 
 SQLITE = "sqlite:///"
 SCHEMA = Path(__file__).with_name("mlflow_schema.sql")
@@ -109,13 +109,6 @@ def requested_run(client: MlflowClient, request: str) -> str:
     experiments = [item.experiment_id for item in client.search_experiments()]
     found = client.search_runs(experiments, f"tags.`{TAG_REQUEST}` = '{request}'", max_results=1)
     return str(found[0].info.run_id) if found else ""
-
-
-def real_run(client: MlflowClient, run_id: str) -> str:
-    """`run_id`, or the id of the run whose placeholder it is."""
-    if not run_id.startswith(PENDING):
-        return run_id
-    return requested_run(client, run_id) or run_id
 
 
 def artifact_root(uri: str) -> Path | None:

@@ -27,7 +27,7 @@ from posttrain.core.tracking.mlflow_run import (
 from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
-from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting
+from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting, write_real_ids
 from posttrain.core.tracking.writer import placeholder
 
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -42,6 +42,7 @@ class PipelineTracker(MlflowRun):
         self._source = dict(source)
         self.uri = session.uri
         self.experiment_id = session.experiment_id
+        self._store: Path | None = None
         self.killed_runs: list[str] = []
         self.sent_before: list[str] = []
         self._stages: list[StageTracker] = []
@@ -60,12 +61,14 @@ class PipelineTracker(MlflowRun):
         tags: Mapping[str, str],
         source: Mapping[str, str] | None = None,
         journal: Path | None = None,
+        artifacts: Path | None = None,
     ) -> PipelineTracker:
         """Open the parent run and store the config as config.yaml.
 
         `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie next to
         it. `source` are tags that say which code runs and who started it, here and on every stage.
         `journal` is the folder for write-ahead records; with None a kill loses the last steps.
+        `artifacts` is the store whose manifests get MLflow's ids when placeholders were used.
         Runs that dead processes left open are ended first (their ids: `killed_runs`).
         What earlier runs could not send is sent before that (in sentences: `sent_before`).
         Raises `ResourceError` when MLflow cannot be reached, within about ten seconds.
@@ -79,9 +82,10 @@ class PipelineTracker(MlflowRun):
             run = client.create_run(experiment_id, run_name=run_name, tags=tags)
             run_id = str(run.info.run_id)
             log_params(client, run_id, params)
-        writer = open_writer(client, uri, experiment_id, run_id, journal)
+        writer = open_writer(client, uri, experiment_id, run_id, journal, artifacts)
         session = Session(client, writer, uri, experiment_id, journal)
         tracker = cls(session, run_id, source or {})
+        tracker._store = artifacts
         tracker.killed_runs, tracker.sent_before = killed, sent
         tracker.log_text(config_yaml, "config.yaml")
         return tracker
@@ -160,29 +164,21 @@ class PipelineTracker(MlflowRun):
         """An id of MLflow's in the place of a placeholder, once it is known."""
         return self._session.writer.real(placeholder_or_id)
 
-    @property
-    def away(self) -> bool:
-        """Whether something waits because MLflow is away."""
-        return self._session.writer.away
+    def wait(self, patience_s: float) -> bool:
+        """Wait until MLflow has everything; False when it is still away after `patience_s`."""
+        return self._session.writer.wait(patience_s)
 
-    def settle(self, check: Callable[[], None]) -> None:
-        """Wait until MLflow has everything, however long; `check` may raise to give up."""
-        self._session.writer.settle(check)
+    def answers(self) -> bool:
+        """Whether MLflow answers now and has everything that was handed over."""
+        asked = {"op": "ask", "what": "a question", "request": placeholder()}
+        return self._session.writer.answers(asked)
 
-    def log_metrics(self, metrics: Metrics) -> None:
-        """Record summary metrics; a key may begin with a stage's name: `rl/reward/mean`."""
-        values = measured(metrics)
-        check_names(self._without_stage(name) for name in values)
-        if values:
-            self.submit_metrics(JournalRow(0, now_ms(), values))
-
-    def finish(self, status: FinalStatus, patience_s: float = 0.0) -> str:
+    def finish(self, status: FinalStatus) -> str:
         """End the run, and stages that are still open, with `status`; a second call does nothing.
 
-        Everything queued is written first. MLflow is waited for `patience_s` if it is away; the
-        sentence that is returned says what is left, and what sends it. Raises `RunError` for a
-        write that was refused; the run is then ended all the same, as FAILED if `status` was
-        FINISHED.
+        Everything queued is written first, to disk if MLflow is away; the sentence that is returned
+        then says what is left, and what sends it. Raises `RunError` for a write that was refused;
+        the run is then ended all the same, as FAILED if `status` was FINISHED.
         """
         if self.finished:
             return ""
@@ -192,11 +188,13 @@ class PipelineTracker(MlflowRun):
                 end(status)
             except RunError as error:  # the other runs must be ended too
                 errors.append(error)
-        left = self._session.writer.close(patience_s)
+        spool = self._session.writer.spool
+        left = self._session.writer.close()
+        if self._store is not None:
+            write_real_ids(self._store, spool.ids)
         if errors:
             raise errors[0]
-        folder = self._session.writer.spool.folder
-        return left_behind(left, self.uri, folder) if left else ""
+        return left_behind(left, self.uri, spool.folder) if left else ""
 
     def _create(
         self, what: str, name: str, tags: Mapping[str, str], params: Mapping[str, object]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 from mlflow.tracking._tracking_service.utils import get_default_host_creds
 from mlflow.utils.rest_utils import http_request_safe
 
-from posttrain.core.errors import PosttrainError, ResourceError
+from posttrain.core.store.artifacts import MANIFEST
 from posttrain.core.store.locks import locked
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.mlflow_operations import Sender
-from posttrain.core.tracking.writer import Spool, Writer, lock_path, reason, unreachable
+from posttrain.core.tracking.writer import ABOUT, Spool, Writer, lock_path, reason, unreachable
 
 FOLDER = "mlflow-waiting"
 PATIENCE_S = 30.0
@@ -28,14 +28,42 @@ SEND_COMMAND = "posttrain send"
 
 
 def open_writer(
-    client: MlflowClient, uri: str, experiment_id: str, run_id: str, journal: Path | None
+    client: MlflowClient,
+    uri: str,
+    experiment_id: str,
+    run_id: str,
+    journal: Path | None,
+    artifacts: Path | None,
 ) -> Writer:
-    """The writer of a run; its spool is in the run's folder, or a temporary one without `journal`."""
-    root = Path(tempfile.mkdtemp()) if journal is None else journal / run_id
-    about = {"uri": without_password(uri), "experiment_id": experiment_id, "run_id": run_id}
-    spool = Spool(root / FOLDER, about)
+    """The writer of a run. Its spool is in the run's folder; without `journal` in a temporary one.
+
+    `artifacts` is the store of the stages that the run computes.
+    """
+    root = Path(tempfile.gettempdir()) / "posttrain" if journal is None else journal
+    about = {
+        "uri": without_password(uri),
+        "experiment_id": experiment_id,
+        "run_id": run_id,
+        "artifacts": "" if artifacts is None else str(artifacts.resolve()),
+    }
+    spool = Spool(root / run_id / FOLDER, about)
     sender = Sender(client, uri, experiment_id)
     return Writer(without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
+
+
+def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
+    """Put MLflow's ids into the manifests of stages that were stored with placeholders."""
+    if not ids:
+        return
+    for path in artifacts.glob(f"*/{MANIFEST}"):
+        text = path.read_text()
+        found = {old: new for old, new in ids.items() if old in text}
+        if found:
+            for old, new in found.items():
+                text = text.replace(old, new)
+            partial = artifacts / f".ids-{uuid.uuid4().hex}"  # in the stage it would be damage
+            partial.write_text(text)
+            partial.replace(path)
 
 
 def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[], bool]:
@@ -84,22 +112,24 @@ class _Busy(Exception):
     """Another process sends this spool, or its run is still alive."""
 
 
-def send_waiting(runs: Path, uri: str | None = None) -> list[str]:
+def send_waiting(runs: Path, uri: str | None = None, *, quiet: bool = True) -> list[str]:
     """Send what runs of this home could not; returns a sentence for each spool.
 
     With `uri` only what belongs there. Spools of living runs, and those that another process sends,
-    are left alone. A server that is away is one sentence, not an error.
+    are left alone. A server that is away is a sentence, or nothing if `quiet`.
     """
-    return [said for folder in waiting_folders(runs) if (said := _send(folder, uri))]
+    away: set[str] = set()
+    said = [_send(folder, uri, away, quiet=quiet) for folder in waiting_folders(runs)]
+    return [sentence for sentence in said if sentence]
 
 
-def _send(folder: Path, uri: str | None) -> str:
+def _send(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
     try:
         with _own(folder):
-            return _send_held(folder, uri) if folder.is_dir() else ""
+            return _send_held(folder, uri, away, quiet=quiet) if folder.is_dir() else ""
     except _Busy:
         return ""
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"what waits for MLflow in {folder} cannot be read ({error}): move it away"
 
 
@@ -112,30 +142,31 @@ def _own(folder: Path) -> Iterator[None]:
         yield
 
 
-def _send_held(folder: Path, uri: str | None) -> str:
-    about = json.loads((folder / "about.json").read_text())
+def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
+    about = json.loads((folder / ABOUT).read_text())
     given = uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
     target = given if without_password(given) == about["uri"] else about["uri"]
     if uri is not None and target != uri:
         return ""
-    spool, name = Spool.found(folder, about), str(about["run_id"])[:12]
-    count = spool.waiting
-    shown = f"{count} records of run {name}"
-    try:
-        client = store.connect(target)
-        sender = Sender(client, target, about["experiment_id"])
-        refused = _send_all(spool, sender)
-    except (PosttrainError, MlflowException) as error:
-        return f"{shown} wait for MLflow in {folder}: {reason(error)}"
+    spool = Spool.found(folder, about)
+    shown = f"{spool.waiting} records of run {about['run_id'][:12]}"
+    if target not in away and store.no_health(target) is not None:
+        away.add(target)
+    still = "" if quiet else f"{shown} wait in {folder}: MLflow at {about['uri']} is away"
+    if target in away:
+        return still
+    refused = _send_all(spool, Sender(store.connect(target), target, about["experiment_id"]))
+    if about["artifacts"]:
+        write_real_ids(Path(about["artifacts"]), spool.ids)
+    if refused is None:
+        return still
+    sent = f"{shown} were sent to MLflow at {about['uri']}" if not shown.startswith("0 ") else ""
     spool.remove()
-    if not count:
-        return ""
-    kept = f"; {refused} were refused and are kept in {folder}" if refused else ""
-    return f"{shown} were sent to MLflow at {about['uri']}{kept}"
+    return f"{sent}; {refused} were refused and are kept in {folder}" if refused else sent
 
 
-def _send_all(spool: Spool, sender: Sender) -> int:
-    """Send in order; returns how many operations MLflow refused. Raises when it is away."""
+def _send_all(spool: Spool, sender: Sender) -> int | None:
+    """Send in order; returns how many operations MLflow refused, None when it went away."""
     refused = 0
     while spool.waiting:
         operation, made = spool.first(), ""
@@ -143,7 +174,7 @@ def _send_all(spool: Spool, sender: Sender) -> int:
             made = sender(spool.resolved(operation), True)
         except Exception as error:
             if unreachable(error):
-                raise ResourceError(f"it cannot be reached ({reason(error)})") from error
+                return None
             spool.refuse(operation, reason(error))
             refused += 1
         spool.done(operation, made)

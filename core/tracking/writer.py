@@ -89,6 +89,9 @@ def _database_away(error: OperationalError | InterfaceError) -> bool:
 
 def unreachable(error: BaseException) -> bool:
     """Whether the same request may succeed later: no answer, or an error of the server's own."""
+    local = (cause for cause in _causes(error) if isinstance(cause, OperationalError))
+    if any(isinstance(cause.orig, sqlite3.Error) for cause in local):
+        return no_answer(error)
     return no_answer(error) or any(_is_server_error(cause) for cause in _causes(error))
 
 
@@ -194,7 +197,7 @@ class Spool:
         new = {operation["request"]: made} if made and "request" in operation else {}
         self.ids |= new
         line = json.dumps({"offset": self._offset, "ids": new}) + "\n"
-        # Without the line, on a full disk, what was sent is sent again after a kill: it is the same.
+        # On a full disk the line is missing: after a kill the operation is then sent twice.
         with contextlib.suppress(OSError), (self.folder / SENT).open("ab", buffering=0) as stream:
             stream.write(line.encode())
         self.waiting -= 1
@@ -303,11 +306,11 @@ class Writer:
         self._news: list[str] = []
         self._tries = 0
         self._reported = False
-        self._give_up_at: float | None = None  # set by `close`
+        self._closing = False
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._work, name="posttrain-tracking", daemon=True)
         self._thread.start()
-        atexit.register(self.close, 0.0)
+        atexit.register(self.close)
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation; then raise the error of an earlier one, if any.
@@ -348,12 +351,27 @@ class Writer:
             found, self._news = self._news, []
         return found
 
-    def settle(self, check: Callable[[], None]) -> None:
-        """Wait until everything is in MLflow, however long; `check` may raise to give up."""
+    def wait(self, patience_s: float) -> bool:
+        """Wait until MLflow has everything; False when it is still away after `patience_s`.
+
+        A server that answers gets everything, however long that takes.
+        """
+        self.drain()
         with self._changed:
-            while self._queue or self._current or self.spool.waiting:
+            away_since = time.monotonic()
+            while self.away or self.spool.waiting:
+                if not self.away:
+                    away_since = time.monotonic()
+                elif time.monotonic() - away_since > patience_s:
+                    return False
                 self._changed.wait(0.2)
-                check()
+        return True
+
+    def answers(self, operation: Operation) -> bool:
+        """Whether MLflow answers now and has everything; `operation` asks it something."""
+        request = self.call(operation)
+        with self._changed:
+            return request != operation["request"] and not self.away and not self.spool.waiting
 
     def check(self) -> None:
         with self._changed:
@@ -374,14 +392,14 @@ class Writer:
         self.drain()
         self.check()
 
-    def close(self, patience_s: float = 0.0) -> int:
+    def close(self) -> int:
         """Send what waits and end the thread; returns how many operations are left in the spool.
 
-        A server that is away is waited for `patience_s`; one that answers gets everything.
+        They are left when MLflow is away.
         """
         atexit.unregister(self.close)
         with self._changed:
-            self._give_up_at = time.monotonic() + patience_s
+            self._closing = True
             self._changed.notify_all()
         self._thread.join()
         left = self.spool.waiting
@@ -389,7 +407,7 @@ class Writer:
         return left
 
     def _put(self, job: _Job) -> None:
-        if self._give_up_at is not None:
+        if self._closing:
             raise RuntimeError("the writer is closed")
         self._queue.append(job)
         if len(self._queue) > self._max_waiting:
@@ -432,20 +450,17 @@ class Writer:
         """Wait for something to do; False when the thread is to end. Called with the lock."""
         due = time.monotonic() + self._probe_s
         while True:
-            closing = self._give_up_at is not None
             if self.away:
                 self._spill()
+                if self._closing:
+                    return False
                 now = time.monotonic()
-                if self._give_up_at is not None:
-                    if now >= self._give_up_at:
-                        return False
-                    due = min(due, now + 1.0)
                 if now >= due:
                     return True
                 self._changed.wait(due - now)
             elif self._queue or self.spool.waiting:
                 return True
-            elif closing:
+            elif self._closing:
                 return False
             else:
                 self._emptied()
