@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 import mlflow
 import requests
@@ -85,11 +86,19 @@ def _require_answer(uri: str) -> None:
     while (why := no_health(uri)) is not None:
         if time.monotonic() > deadline - PROBE_TIMEOUT_S:
             raise ResourceError(
-                f"MLflow at {uri} cannot be reached ({why}): check the address in "
-                "MLFLOW_TRACKING_URI, and start the server (`posttrain services up`), then run the "
+                f"MLflow at {without_password(uri)} cannot be reached ({why}): check the address "
+                "in MLFLOW_TRACKING_URI, and start the server (`posttrain services up`), then run the "
                 "same command again"
             )
         time.sleep(0.5)
+
+
+def without_password(uri: str) -> str:
+    """The address without a user's name and password, which belong into no file."""
+    parts = urlsplit(uri)
+    if not uri.startswith(("http://", "https://")) or "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def no_health(uri: str) -> str | None:

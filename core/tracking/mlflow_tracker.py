@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -172,6 +172,13 @@ class PipelineTracker(MlflowRun):
         """Whether MLflow answers now and has everything that was handed over."""
         asked = {"op": "ask", "what": "a question", "request": placeholder()}
         return self._session.writer.answers(asked)
+
+    def log_metrics(self, metrics: Metrics) -> None:
+        """Record summary metrics; a key may begin with a stage's name: `rl/reward/mean`."""
+        values = measured(metrics)
+        check_names(self._without_stage(name) for name in values)
+        if values:
+            self.submit_metrics(JournalRow(0, now_ms(), values))
 
     def finish(self, status: FinalStatus) -> str:
         """End the run, and stages that are still open, with `status`; a second call does nothing.

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 from mlflow.tracking._tracking_service.utils import get_default_host_creds
@@ -41,14 +40,14 @@ def open_writer(
     """
     root = Path(tempfile.gettempdir()) / "posttrain" if journal is None else journal
     about = {
-        "uri": without_password(uri),
+        "uri": store.without_password(uri),
         "experiment_id": experiment_id,
         "run_id": run_id,
         "artifacts": "" if artifacts is None else str(artifacts.resolve()),
     }
     spool = Spool(root / run_id / FOLDER, about)
     sender = Sender(client, uri, experiment_id)
-    return Writer(without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
+    return Writer(store.without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
 
 
 def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
@@ -86,20 +85,12 @@ def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[],
     return ask
 
 
-def without_password(uri: str) -> str:
-    """The address without a user's name and password, which belong into no file."""
-    parts = urlsplit(uri)
-    if not uri.startswith(("http://", "https://")) or "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
 def left_behind(count: int, uri: str, folder: Path) -> str:
     """What a run says that ends before MLflow is back."""
     home = folder.parents[2]
     return (
-        f"MLflow at {without_password(uri)} is still away: the results are complete on disk, and "
-        f"{count} records wait in {folder}; the next command of this home sends them, or "
+        f"MLflow at {store.without_password(uri)} is still away: the results are complete on "
+        f"disk, and {count} records wait in {folder}; the next command of this home sends them, or "
         f"`{SEND_COMMAND} --home {home}`"
     )
 
@@ -145,7 +136,7 @@ def _own(folder: Path) -> Iterator[None]:
 def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
     about = json.loads((folder / ABOUT).read_text())
     given = uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
-    target = given if without_password(given) == about["uri"] else about["uri"]
+    target = given if store.without_password(given) == about["uri"] else about["uri"]
     if uri is not None and target != uri:
         return ""
     spool = Spool.found(folder, about)

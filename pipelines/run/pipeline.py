@@ -17,8 +17,8 @@ from typing import Any
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import ApproveStage, PromoteStage, RegisterStage
+from posttrain.core.config.schema import RegisterStage, RunConfig
+from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalRefused, ResourceError
 from posttrain.core.models.device import ModelRuntime
@@ -210,7 +210,7 @@ class Pipeline:
         )
 
     def real_results(self) -> dict[str, StageResult]:
-        """The results in order, with MLflow's ids in the place of placeholders, once it is known."""
+        """The results in order, with MLflow's ids in the place of placeholders where known."""
         results = (self.results[name] for name in self.resolved.order if name in self.results)
         return {
             result.name: replace(
