@@ -87,8 +87,8 @@ def _require_answer(uri: str) -> None:
         if time.monotonic() > deadline - PROBE_TIMEOUT_S:
             raise ResourceError(
                 f"MLflow at {without_password(uri)} cannot be reached ({why}): check the address "
-                "in MLFLOW_TRACKING_URI, and start the server (`posttrain services up`), then run the "
-                "same command again"
+                "in MLFLOW_TRACKING_URI, and start the server (`posttrain services up`), then run "
+                "the same command again"
             )
         time.sleep(0.5)
 
