@@ -307,6 +307,7 @@ class Writer:
         self._tries = 0
         self._reported = False
         self._closing = False
+        self._broken: Exception | None = None
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._work, name="posttrain-tracking", daemon=True)
         self._thread.start()
@@ -359,7 +360,7 @@ class Writer:
         self.drain()
         with self._changed:
             away_since = time.monotonic()
-            while self.away or self.spool.waiting:
+            while (self.away or self.spool.waiting) and self._thread.is_alive():
                 if not self.away:
                     away_since = time.monotonic()
                 elif time.monotonic() - away_since > patience_s:
@@ -409,6 +410,8 @@ class Writer:
     def _put(self, job: _Job) -> None:
         if self._closing:
             raise RuntimeError("the writer is closed")
+        if self._broken is not None:
+            raise self._explained(job.operation["what"], self._broken)
         self._queue.append(job)
         if len(self._queue) > self._max_waiting:
             self._spill()
@@ -435,6 +438,20 @@ class Writer:
         self._changed.notify_all()
 
     def _work(self) -> None:
+        try:
+            self._send_all()
+        except Exception as error:  # a spool that cannot be read: nobody may wait for this thread
+            with self._changed:
+                self._broken = error
+                for job in self._queue:
+                    if job.answer is not None:
+                        job.answer.set_exception(error)
+                self._queue.clear()
+                self._current = None
+                self._failures.append(("what waits", error))
+                self._changed.notify_all()
+
+    def _send_all(self) -> None:
         while True:
             with self._changed:
                 if not self._has_work():

@@ -161,7 +161,7 @@ def test_a_kill_between_send_and_record_repeats_one_operation_and_loses_none(
             left.append(spool.first()["n"])
             spool.done(spool.first(), "")
         spool.remove()
-    assert left == [3, 4, 5], "3 may have been sent before, which its sender is told"
+    assert left == [3, 4, 5], "3 may have been sent before, and its sender knows"
     assert not folder.exists()
 
 
