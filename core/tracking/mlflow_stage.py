@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from posttrain.core.errors import RunError
 from posttrain.core.tracking.journal import Journal, JournalRow
@@ -93,7 +92,8 @@ class StageTracker(MlflowRun):
         once, and no more is tried.
         """
         for traced in responses:
-            self._submit("trace", f"a trace of step {traced.step}", traced=asdict(traced))
+            content = {name: getattr(traced, name) for name in TracedResponse.__slots__}
+            self._submit("trace", f"a trace of step {traced.step}", traced=content)
 
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""

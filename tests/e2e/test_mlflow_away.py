@@ -150,7 +150,7 @@ def check_record(server: MlflowServer, home: Path, result: dict[str, Any], names
     assert [o.model_id for o in stages["rl"].outputs.model_outputs] == [trained.model_id]
     outputs = client.get_run(parent).outputs.model_outputs
     assert sorted(o.model_id for o in outputs) == sorted(model.model_id for model in models)
-    read = stages["evaluate"].inputs.model_inputs
+    read = client.get_run(stages["evaluate"].info.run_id).inputs.model_inputs
     assert trained.model_id in [item.model_id for item in read]
     assert any(m.key == "eval/greedy_accuracy" for m in trained.metrics or [])
     for manifest in (home / "artifacts").glob("*/manifest.json"):
