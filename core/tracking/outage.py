@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.tracking._tracking_service.utils import get_default_host_creds
+from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request_safe
 
 from posttrain.core.store.artifacts import MANIFEST
@@ -72,8 +72,8 @@ def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[],
         if not uri.startswith(("http://", "https://")):
             client.get_experiment(experiment_id)
             return True
-        http_request_safe(
-            get_default_host_creds(uri),
+        http_request_safe(  # type: ignore[no-untyped-call]
+            get_default_host_creds(uri),  # type: ignore[no-untyped-call]
             "/api/2.0/mlflow/experiments/get",
             "GET",
             params={"experiment_id": experiment_id},
