@@ -109,8 +109,10 @@ def files(client: MlflowClient, run_id: str, folder: str = "") -> set[str]:
     return found
 
 
-def check_record(server: MlflowServer, home: Path, result: dict[str, Any], names: set[str]) -> None:
-    """Everything is there, exactly once, as of a run that nothing happened to."""
+def check_record(
+    server: MlflowServer, home: Path, result: dict[str, Any], names: set[str]
+) -> dict[str, str]:
+    """Everything is there, exactly once, as of a run that nothing happened to; the stages' ids."""
     client, parent = MlflowClient(server.uri), result["mlflow_run_id"]
     experiment = client.get_run(parent).info.experiment_id
     children = [r for r in client.search_runs([experiment]) if r.info.run_id != parent]
@@ -156,6 +158,7 @@ def check_record(server: MlflowServer, home: Path, result: dict[str, Any], names
     for manifest in (home / "artifacts").glob("*/manifest.json"):
         assert "pending-" not in manifest.read_text()
     assert waiting(home) == []
+    return {name: run.info.run_id for name, run in stages.items()}
 
 
 @pytest.mark.timeout(600)
@@ -216,10 +219,16 @@ def test_a_run_ends_well_without_mlflow_and_the_next_command_sends_its_record(
     sent = run_command("send", "--home", str(home), "--json", variables=variables)
     assert sent.code == 0 and not sent.result["waiting"], sent.text
     assert "were sent to MLflow" in sent.result["messages"][0]
-    check_record(server, home, result, {"sft", "rl", "evaluate"})
+    recorded = check_record(server, home, result, {"sft", "rl", "evaluate"})
     again = run_command("run", str(path), "--home", str(home), "--json", variables=variables)
     assert {s["status"] for s in again.result["stages"].values()} == {"cached"}, again.text
     client = MlflowClient(server.uri)
-    reused = client.get_run(again.result["stages"]["rl"]["mlflow_run_id"])
-    assert "pending-" not in reused.data.tags["posttrain.cached_from"]
-    assert len(client.search_logged_models([reused.info.experiment_id])) == 2
+    experiment = client.get_run(result["mlflow_run_id"]).info.experiment_id
+    reused = [run.data.tags for run in client.search_runs([experiment])]
+    linked = {
+        tags["posttrain.stage"]: tags["posttrain.cached_from"]
+        for tags in reused
+        if "posttrain.cached_from" in tags
+    }
+    assert linked == recorded
+    assert len(client.search_logged_models([experiment])) == 2
