@@ -31,8 +31,9 @@ from posttrain.core.store.identity import flat
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_run import TracedResponse, write_trace
+from posttrain.core.tracking.spool import PENDING, Operation
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
-from posttrain.core.tracking.writer import PENDING, Operation, unreachable
+from posttrain.core.tracking.writer import unreachable
 
 logger = logging.getLogger(__name__)
 MAX_PARAMS_PER_CALL = 100  # MLflow's own limit

@@ -17,7 +17,7 @@ from posttrain.core.tracking.mlflow_run import (
     measured,
     now_ms,
 )
-from posttrain.core.tracking.writer import placeholder
+from posttrain.core.tracking.spool import placeholder
 
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
 

@@ -28,7 +28,7 @@ from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
 from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting, write_real_ids
-from posttrain.core.tracking.writer import placeholder
+from posttrain.core.tracking.spool import placeholder
 
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow takes an experiment with tables for one about prompts, and shows it as such."""

@@ -18,7 +18,8 @@ from posttrain.core.store.artifacts import MANIFEST
 from posttrain.core.store.locks import locked
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.mlflow_operations import Sender
-from posttrain.core.tracking.writer import ABOUT, Spool, Writer, lock_path, reason, unreachable
+from posttrain.core.tracking.spool import ABOUT, Spool, lock_path
+from posttrain.core.tracking.writer import Writer, reason, unreachable
 
 FOLDER = "mlflow-waiting"
 PATIENCE_S = 30.0

@@ -25,7 +25,8 @@ from posttrain.core.tracking import mlflow_store
 from posttrain.core.tracking.mlflow_operations import Sender
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
 from posttrain.core.tracking.outage import send_waiting, waiting_folders
-from posttrain.core.tracking.writer import Operation, Spool, Writer, lock_path, unreachable
+from posttrain.core.tracking.spool import Operation, Spool, lock_path
+from posttrain.core.tracking.writer import Writer, unreachable
 
 
 class Server:
@@ -127,7 +128,8 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from requests.exceptions import ConnectionError
-from posttrain.core.tracking.writer import Spool, Writer
+from posttrain.core.tracking.spool import Spool
+from posttrain.core.tracking.writer import Writer
 log = open(sys.argv[2], "a", buffering=1)
 up = False
 def send(operation, again):

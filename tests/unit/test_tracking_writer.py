@@ -13,7 +13,8 @@ import pytest
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.tracking.journal import Journal, JournalRow, journal_path, read_journal
 from posttrain.core.tracking.metric_names import METRICS, PREFIXES, check_names, find_metric
-from posttrain.core.tracking.writer import Operation, Spool, Writer
+from posttrain.core.tracking.spool import Operation, Spool
+from posttrain.core.tracking.writer import Writer
 
 CHILD = """
 import os, sys
