@@ -53,7 +53,7 @@ class Spool:
         self._offset = 0
         self._held: ExitStack | None = None
         self._guard = threading.Lock()
-        self._kept = 0
+        self._kept: set[Path] = set()
 
     @property
     def in_use(self) -> bool:
@@ -79,10 +79,10 @@ class Spool:
 
     def keep_file(self, path: Path) -> Path:
         """A copy of a file or folder, which may change or go after this."""
+        copy = self.folder / FILES / uuid.uuid4().hex / path.name
         with self._guard:
             self._hold()
-            self._kept += 1
-        copy = self.folder / FILES / uuid.uuid4().hex / path.name
+            self._kept.add(copy.parent)
         try:
             copy.parent.mkdir(parents=True)
             if path.is_dir():
@@ -91,7 +91,7 @@ class Spool:
                 shutil.copyfile(path, copy)
         except OSError:
             shutil.rmtree(copy.parent, ignore_errors=True)
-            self._kept -= 1
+            self._kept.discard(copy.parent)
             raise
         return copy
 
@@ -132,7 +132,7 @@ class Spool:
         copy = Path(str(operation.get("file", "")))
         if copy.is_relative_to(self.folder):
             shutil.rmtree(copy.parent, ignore_errors=True)
-            self._kept -= 1
+            self._kept.discard(copy.parent)
 
     def refuse(self, operation: Operation, why: str) -> None:
         """Put an operation aside that the server does not take."""

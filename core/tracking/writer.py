@@ -359,7 +359,7 @@ class Writer:
             )
             self._spill()
             self.spool.refuse(job.operation, reason(error))
-        elif job.answer is None:
+        elif job.answer is None or job.answer.done():
             self._failures.append((job.operation["what"], error))
         else:
             self.failed = True

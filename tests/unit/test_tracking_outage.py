@@ -124,6 +124,34 @@ def test_what_a_server_refuses_is_an_error_and_does_not_hold_up_the_rest(tmp_pat
     writer.close()
 
 
+def test_an_operation_refused_after_it_went_to_disk_is_an_error_and_the_rest_is_sent(
+    tmp_path: Path,
+) -> None:
+    server, gate = Server(), threading.Event()
+
+    def send(operation: Operation, again: bool) -> str:
+        gate.wait(30)
+        if operation["n"] == 0:
+            raise MlflowException("no such run", 3)
+        return server.send(operation, again)
+
+    spool = Spool(tmp_path / "run" / "mlflow-waiting", {})
+    writer = Writer("there", send, spool, max_waiting=2)
+    asked = threading.Thread(target=writer.call, args=[numbered(0)])
+    asked.start()
+    time.sleep(0.2)
+    for n in range(1, 6):
+        writer.submit(numbered(n))
+    asked.join(5)
+    assert not asked.is_alive(), "it has its placeholder"
+    gate.set()
+    assert writer.wait(10)
+    with pytest.raises(RunError, match="operation 0 .* no such run"):
+        writer.flush()
+    assert server.got == [1, 2, 3, 4, 5]
+    writer.close()
+
+
 CHILD = """
 import os, sys
 from pathlib import Path
