@@ -1,7 +1,7 @@
-"""One MLflow run: files, tags, metrics, models and traces.
+"""One MLflow run: files, tags, metrics and traces.
 
-Every call goes through one background thread, in order. What a caller needs no answer to is handed
-over and costs microseconds; what went wrong is raised at the next call or at the end.
+Everything goes through one background thread, in order (`writer`). What a caller needs no answer to
+is handed over and costs microseconds; what MLflow refused is raised at the next call or at the end.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from typing import Literal
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import AssessmentSource, LoggedModelOutput, RunTag
-from mlflow.exceptions import MlflowException
+from mlflow.entities import AssessmentSource
 from mlflow.tracing.utils.environment import resolve_env_metadata
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.errors import RunError
 from posttrain.core.redaction import redacted
-from posttrain.core.tracking.journal import JournalRow, Writer
-from posttrain.core.tracking.mlflow_store import entities_of
-from posttrain.core.tracking.registry import how_to_load
+from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.tables import sample_rows
+from posttrain.core.tracking.writer import Writer
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 Metrics = Mapping[str, float | None]
@@ -55,65 +52,75 @@ class MlflowRun:
     """One MLflow run: files, tags, and a single end."""
 
     def __init__(self, session: Session, run_id: str) -> None:
-        self.run_id = run_id
+        self._run_id = run_id
         self.finished = False
         self._session = session
 
+    @property
+    def run_id(self) -> str:
+        """MLflow's id; a placeholder while the run could not be made there yet."""
+        return self._session.writer.real(self._run_id)
+
     def log_file(self, path: Path, folder: str = "") -> None:
-        """Copy a file, or a folder's content, into the run's artifacts, before this returns."""
-        client = self._session.client
-        copy = client.log_artifacts if path.is_dir() else client.log_artifact
-        self._session.writer.call(
-            f"the file {path}", lambda: copy(self.run_id, str(path), folder or None)
-        )
+        """Copy a file, or a folder's content, before this returns; it becomes an artifact later."""
+        try:
+            copy = self._session.writer.spool.keep_file(path)
+        except OSError as error:
+            raise RunError(
+                f"could not record the file {path} in MLflow: {error.strerror or error}"
+            ) from error
+        self._submit("file", f"the file {path}", file=str(copy), folder=folder)
 
     def log_text(self, text: str, artifact_path: str) -> None:
-        self._session.writer.submit(
-            f"the artifact {artifact_path}",
-            lambda: self._session.client.log_text(self.run_id, redacted(text), artifact_path),
-        )
+        self._submit("text", f"the artifact {artifact_path}", text=text, path=artifact_path)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        entities = [RunTag(key, redacted(value)) for key, value in tags.items()]
-        self._session.writer.submit(
-            "tags", lambda: self._session.client.log_batch(self.run_id, tags=entities)
-        )
+        self._submit("tags", "tags", tags=dict(tags))
 
     def rename(self, name: str) -> None:
         """Give the run another name on MLflow's pages."""
-        self._session.writer.submit(
-            "a run's name", lambda: self._session.client.update_run(self.run_id, name=name)
-        )
+        self._submit("name", "a run's name", name=name)
 
     def submit_metrics(self, row: JournalRow, model_id: str = "") -> None:
-        def write() -> None:  # building the entities costs more than queueing: not on the caller
-            self._session.client.log_batch(self.run_id, metrics=entities_of(row, model_id))
-
-        self._session.writer.submit(f"step {row.step}", write)
+        self._submit(
+            "metrics",
+            f"step {row.step}",
+            step=row.step,
+            time_ms=row.time_ms,
+            metrics=row.metrics,
+            model_id=model_id,
+        )
 
     def flush(self) -> None:
-        """Wait until MLflow has everything handed over so far; raises what went wrong unseen."""
+        """Wait until everything handed over is in MLflow, or on disk while MLflow is away.
+
+        Raises what went wrong unseen.
+        """
         self._session.writer.flush()
 
     def end(self, status: FinalStatus) -> None:
         """Flush and end the run. One whose record is incomplete is never shown as FINISHED."""
-        writer, client = self._session.writer, self._session.client
+        writer = self._session.writer
         if self.finished:
             return
         self.finished = True
-        writer.drain()
         reported: RunError | None = None
         try:
-            writer.check()
+            writer.flush()
         except RunError as error:
             reported = error
         shown = "FAILED" if writer.failed and status == "FINISHED" else status
         try:
-            writer.call("the end of a run", lambda: client.set_terminated(self.run_id, shown))
+            self._submit("end", "the end of a run", status=shown, ended=now_ms())
+            writer.flush()
         except RunError as error:
             reported = reported or error
         if reported is not None:
             raise reported
+
+    def _submit(self, kind: str, what: str, **rest: object) -> None:
+        operation = {"op": kind, "what": what, "run": self._run_id, **rest}
+        self._session.writer.submit(operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,49 +130,6 @@ class KnownModel:
     model_id: str
     uri: str
     digest: str
-
-
-def known_here(session: Session, run_id: str, name: str, model: KnownModel) -> str:
-    """The id of `model` in this tracking server, where `run_id` makes it if there is none."""
-    if model.model_id and _exists(session, model.model_id):
-        return model.model_id
-    quoted = model.digest.replace("'", "")
-    same = session.client.search_logged_models(
-        [session.experiment_id], filter_string=f"tags.`posttrain.digest` = '{quoted}'"
-    )
-    for found in same:
-        if found.tags.get("posttrain.uri") == model.uri:
-            return str(found.model_id)
-    made = make_entry(session, run_id, name, model.uri, model.digest)
-    session.client.log_outputs(run_id, [LoggedModelOutput(made, 0)])
-    return made
-
-
-def make_entry(session: Session, run_id: str, name: str, uri: str, digest: str) -> str:
-    """A new entry for a model's files, made by the run; nothing is copied. Returns its id."""
-    mlflow.set_tracking_uri(session.uri)
-    made = mlflow.create_external_model(
-        name=name,
-        source_run_id=run_id,
-        tags={
-            "posttrain.uri": uri,
-            "posttrain.digest": digest,
-            MLFLOW_RUN_NOTE: how_to_load(uri),
-        },
-        model_type="language-model",
-        experiment_id=session.experiment_id,
-    )
-    return str(made.model_id)
-
-
-def _exists(session: Session, model_id: str) -> bool:
-    try:
-        session.client.get_logged_model(model_id)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return False
-        raise
-    return True
 
 
 def _environment_metadata() -> dict[str, str]:
@@ -227,13 +191,13 @@ def _traced(row: Mapping[str, object], turns: tuple[str, ...], step: int) -> Tra
     )
 
 
-def write_trace(session: Session, run_id: str, traced: TracedResponse) -> str:
+def write_trace(uri: str, experiment_id: str, run_id: str, traced: TracedResponse) -> str:
     """Write one trace with its feedback, among those of the run; returns the trace's id.
 
     It is written before this returns: MLflow's own queue would make its feedback wait a second.
     """
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
-    mlflow.set_tracking_uri(session.uri)
+    mlflow.set_tracking_uri(uri)
     root = mlflow.start_span_no_context(
         NAME,
         span_type="AGENT" if traced.turns else "LLM",
@@ -241,7 +205,7 @@ def write_trace(session: Session, run_id: str, traced: TracedResponse) -> str:
         attributes={k: str(v) for k, v in {"step": traced.step, **traced.attributes}.items()},
         metadata={**_environment_metadata(), SOURCE_RUN: run_id},
         tags={"posttrain.step": str(traced.step)},
-        experiment_id=session.experiment_id,
+        experiment_id=experiment_id,
     )
     for number, text in enumerate(traced.turns, start=1):
         turn = mlflow.start_span_no_context(f"turn {number}", span_type="LLM", parent_span=root)

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
-
-from mlflow import MlflowClient
-from mlflow.entities import (
-    Dataset,
-    DatasetInput,
-    InputTag,
-    LoggedModelInput,
-    LoggedModelOutput,
-)
-from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import RunError
-from posttrain.core.redaction import redacted
-from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import Journal, JournalRow
 from posttrain.core.tracking.metric_names import check_names, left_out
 from posttrain.core.tracking.mlflow_run import (
@@ -28,14 +14,11 @@ from posttrain.core.tracking.mlflow_run import (
     MlflowRun,
     Session,
     TracedResponse,
-    make_entry,
     measured,
     now_ms,
-    write_trace,
 )
-from posttrain.core.tracking.tables import logged_tables_tag, table_json
+from posttrain.core.tracking.spool import placeholder
 
-logger = logging.getLogger(__name__)
 MAX_DIGEST = 36  # MLflow's limit for a dataset's digest; the whole one is kept in the profile
 
 
@@ -51,17 +34,14 @@ class StageTracker(MlflowRun):
         self._latest: dict[str, float] = {}
         self._last_step = 0
         self._restored: dict[int, set[str]] = {}
-        self._tables: list[str] = []
-        self._traces_refused = False
         kept = journal.kept if journal else []
         for row in kept:
             self._restored.setdefault(row.step, set()).update(row.metrics)
             self._latest.update(row.metrics)
             self._last_step = row.step
         if kept:
-            session.writer.submit(
-                "restored steps", lambda: store.log_rows(session.client, run_id, kept)
-            )
+            rows = [(row.step, row.time_ms, dict(row.metrics)) for row in kept]
+            self._submit("rows", "restored steps", rows=rows)
 
     def log_step(self, step: int, metrics: Metrics) -> tuple[str, ...]:
         """Record what was measured at an optimizer step: at most 100 keys, no None, no NaN.
@@ -103,15 +83,7 @@ class StageTracker(MlflowRun):
         Without a step they are tables/`name`.json, in the place of what was there.
         """
         path = f"tables/{name}.json" if step is None else f"tables/{name}/step-{step:06d}.json"
-        kept = list(rows)
-        self._session.writer.submit(f"table {path}", lambda: self._write_table(path, kept))
-
-    def _write_table(self, path: str, rows: Sequence[Mapping[str, object]]) -> None:
-        client = self._session.client
-        client.log_text(self.run_id, table_json(rows), path)
-        if path not in self._tables:
-            self._tables.append(path)
-        client.set_tag(self.run_id, "mlflow.loggedArtifacts", logged_tables_tag(self._tables))
+        self._submit("table", f"table {path}", path=path, rows=list(rows))
 
     def log_traces(self, responses: Sequence[TracedResponse]) -> None:
         """Show single responses as traces of the run, in the background.
@@ -120,17 +92,8 @@ class StageTracker(MlflowRun):
         once, and no more is tried.
         """
         for traced in responses:
-            write = partial(self._write_trace, traced)
-            self._session.writer.submit(f"a trace of step {traced.step}", write)
-
-    def _write_trace(self, traced: TracedResponse) -> None:
-        if self._traces_refused:
-            return
-        try:
-            write_trace(self._session, self.run_id, traced)
-        except MlflowException as error:
-            self._traces_refused = True
-            logger.warning("responses of run %s are not shown as traces: %s", self.run_id, error)
+            content = {name: getattr(traced, name) for name in TracedResponse.__slots__}
+            self._submit("trace", f"a trace of step {traced.step}", traced=content)
 
     def log_dataset(
         self, name: str, context: str, digest: str, num_rows: int, source: str, of: str = ""
@@ -141,38 +104,44 @@ class StageTracker(MlflowRun):
         `of` is the digest of the whole of what the dataset is a part of, where there is one.
         """
         profile = {"num_rows": num_rows, "sha256": digest} | ({"source_sha256": of} if of else {})
-        dataset = Dataset(
-            name=name,
-            digest=digest[:MAX_DIGEST],
-            source_type="local",
-            source=json.dumps({"uri": redacted(source)}),
-            profile=json.dumps(profile),
-        )
-        tagged = DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
-        for run_id in (self.run_id, self._parent_id):
+        dataset = {
+            "name": name,
+            "digest": digest[:MAX_DIGEST],
+            "source_type": "local",
+            "source": json.dumps({"uri": source}),
+            "profile": json.dumps(profile),
+        }
+        for run_id in (self._run_id, self._parent_id):
             self._session.writer.submit(
-                f"dataset {name}", partial(_log_input, self._session.client, run_id, tagged)
+                {
+                    "op": "dataset",
+                    "what": f"dataset {name}",
+                    "run": run_id,
+                    "context": context,
+                    "dataset": dataset,
+                }
             )
 
     def log_model_output(self, *, name: str, uri: str, digest: str, step: int) -> str:
-        """Record a model this run made, by reference: nothing is copied. Returns its id "m-..."."""
-        session = self._session
+        """Record a model this run made, by reference: nothing is copied.
 
-        def write() -> str:
-            made = make_entry(session, self.run_id, name, uri, digest)
-            for run_id in (self.run_id, self._parent_id):
-                session.client.log_outputs(run_id, [LoggedModelOutput(made, step)])
-            return made
-
-        return session.writer.call(f"model {name}", write)
+        Returns its id "m-...", or a placeholder while MLflow is away.
+        """
+        return self._session.writer.call(
+            {
+                "op": "model",
+                "what": f"model {name}",
+                "request": placeholder(),
+                "runs": [self._run_id, self._parent_id],
+                "name": name,
+                "uri": uri,
+                "digest": digest,
+                "step": step,
+            }
+        )
 
     def log_model_input(self, model_id: str) -> None:
-        self._session.writer.submit(
-            f"model input {model_id}",
-            lambda: self._session.client.log_inputs(
-                self.run_id, models=[LoggedModelInput(model_id)]
-            ),
-        )
+        self._submit("model_input", f"model input {model_id}", model_id=model_id)
 
     def finish(self, status: FinalStatus) -> None:
         """Flush and end the run; a second call does nothing. Raises what went wrong unseen."""
@@ -183,18 +152,3 @@ class StageTracker(MlflowRun):
     def _require_open(self) -> None:
         if self.finished:
             raise RunError(f"run {self.run_id} is finished: start a new stage to record more")
-
-
-def _log_input(client: MlflowClient, run_id: str, dataset: DatasetInput) -> None:
-    """Make `dataset` an input of the run.
-
-    MLflow looks whether the dataset is known and then adds it. Another run may add it in between,
-    which the database refuses ("UNIQUE constraint failed", "violates unique constraint"): then it
-    is there, and the second look finds it.
-    """
-    try:
-        client.log_inputs(run_id, datasets=[dataset])
-    except MlflowException as error:
-        if "unique constraint" not in str(error).lower():
-            raise
-        client.log_inputs(run_id, datasets=[dataset])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 import mlflow
+import requests
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run, RunStatus
 from mlflow.exceptions import MlflowException
@@ -21,8 +24,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import create_database
 from posttrain.core.runtime.processes import is_left_behind, life, life_name, owner
-from posttrain.core.tracking.journal import JournalRow, read_journal, reason
+from posttrain.core.tracking.journal import JournalRow, read_journal
 from posttrain.core.tracking.metric_names import HEADLINES
+from posttrain.core.tracking.writer import reason
 
 SQLITE = "sqlite:///"
 SCHEMA = Path(__file__).with_name("mlflow_schema.sql")
@@ -32,6 +36,17 @@ TAG_CACHED_FROM = "posttrain.cached_from"
 TAG_OWNER = "posttrain.process"
 TAG_ALIVE = "posttrain.alive"
 TAG_JOURNAL = "posttrain.journal"
+TAG_REQUEST = "posttrain.request"
+"""The placeholder that a run or model had before MLflow gave it an id."""
+START_S = 8.0
+PROBE_TIMEOUT_S = 3.0
+HTTP_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""What waits for MLflow is the spool; each request gives up soon. MLflow's default is 307 s."""
+_reached: set[str] = set()
 MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
 
 
@@ -56,10 +71,55 @@ def connect(uri: str) -> MlflowClient:
     """
     # MLflow logs the traceback of an error of the database before it raises it; we tell the user.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    for name, value in HTTP_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if uri not in _reached:
+        _require_answer(uri)
+        _reached.add(uri)
     with explained("be opened", uri):
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _require_answer(uri: str) -> None:
+    """Raise `ResourceError` unless an HTTP server answers within `START_S`."""
+    deadline = time.monotonic() + START_S
+    while (why := no_health(uri)) is not None:
+        if time.monotonic() > deadline - PROBE_TIMEOUT_S:
+            raise ResourceError(
+                f"MLflow at {without_password(uri)} cannot be reached ({why}): check the address "
+                "in MLFLOW_TRACKING_URI, and start the server (`posttrain services up`), then run "
+                "the same command again"
+            )
+        time.sleep(0.5)
+
+
+def without_password(uri: str) -> str:
+    """The address without a user's name and password, which belong into no file."""
+    parts = urlsplit(uri)
+    if not uri.startswith(("http://", "https://")) or "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def no_health(uri: str) -> str | None:
+    """Why no server answers at `uri`; None if one does, or if it is not HTTP."""
+    if not uri.startswith(("http://", "https://")):
+        return None
+    try:
+        # Whatever the answer is, the address is right; errors are for the request that follows.
+        answer = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_TIMEOUT_S)
+    except requests.RequestException as error:
+        return "no answer in time" if isinstance(error, requests.Timeout) else "no connection"
+    return f"HTTP status {answer.status_code}" if answer.status_code >= 500 else None
+
+
+def requested_run(client: MlflowClient, request: str) -> str:
+    """The id of the run that had the placeholder `request`; empty if there is none."""
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    found = client.search_runs(experiments, f"tags.`{TAG_REQUEST}` = '{request}'", max_results=1)
+    return str(found[0].info.run_id) if found else ""
 
 
 def artifact_root(uri: str) -> Path | None:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.redaction import redacted, redacted_tree
-from posttrain.core.store.identity import flat
+from posttrain.core.redaction import redacted_tree
 from posttrain.core.tracking import mlflow_store as store
-from posttrain.core.tracking.journal import Journal, JournalRow, Writer, journal_path
+from posttrain.core.tracking.journal import Journal, JournalRow, journal_path
 from posttrain.core.tracking.metric_names import check_names, find_metric
+from posttrain.core.tracking.mlflow_operations import log_params
 from posttrain.core.tracking.mlflow_run import (
     FinalStatus,
     KnownModel,
     Metrics,
     MlflowRun,
     Session,
-    known_here,
     measured,
     now_ms,
 )
 from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
+from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting, write_real_ids
+from posttrain.core.tracking.spool import placeholder
 
-MAX_PARAMS_PER_CALL = 100  # MLflow's own limit
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow takes an experiment with tables for one about prompts, and shows it as such."""
 
@@ -44,7 +43,9 @@ class PipelineTracker(MlflowRun):
         self._source = dict(source)
         self.uri = session.uri
         self.experiment_id = session.experiment_id
+        self._store: Path | None = None
         self.killed_runs: list[str] = []
+        self.sent_before: list[str] = []
         self._stages: list[StageTracker] = []
         self._stage_names: set[str] = set()
         self._lock = threading.Lock()
@@ -61,26 +62,32 @@ class PipelineTracker(MlflowRun):
         tags: Mapping[str, str],
         source: Mapping[str, str] | None = None,
         journal: Path | None = None,
+        artifacts: Path | None = None,
     ) -> PipelineTracker:
         """Open the parent run and store the config as config.yaml.
 
         `uri` is a server's address or sqlite:////abs/mlflow.db, whose artifacts then lie next to
         it. `source` are tags that say which code runs and who started it, here and on every stage.
         `journal` is the folder for write-ahead records; with None a kill loses the last steps.
+        `artifacts` is the store whose manifests get MLflow's ids when placeholders were used.
         Runs that dead processes left open are ended first (their ids: `killed_runs`).
-        Raises `ResourceError` when MLflow cannot be reached.
+        What earlier runs could not send is sent before that (in sentences: `sent_before`).
+        Raises `ResourceError` when MLflow cannot be reached, within about ten seconds.
         """
         client = store.connect(uri)
+        sent = [] if journal is None else send_waiting(journal, uri)
         killed = store.kill_running(uri)
         with store.explained("start a run", uri):
             experiment_id = _experiment(client, uri, experiment)
-            session = Session(client, Writer(uri), uri, experiment_id, journal)
-            run_id = _create_run(
-                session, run_name, {**tags, **(source or {}), **store.process_tags(journal)}
-            )
-            _log_params(client, run_id, params)
+            shown = redacted_tree({**tags, **(source or {}), **store.process_tags(journal)})
+            run = client.create_run(experiment_id, run_name=run_name, tags=shown)
+            run_id = str(run.info.run_id)
+            log_params(client, run_id, redacted_tree(params))
+        writer = open_writer(client, uri, experiment_id, run_id, journal, artifacts)
+        session = Session(client, writer, uri, experiment_id, journal)
         tracker = cls(session, run_id, source or {})
-        tracker.killed_runs = killed
+        tracker._store = artifacts
+        tracker.killed_runs, tracker.sent_before = killed, sent
         tracker.log_text(config_yaml, "config.yaml")
         return tracker
 
@@ -105,13 +112,7 @@ class PipelineTracker(MlflowRun):
         tags = self._child_tags(name, kind) | store.process_tags(folder, path)
         if resumed_step is not None:
             tags["posttrain.resumed_step"] = str(resumed_step)
-
-        def create() -> str:
-            run_id = _create_run(session, name, tags)
-            _log_params(session.client, run_id, params)
-            return run_id
-
-        run_id = session.writer.call(f"stage {name}", create)
+        run_id = self._create(f"stage {name}", name, tags, params)
         journal = None if path is None else Journal(path, keep_through=resumed_step)
         tracker = StageTracker(session, run_id, self.run_id, journal)
         with self._lock:
@@ -128,26 +129,50 @@ class PipelineTracker(MlflowRun):
             store.TAG_CACHED_FROM: original_run_id,
             "mlflow.note.content": f"Not computed again: reuses results of run {original_run_id}.",
         }
-        row = JournalRow(0, now_ms(), measured(metrics))
-
-        def create() -> str:
-            run_id = _create_run(session, name, tags)
-            store.log_rows(session.client, run_id, [row])
-            session.client.set_terminated(run_id, "FINISHED")
-            return run_id
-
-        return session.writer.call(f"cached stage {name}", create)
+        run_id = self._create(f"cached stage {name}", name, tags, {})
+        run = MlflowRun(session, run_id)
+        run.submit_metrics(JournalRow(0, now_ms(), measured(metrics)))
+        run.end("FINISHED")
+        return run_id
 
     def known_models(self, run_id: str, name: str, models: Sequence[KnownModel]) -> list[str]:
         """The id that each model of the reused stage `name` has in this tracking server.
 
         It is the model's own, or, where another server made it, that of an entry for the same
-        files, which is an output of `run_id` if it is new.
+        files, which is an output of `run_id` if it is new. It is a placeholder while MLflow is
+        away.
         """
-        session = self._session
-        return session.writer.call(
-            f"models of {name}", lambda: [known_here(session, run_id, name, m) for m in models]
-        )
+        return [
+            self._session.writer.call(
+                {
+                    "op": "known_model",
+                    "what": f"models of {name}",
+                    "request": placeholder(),
+                    "runs": [run_id],
+                    "name": name,
+                    "step": 0,
+                    **asdict(model),
+                }
+            )
+            for model in models
+        ]
+
+    def news(self) -> list[str]:
+        """Sentences for the user since the last call: MLflow is away, MLflow is back."""
+        return self._session.writer.news()
+
+    def real(self, placeholder_or_id: str) -> str:
+        """An id of MLflow's in the place of a placeholder, once it is known."""
+        return self._session.writer.real(placeholder_or_id)
+
+    def wait(self, patience_s: float) -> bool:
+        """Wait until MLflow has everything; False when it is still away after `patience_s`."""
+        return self._session.writer.wait(patience_s)
+
+    def answers(self) -> bool:
+        """Whether MLflow answers now and has everything that was handed over."""
+        asked = {"op": "ask", "what": "a question", "request": placeholder()}
+        return self._session.writer.answers(asked)
 
     def log_metrics(self, metrics: Metrics) -> None:
         """Record summary metrics; a key may begin with a stage's name: `rl/reward/mean`."""
@@ -156,23 +181,44 @@ class PipelineTracker(MlflowRun):
         if values:
             self.submit_metrics(JournalRow(0, now_ms(), values))
 
-    def finish(self, status: FinalStatus) -> None:
+    def finish(self, status: FinalStatus) -> str:
         """End the run, and stages that are still open, with `status`; a second call does nothing.
 
-        Everything queued is written first. Raises `RunError` for a write that failed unseen; the
-        run is then ended all the same, as FAILED if `status` was FINISHED.
+        Everything queued is written first, to disk if MLflow is away; the sentence that is returned
+        then says what is left, and what sends it. Raises `RunError` for a write that was refused;
+        the run is then ended all the same, as FAILED if `status` was FINISHED.
         """
         if self.finished:
-            return
+            return ""
         errors: list[RunError] = []
         for end in [*(stage.finish for stage in self._stages), self.end]:
             try:
                 end(status)
             except RunError as error:  # the other runs must be ended too
                 errors.append(error)
-        self._session.writer.close()
+        spool = self._session.writer.spool
+        left = self._session.writer.close()
+        if self._store is not None:
+            write_real_ids(self._store, spool.ids)
         if errors:
             raise errors[0]
+        return left_behind(left, self.uri, spool.folder) if left else ""
+
+    def _create(
+        self, what: str, name: str, tags: Mapping[str, str], params: Mapping[str, object]
+    ) -> str:
+        """A run for a stage; its placeholder while MLflow is away."""
+        return self._session.writer.call(
+            {
+                "op": "run",
+                "what": what,
+                "request": placeholder(),
+                "name": name,
+                "tags": dict(tags),
+                "params": dict(params),
+                "began": now_ms(),
+            }
+        )
 
     def _child_tags(self, name: str, kind: str) -> dict[str, str]:
         self._stage_names.add(name)
@@ -208,18 +254,3 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
             f"restore --experiment-id {found.experiment_id}`, or change `name` in the config"
         )
     return str(found.experiment_id)
-
-
-def _create_run(session: Session, name: str, tags: Mapping[str, str]) -> str:
-    shown = {key: redacted(value) for key, value in tags.items()}
-    run = session.client.create_run(session.experiment_id, run_name=name, tags=shown)
-    return str(run.info.run_id)
-
-
-def _log_params(client: MlflowClient, run_id: str, params: Mapping[str, object]) -> None:
-    entities = [
-        Param(key, value if isinstance(value, str) else json.dumps(value, default=str))
-        for key, value in flat(redacted_tree(params))
-    ]
-    for begin in range(0, len(entities), MAX_PARAMS_PER_CALL):
-        client.log_batch(run_id, params=entities[begin : begin + MAX_PARAMS_PER_CALL])

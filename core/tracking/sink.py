@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 
 class StageSink(Protocol):
-    """The part of `StageTracker` that stages use. `run_id` is MLflow's."""
+    """The part of `StageTracker` that stages use."""
 
-    run_id: str
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run; a placeholder while it could not be made there yet."""
 
     def log_step(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[str]:
         """What was measured at an optimizer step; returns the names that were too many."""

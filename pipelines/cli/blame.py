@@ -19,7 +19,7 @@ EPILOG = (
 )
 
 
-@command(store=True)
+@command(store=True, reads_mlflow=True)
 def blame(
     context: CommandContext,
     model: Annotated[

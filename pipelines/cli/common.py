@@ -124,11 +124,13 @@ def command(
     store: bool = False,
     as_json: bool = True,
     interrupted: str = "interrupted",
+    reads_mlflow: bool = False,
 ) -> Callable[[Command], Callable[..., None]]:
     """Give a command the common options, and run it inside a `Boundary`.
 
     Typer reads the signature that is made here: the command's own options, then the common ones.
-    `home=False` is for a command with a `--home` of its own.
+    `home=False` is for a command with a `--home` of its own. A command that reads MLflow sends
+    first what earlier runs of the home could not.
     """
     shared = [
         _option("home", HomeOption, DEFAULT_HOME) if home else None,
@@ -150,6 +152,9 @@ def command(
                 interrupted=interrupted,
             ):
                 with stdout_to_stderr(context.as_json):
+                    if reads_mlflow:
+                        for sentence in send_what_waits(context.home):
+                            print(sentence, file=sys.stderr)
                     result = function(context, **given)
                 if result is not None:
                     context.print_json(result.values)
@@ -163,6 +168,16 @@ def command(
         return run
 
     return decorate
+
+
+def send_what_waits(home: Path, *, quiet: bool = True) -> list[str]:
+    """Send to MLflow what runs of this home could not; a sentence for each run."""
+    runs = home / "runs"
+    if not any(runs.glob("*/mlflow-waiting")):
+        return []
+    from posttrain.core.tracking.outage import send_waiting  # MLflow takes 2 s to import
+
+    return send_waiting(runs, quiet=quiet)
 
 
 def _option(name: str, annotation: object, default: object) -> inspect.Parameter:

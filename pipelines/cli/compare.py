@@ -25,7 +25,7 @@ EPILOG = (
 )
 
 
-@command(store=True)
+@command(store=True, reads_mlflow=True)
 def compare(
     context: CommandContext,
     runs: Annotated[

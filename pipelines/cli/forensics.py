@@ -24,7 +24,7 @@ EPILOG = (
 )
 
 
-@command(store=True)
+@command(store=True, reads_mlflow=True)
 def forensics(
     context: CommandContext,
     run: RunArgument,

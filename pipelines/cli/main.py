@@ -20,6 +20,7 @@ from posttrain.pipelines.cli import (
     rescore,
     rollback,
     run,
+    send,
     services,
     ui,
     validate,
@@ -57,6 +58,7 @@ def posttrain(
 
 
 app.command("run", epilog=run.EPILOG)(run.run)
+app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)

@@ -22,7 +22,7 @@ EPILOG = (
 )
 
 
-@command()
+@command(reads_mlflow=True)
 def rollback(
     context: CommandContext,
     name: Annotated[

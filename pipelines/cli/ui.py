@@ -28,7 +28,7 @@ EPILOG = (
 START_SECONDS = 180.0
 
 
-@command()
+@command(reads_mlflow=True)
 def ui(
     context: CommandContext,
     mlflow_port: Annotated[int, typer.Option("--mlflow-port", min=1, max=65535)] = 5000,

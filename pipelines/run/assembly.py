@@ -80,10 +80,14 @@ def assemble(
     store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
     title = config.title(datetime.now(UTC).date())
-    tracker = start_tracking(resolved, manager, home, title, run_tags(base, engines, runtime))
+    tracker = start_tracking(
+        resolved, manager, home, title, run_tags(base, engines, runtime), store.root
+    )
     began = datetime.now(UTC).isoformat(timespec="seconds")
     kept = redacted(resolved.to_yaml())
     record = RunRecorder(home, tracker.run_id, config.name, began, kept)
+    for sentence in tracker.sent_before:
+        reporter.say(sentence)
     if tracker.killed_runs:
         reporter.say(f"{len(tracker.killed_runs)} runs of a dead process were marked as killed")
     return Pipeline(
@@ -106,7 +110,12 @@ def assemble(
 
 
 def start_tracking(
-    resolved: ResolvedRun, manager: PluginManager, home: Path, title: str, tags: dict[str, str]
+    resolved: ResolvedRun,
+    manager: PluginManager,
+    home: Path,
+    title: str,
+    tags: dict[str, str],
+    artifacts: Path,
 ) -> PipelineTracker:
     """MLflow's parent run, on the server that the environment names or in the home.
 
@@ -125,6 +134,7 @@ def start_tracking(
         tags=tags,
         source=source_tags(),
         journal=home / "runs",
+        artifacts=artifacts,
     )
     tracker.log_text(environment_lock(), "environment.txt")
     tracker.log_text(changes_yaml(differing_settings(resolved, manager)), "config_changes.yaml")

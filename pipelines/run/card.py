@@ -37,23 +37,32 @@ _SHOWN = 60
 _SAMPLES = 6
 
 
-def write_card(pipeline: Pipeline, status: str, folder: Path) -> list[Path]:
-    """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed."""
-    report = card(pipeline, status)
+def write_card(
+    pipeline: Pipeline, status: str, folder: Path, *, in_mlflow: bool = True
+) -> list[Path]:
+    """Write `run_card.md` and `run_card.html` to `folder`; what there is of a run that failed.
+
+    Without what only MLflow has, if that is away (`in_mlflow` is False).
+    """
+    report = card(pipeline, status, in_mlflow=in_mlflow)
     path = folder / "run_card.md"
     path.write_text(redacted(report.markdown()), encoding="utf-8")
     return [path, write_page(folder / "run_card.html", redacted(report.html()))]
 
 
-def card(pipeline: Pipeline, status: str) -> Report:
+MLFLOW_AWAY = "MLflow was away when the run ended: data sets and tokens are not listed here"
+
+
+def card(pipeline: Pipeline, status: str, *, in_mlflow: bool = True) -> Report:
     """The card as a report."""
-    config, results = pipeline.config, pipeline.results
-    client = connect(pipeline.tracker.uri)
+    config, results = pipeline.config, pipeline.real_results()
+    client = connect(pipeline.tracker.uri) if in_mlflow else None
+    notes = [*pipeline.warnings, *([] if in_mlflow else [f"{MLFLOW_AWAY}."])]
     about = (config.description or f"Pipeline {config.name}").rstrip(".")
     ended = {"FINISHED": "finished", "FAILED": "failed"}[status]
     return Report(
         f"Run card: {pipeline.title}",
-        [verdict(results), f"{about}; the run {ended}.", *pipeline.warnings],
+        [verdict(results), f"{about}; the run {ended}.", *notes],
         [
             Table("What", ["", ""], list(_what(pipeline))),
             evaluations(results.values()),
@@ -162,7 +171,9 @@ def _samples(results: Mapping[str, StageResult]) -> Iterator[Table]:
     )
 
 
-def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[Row]:
+def _data(client: MlflowClient | None, results: Mapping[str, StageResult]) -> Iterator[Row]:
+    if client is None:
+        return
     for result in results.values():
         for data in data_read(client, result.mlflow_run_id):
             yield {
@@ -175,14 +186,14 @@ def _data(client: MlflowClient, results: Mapping[str, StageResult]) -> Iterator[
             }
 
 
-def _cost(client: MlflowClient, pipeline: Pipeline) -> Iterator[list[Cell]]:
-    computed = [r for r in pipeline.results.values() if r.status != "cached"]
+def _cost(client: MlflowClient | None, pipeline: Pipeline) -> Iterator[list[Cell]]:
+    computed = [r for r in pipeline.real_results().values() if r.status != "cached"]
     seconds = sum(result.seconds for result in computed)
     yield ["seconds", round(seconds, 1), "of stages that were computed in this run"]
     peaks = [r.metrics["memory/peak_gb"] for r in computed if "memory/peak_gb" in r.metrics]
     if peaks:
         yield ["peak memory, GB", max(peaks), "of the process, at the end of a step"]
-    sampled = _sum(client, computed, "tokens/response")
+    sampled = 0.0 if client is None else _sum(client, computed, "tokens/response")
     if sampled:
         trained = sampled * max((getattr(s, "epochs", 1) for s in _rl(pipeline)), default=1)
         weights = _weights(pipeline)

@@ -15,6 +15,7 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.store.artifacts import StageResult
 from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html
 from posttrain.core.tracking.metric_names import HEADLINES
+from posttrain.core.tracking.outage import PATIENCE_S
 from posttrain.pipelines.run.card import write_card
 from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.run.progress import FileReporter
@@ -32,15 +33,21 @@ def close_run(
             with tempfile.TemporaryDirectory() as folder:
                 _write_summary(pipeline, Path(folder))
         if status != "KILLED":  # such a run goes on later, and has to end at once
-            _leave_card(pipeline, status, log.path.parent)
+            in_mlflow = pipeline.tracker.wait(PATIENCE_S)
+            _leave_card(pipeline, status, log.path.parent, in_mlflow=in_mlflow)
     finally:
-        pipeline.tracker.finish(status)
+        left = pipeline.tracker.finish(status)
+        pipeline.report_outages()
+        if left:
+            pipeline.warn(left)
 
 
-def _leave_card(pipeline: Pipeline, status: Literal["FINISHED", "FAILED"], folder: Path) -> None:
+def _leave_card(
+    pipeline: Pipeline, status: Literal["FINISHED", "FAILED"], folder: Path, *, in_mlflow: bool
+) -> None:
     """The run's card in its folder and in MLflow; a run without one is a run all the same."""
     try:
-        for path in write_card(pipeline, status, folder):
+        for path in write_card(pipeline, status, folder, in_mlflow=in_mlflow):
             pipeline.tracker.log_file(path)
     except (PosttrainError, MlflowException, OSError) as error:
         pipeline.reporter.warn(f"the run card could not be written: {error}")

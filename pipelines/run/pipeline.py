@@ -17,10 +17,10 @@ from typing import Any
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun, origins
-from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.schema import RegisterStage, RunConfig
 from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
-from posttrain.core.errors import ApprovalRefused
+from posttrain.core.errors import ApprovalRefused, ResourceError
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.lora import ADAPTER, CONFIG
 from posttrain.core.plugin_manager import PluginManager
@@ -43,6 +43,7 @@ from posttrain.core.store.run_record import RunRecorder
 from posttrain.core.tracking.mlflow_run import FinalStatus, KnownModel
 from posttrain.core.tracking.mlflow_stage import StageTracker
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
+from posttrain.core.tracking.writer import unreachable
 from posttrain.core.training.checkpoint import read_step
 from posttrain.core.training.step_record import StepRecorder
 from posttrain.core.types import Problem
@@ -170,12 +171,18 @@ class Pipeline:
         self.warnings.append(text)
         self.reporter.warn(text)
 
+    def report_outages(self) -> None:
+        """Say that MLflow went away, or came back."""
+        for sentence in self.tracker.news():
+            self.warn(sentence)
+
     def check(self) -> None:
         """Raise `Stop` once somebody asked to stop; called between pieces of work.
 
         A run from which no call comes for long is taken to hang.
         """
         self.watchdog.sign()
+        self.report_outages()
         if self.stop_came():
             self.stop_requested.set()
         if self.stop_requested.is_set():
@@ -203,7 +210,7 @@ class Pipeline:
         return RunResult(
             run_id=self.tracker.run_id,
             status="completed",
-            stages={n: self.results[n] for n in self.resolved.order if n in self.results},
+            stages=self.real_results(),
             mlflow_uri=self.tracker.uri,
             mlflow_run_id=self.tracker.run_id,
             mlflow_experiment_id=self.tracker.experiment_id,
@@ -211,6 +218,25 @@ class Pipeline:
             home=self.home,
             seconds=seconds,
             warnings=tuple(self.warnings),
+        )
+
+    def real_results(self) -> dict[str, StageResult]:
+        """The results in order, with MLflow's ids in the place of placeholders where known."""
+        results = (self.results[name] for name in self.resolved.order if name in self.results)
+        return {
+            result.name: replace(
+                result,
+                mlflow_run_id=self.tracker.real(result.mlflow_run_id),
+                artifacts=tuple(self._real(item) for item in result.artifacts),
+            )
+            for result in results
+        }
+
+    def _real(self, item: Artifact) -> Artifact:
+        return replace(
+            item,
+            mlflow_run_id=self.tracker.real(item.mlflow_run_id),
+            mlflow_model_id=self.tracker.real(item.mlflow_model_id),
         )
 
     def run_stage(
@@ -225,9 +251,8 @@ class Pipeline:
         if len(reached) < len(upstream):
             return None
         stage = self.config.stages[name]
-        inputs = self._inputs(stage, reached)
         try:
-            result = self._reuse_or_compute(name, stage, inputs)
+            inputs, result = self._run_with_mlflow(name, stage, reached)
             check_passed(result)
         except (ApprovalNeeded, ApprovalRefused) as closed:
             self.closed[name] = closed
@@ -236,6 +261,33 @@ class Pipeline:
             result = replace(result, artifacts=(*result.artifacts, inputs["model"]))
         self.results[name] = result
         return result
+
+    def _run_with_mlflow(
+        self, name: str, stage: StageBase, upstream: Mapping[str, StageResult]
+    ) -> tuple[dict[str, Artifact], StageResult]:
+        """Run the stage; one that changes MLflow's registry waits for MLflow, and begins again.
+
+        Such a stage can be done twice, and computes nothing long.
+        """
+        while True:
+            if isinstance(stage, RegisterStage | PromoteStage):
+                self._wait_for_mlflow(name)
+            try:
+                inputs = self._inputs(stage, upstream)
+                return inputs, self._reuse_or_compute(name, stage, inputs)
+            except ResourceError as error:
+                if not isinstance(stage, RegisterStage | PromoteStage) or not unreachable(error):
+                    raise
+
+    def _wait_for_mlflow(self, name: str) -> None:
+        reported = False
+        while not self.tracker.answers():
+            if not reported:
+                self.warn(f"{name}: waits for MLflow, whose registry it changes; nothing is lost")
+            reported = True
+            for _ in range(10):
+                self.check()
+                time.sleep(0.2)
 
     def _reuse_or_compute(
         self, name: str, stage: StageBase, inputs: dict[str, Artifact]
@@ -281,7 +333,8 @@ class Pipeline:
             if source == BASE_MODEL:
                 inputs[role] = self.base
             else:
-                inputs[role] = upstream[source].artifact(makes(self.config.stages[source]))
+                made = upstream[source].artifact(makes(self.config.stages[source]))
+                inputs[role] = self._real(made)
         if isinstance(stage, PromoteStage):
             inputs |= champion_input(self.tracker.uri, stage)
         return inputs

@@ -4,17 +4,17 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from mlflow import MlflowClient
 
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.tracking.journal import Journal, JournalRow, Writer, journal_path, read_journal
+from posttrain.core.tracking.journal import Journal, JournalRow, journal_path, read_journal
 from posttrain.core.tracking.metric_names import METRICS, PREFIXES, check_names, find_metric
+from posttrain.core.tracking.spool import Operation, Spool
+from posttrain.core.tracking.writer import Writer
 
 CHILD = """
 import os, sys
@@ -31,70 +31,75 @@ def fail() -> None:
     raise ValueError("disk full")
 
 
-def test_jobs_run_in_order_on_one_other_thread() -> None:
-    writer, seen, overtaken = Writer("here"), list[int](), threading.Event()
+def run_job(operation: Operation, again: bool) -> str:
+    return str(operation["job"]())
+
+
+def job(what: str, run: Callable[[], object]) -> Operation:
+    return {"op": "job", "what": what, "request": "pending", "job": run}
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer("sqlite:///x", run_job, Spool(tmp_path / "spool", {}), max_waiting=300)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_order_on_one_other_thread(writer: Writer) -> None:
+    seen, overtaken = list[int](), threading.Event()
     waited = list[bool]()
-    writer.submit("slow", lambda: waited.append(overtaken.wait(0.3)))
-    writer.submit("thread", lambda: seen.append(threading.get_ident()))
-    writer.submit("quick", overtaken.set)
+    writer.submit(job("slow", lambda: waited.append(overtaken.wait(0.3))))
+    writer.submit(job("thread", lambda: seen.append(threading.get_ident())))
+    writer.submit(job("quick", overtaken.set))
     for number in range(200):
-        writer.submit("n", partial(seen.append, number))
+        writer.submit(job("n", partial(seen.append, number)))
     writer.flush()
-    writer.close()
     assert waited == [False]
     assert seen[0] != threading.get_ident() and seen[1:] == list(range(200))
 
 
-def test_a_failed_job_is_raised_at_flush_and_names_what_and_where() -> None:
-    writer = Writer("sqlite:///x")
-    writer.submit("step 7", fail)
+def test_a_failed_job_is_raised_at_flush_and_names_what_and_where(writer: Writer) -> None:
+    writer.submit(job("step 7", fail))
     with pytest.raises(RunError, match="record step 7 in MLflow at sqlite:///x: disk full"):
         writer.flush()
     assert writer.failed
     writer.flush()  # reported once
-    writer.close()
 
 
-def test_a_failed_job_is_raised_at_the_next_call_and_later_jobs_still_run() -> None:
-    writer, seen = Writer("here"), list[int]()
-    writer.submit("step 1", fail)
+def test_a_failed_job_is_raised_at_the_next_call_and_later_jobs_still_run(writer: Writer) -> None:
+    seen = list[int]()
+    writer.submit(job("step 1", fail))
     writer.drain()
     with pytest.raises(RunError, match="step 1"):
-        writer.submit("step 2", partial(seen.append, 2))
-    writer.submit("step 3", partial(seen.append, 3))
+        writer.submit(job("step 2", partial(seen.append, 2)))
+    writer.submit(job("step 3", partial(seen.append, 3)))
     writer.flush()
-    writer.close()
     assert seen == [2, 3]
 
 
-def test_call_waits_for_earlier_jobs_and_returns_the_result() -> None:
-    writer, seen, gate = Writer("here"), list[int](), threading.Event()
-    writer.submit("slow", lambda: gate.wait(5))
-    writer.submit("then", partial(seen.append, 1))
+def test_call_waits_for_earlier_jobs_and_returns_the_result(writer: Writer) -> None:
+    seen, gate = list[int](), threading.Event()
+    writer.submit(job("slow", lambda: gate.wait(5)))
+    writer.submit(job("then", partial(seen.append, 1)))
     gate.set()
-    assert writer.call("sum", lambda: len(seen)) == 1
+    assert writer.call(job("sum", lambda: len(seen))) == "1"
     with pytest.raises(RunError, match="disk full"):
-        writer.call("bad", fail)
+        writer.call(job("bad", fail))
     assert writer.failed
-    writer.close()
 
 
-def test_a_full_queue_makes_the_caller_wait() -> None:
-    writer, gate, done = Writer("here", max_waiting=3), threading.Event(), threading.Event()
-    for _ in range(3):
-        writer.submit("slow", lambda: gate.wait(5))
+def test_what_fails_otherwise_is_tried_once(writer: Writer) -> None:
+    tried: list[int] = []
 
-    def one_more() -> None:
-        writer.submit("one more", lambda: None)
-        done.set()
+    def fails() -> None:
+        tried.append(1)
+        raise OSError("no room")
 
-    caller = threading.Thread(target=one_more)
-    caller.start()
-    assert not done.wait(0.2)
-    gate.set()
-    assert done.wait(5)
-    caller.join()
-    writer.close()
+    writer.submit(job("a thing", fails))
+    with pytest.raises(RunError, match="no room"):
+        writer.flush()
+    assert tried == [1]
 
 
 def test_a_killed_process_leaves_every_measured_step_in_its_journal(tmp_path: Path) -> None:
@@ -166,60 +171,3 @@ def test_importing_the_config_or_the_names_does_not_import_mlflow() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout) == []
-
-
-class CutsItsFirstAnswers(BaseHTTPRequestHandler):
-    """An MLflow server that ends in the middle of its first answers: two bytes that never come."""
-
-    protocol_version = "HTTP/1.1"
-    cut = 1
-    asked: ClassVar[list[str]] = []
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.asked.append(self.path)
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        if len(self.asked) > self.cut:
-            self.wfile.write(b"{}")
-        self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
-@pytest.mark.parametrize("cut", [1, 2])
-def test_a_write_whose_answer_is_cut_off_is_sent_once_more(cut: int) -> None:
-    class Handler(CutsItsFirstAnswers):
-        asked: ClassVar[list[str]] = []
-
-    Handler.cut = cut
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = MlflowClient(f"http://127.0.0.1:{server.server_port}")
-        writer = Writer("there")
-        writer.submit("a tag", lambda: client.set_tag("0123", "key", "value"))
-        if cut == 1:
-            writer.flush()
-        else:
-            with pytest.raises(RunError, match=r"could not record a tag .* IncompleteRead"):
-                writer.flush()
-        writer.close()
-        server.shutdown()
-    assert Handler.asked == ["/api/2.0/mlflow/runs/set-tag"] * 2
-
-
-def test_what_fails_otherwise_is_tried_once() -> None:
-    tried: list[int] = []
-
-    def fails() -> None:
-        tried.append(1)
-        raise OSError("no room")
-
-    writer = Writer("there")
-    writer.submit("a thing", fails)
-    with pytest.raises(RunError, match="no room"):
-        writer.flush()
-    writer.close()
-    assert tried == [1]

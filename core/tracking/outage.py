@@ -1,0 +1,173 @@
+"""What a run does when MLflow is away: the writer with its spool, and sending what was left."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request_safe
+
+from posttrain.core.store.artifacts import MANIFEST
+from posttrain.core.store.locks import locked
+from posttrain.core.tracking import mlflow_store as store
+from posttrain.core.tracking.mlflow_operations import Sender
+from posttrain.core.tracking.spool import ABOUT, Spool, lock_path
+from posttrain.core.tracking.writer import Writer, reason, unreachable
+
+FOLDER = "mlflow-waiting"
+PATIENCE_S = 30.0
+"""How long the end of a run waits for an MLflow that is away."""
+SEND_COMMAND = "posttrain send"
+
+
+def open_writer(
+    client: MlflowClient,
+    uri: str,
+    experiment_id: str,
+    run_id: str,
+    journal: Path | None,
+    artifacts: Path | None,
+) -> Writer:
+    """The writer of a run. Its spool is in the run's folder; without `journal` in a temporary one.
+
+    `artifacts` is the store of the stages that the run computes.
+    """
+    root = Path(tempfile.gettempdir()) / "posttrain" if journal is None else journal
+    about = {
+        "uri": store.without_password(uri),
+        "experiment_id": experiment_id,
+        "run_id": run_id,
+        "artifacts": "" if artifacts is None else str(artifacts.resolve()),
+    }
+    spool = Spool(root / run_id / FOLDER, about)
+    sender = Sender(client, uri, experiment_id)
+    return Writer(store.without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
+
+
+def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
+    """Put MLflow's ids into the manifests of stages that were stored with placeholders."""
+    if not ids:
+        return
+    for path in artifacts.glob(f"*/{MANIFEST}"):
+        text = path.read_text()
+        found = {old: new for old, new in ids.items() if old in text}
+        if found:
+            for old, new in found.items():
+                text = text.replace(old, new)
+            partial = artifacts / f".ids-{uuid.uuid4().hex}"  # in the stage it would be damage
+            partial.write_text(text)
+            partial.replace(path)
+
+
+def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[], bool]:
+    """Whether MLflow answers, its database included: one short request."""
+
+    def ask() -> bool:
+        if not uri.startswith(("http://", "https://")):
+            client.get_experiment(experiment_id)
+            return True
+        http_request_safe(  # type: ignore[no-untyped-call]
+            get_default_host_creds(uri),  # type: ignore[no-untyped-call]
+            "/api/2.0/mlflow/experiments/get",
+            "GET",
+            params={"experiment_id": experiment_id},
+            max_retries=0,
+            timeout=store.PROBE_TIMEOUT_S,
+        )
+        return True
+
+    return ask
+
+
+def left_behind(count: int, uri: str, folder: Path) -> str:
+    """What a run says that ends before MLflow is back."""
+    home = folder.parents[2]
+    return (
+        f"MLflow at {store.without_password(uri)} is still away: the results are complete on "
+        f"disk, and {count} records wait in {folder}; the next command of this home sends them, or "
+        f"`{SEND_COMMAND} --home {home}`"
+    )
+
+
+def waiting_folders(runs: Path) -> list[Path]:
+    return sorted(runs.glob(f"*/{FOLDER}"))
+
+
+class _Busy(Exception):
+    """Another process sends this spool, or its run is still alive."""
+
+
+def send_waiting(runs: Path, uri: str | None = None, *, quiet: bool = True) -> list[str]:
+    """Send what runs of this home could not; returns a sentence for each spool.
+
+    With `uri` only what belongs there. Spools of living runs, and those that another process sends,
+    are left alone. A server that is away is a sentence, or nothing if `quiet`.
+    """
+    away: set[str] = set()
+    said = [_send(folder, uri, away, quiet=quiet) for folder in waiting_folders(runs)]
+    return [sentence for sentence in said if sentence]
+
+
+def _send(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
+    try:
+        with _own(folder):
+            return _send_held(folder, uri, away, quiet=quiet) if folder.is_dir() else ""
+    except _Busy:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"what waits for MLflow in {folder} cannot be read ({error}): move it away"
+
+
+@contextmanager
+def _own(folder: Path) -> Iterator[None]:
+    def give_up() -> None:
+        raise _Busy
+
+    with locked(lock_path(folder), check=give_up):
+        yield
+
+
+def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) -> str:
+    about = json.loads((folder / ABOUT).read_text())
+    given = uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+    target = given if store.without_password(given) == about["uri"] else about["uri"]
+    if uri is not None and target != uri:
+        return ""
+    spool = Spool.found(folder, about)
+    shown = f"{spool.waiting} records of run {about['run_id'][:12]}"
+    if target not in away and store.no_health(target) is not None:
+        away.add(target)
+    still = "" if quiet else f"{shown} wait in {folder}: MLflow at {about['uri']} is away"
+    if target in away:
+        return still
+    refused = _send_all(spool, Sender(store.connect(target), target, about["experiment_id"]))
+    if about["artifacts"]:
+        write_real_ids(Path(about["artifacts"]), spool.ids)
+    if refused is None:
+        return still
+    sent = f"{shown} were sent to MLflow at {about['uri']}" if not shown.startswith("0 ") else ""
+    spool.remove()
+    return f"{sent}; {refused} were refused and are kept in {folder}" if refused else sent
+
+
+def _send_all(spool: Spool, sender: Sender) -> int | None:
+    """Send in order; returns how many operations MLflow refused, None when it went away."""
+    refused = 0
+    while spool.waiting:
+        operation, made = spool.first(), ""
+        try:
+            made = sender(spool.resolved(operation), True)
+        except Exception as error:
+            if unreachable(error):
+                return None
+            spool.refuse(operation, reason(error))
+            refused += 1
+        spool.done(operation, made)
+    return refused
