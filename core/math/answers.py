@@ -124,6 +124,7 @@ def last_number(text: str) -> str | None:
     return None
 
 
+MAX_DIGITS = 4000
 _ONE = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,4}|/0*[1-9][0-9]*)?"
@@ -136,7 +137,12 @@ def is_number(text: str) -> bool:
 
 
 def same_number(left: str, right: str) -> bool:
-    """Whether two strings that hold `is_number` have the same value: 68 and 68.0 do."""
+    """Whether two strings that hold `is_number` have the same value: 68 and 68.0 do.
+
+    Numbers of more than `MAX_DIGITS` characters are compared as text: Python refuses to read them.
+    """
+    if max(len(left), len(right)) > MAX_DIGITS:
+        return left == right
     return _value(left) == _value(right)
 
 

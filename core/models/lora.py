@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-ADAPTER = "adapter"
-"""Where the adapter of a trained model lies, in the model's folder."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 

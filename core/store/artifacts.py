@@ -27,6 +27,9 @@ from posttrain.core.store.locks import locked
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
+ADAPTER = "adapter"
+"""Where the adapter of a trained model lies, in the model's folder."""
+ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
 
 NEVER = "never computed"
 _PARTIAL = ".partial-"

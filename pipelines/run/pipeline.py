@@ -22,12 +22,12 @@ from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.errors import ApprovalRefused, ResourceError
 from posttrain.core.models.device import ModelRuntime
-from posttrain.core.models.lora import ADAPTER, CONFIG
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, ApprovalNeeded, read_answer
 from posttrain.core.store.artifacts import (
+    ADAPTER_CONFIG,
     Artifact,
     ArtifactStore,
     RunResult,
@@ -82,7 +82,7 @@ def store_result(
         relative = path.relative_to(partial).as_posix()
         below = digests_below(files, relative)
         # An adapter's config says where its base lies, which every home has in another place.
-        below.pop(f"{ADAPTER}/{CONFIG}", None)
+        below.pop(ADAPTER_CONFIG, None)
         digest = combine_digests(below)
         uri = str(final / relative)
         model_id = ""

@@ -12,7 +12,6 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.layers import compile_layers, use_checkpointing
 from posttrain.core.models.loading import load_policy, save_model, save_reward_model
 from posttrain.core.models.lora import (
-    ADAPTER,
     add_adapter,
     frozen_twin,
     is_adapted,
@@ -20,6 +19,7 @@ from posttrain.core.models.lora import (
     save_adapter,
 )
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.store.artifacts import ADAPTER
 from posttrain.core.training.agreement import check_passes
 from posttrain.pipelines.stage.inputs import StageInputs
 

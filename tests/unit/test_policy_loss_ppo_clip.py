@@ -124,7 +124,7 @@ def test_metrics_tell_which_tokens_were_clipped() -> None:
 
 @given(st.floats(0.05, 20), st.floats(-3, 3))
 def test_without_bounds_it_is_plain_importance_sampling(ratio: float, advantage: float) -> None:
-    result, grad, _ = run([ratio], [advantage], clip_low=1.0, clip_high=1e9)
+    result, grad, _ = run([ratio], [advantage], clip_low=1.0, clip_high=1000)
     assert result.loss[0, 0].item() == pytest.approx(-ratio * advantage)
     assert grad[0, 0].item() == pytest.approx(-ratio * advantage)
 

@@ -124,7 +124,8 @@ def test_the_summary_shows_before_after_gain_stages_artifacts_and_links() -> Non
 
 def test_links_go_to_the_tracking_server_when_there_is_one() -> None:
     found = summary.links(run_result("http://tracking:80/"))
-    assert found["mlflow"] == "http://tracking:80/#/experiments/7/runs/m1"
+    page = "http://tracking:80/#/experiments/7/runs/m1?workflowType=machine_learning"
+    assert found["mlflow"] == page
 
 
 def test_the_json_form_holds_status_artifacts_and_metrics_of_each_stage() -> None:

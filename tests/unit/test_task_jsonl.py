@@ -134,7 +134,7 @@ def test_white_space_is_kept_and_tells_prompts_apart(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": null}', r"a.jsonl:1: field 'answer' is None"),
         ('{"prompt": " ", "answer": 1}', r"a.jsonl:1: field 'prompt' is ' '"),
         ('{"prompt": "a", "answer": "six"}', r"a.jsonl:1: field 'answer' is 'six', expected a num"),
-        ('{"prompt": "a", "answer": NaN}', r"a.jsonl:1 is not JSON \(NaN is not a JSON number\)"),
+        ('{"prompt": "a", "answer": NaN}', r"a.jsonl:1 is not JSON \(NaN is not JSON\)"),
         ("[" * 100_000, r"a.jsonl:1 is not JSON"),
         (
             '{"prompt": "a", "answer": 1}\n{"prompt": "a", "answer": 2}',

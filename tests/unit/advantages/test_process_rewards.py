@@ -140,7 +140,7 @@ def test_a_response_without_a_scored_step_is_no_zero_in_its_group() -> None:
     [
         ({"aggregate": "weighted"}, "belong together"),
         ({"weights": [1.0]}, "belong together"),
-        ({"aggregate": "weighted", "weights": [1.0, 0.0]}, "above 0"),
+        ({"aggregate": "weighted", "weights": [1.0, 0.0]}, "greater than 0"),
     ],
 )
 def test_weights_and_their_aggregate_belong_together(

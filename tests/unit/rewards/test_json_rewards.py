@@ -59,7 +59,7 @@ def test_json_fits_its_schema_or_not(text: str, value: float, parsed: float) -> 
 
 def test_what_is_wrong_is_said_with_its_place() -> None:
     assert fits('{"x": "1"}').detail == "$.x: '1' is not of type 'integer'"
-    assert fits('{"x": 1, "x": 2}').detail == "not JSON: a key stands twice in an object"
+    assert fits('{"x": 1, "x": 2}').detail == "not JSON: the key 'x' is written twice in an object"
 
 
 def test_deep_and_huge_texts_are_refused_without_an_error() -> None:

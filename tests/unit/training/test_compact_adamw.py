@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.training import compact_adamw
 from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from posttrain.core.training.compact_adamw import round_stochastically, why_missing
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.run.checks import check_optimizers
+from posttrain.pipelines.run.checks import check_training
 
 Rounding = Literal["masters", "stochastic"]
 Moments = Literal["float32", "8bit"]
@@ -279,7 +279,9 @@ def test_a_missing_package_stops_a_run_before_it_starts(
             critic=SimpleNamespace(optimizer=wanted) if place == "critic" else None,
         ),
     }
-    resolved: Any = SimpleNamespace(config=SimpleNamespace(stages=stages))
+    resolved: Any = SimpleNamespace(
+        config=SimpleNamespace(stages=stages, model=ModelSection(source="m"))
+    )
     where = "rl" if place == "optimizer" else "rl.critic"
     with pytest.raises(ResourceError, match=rf"stages\.{where}: optimizer.moments.*pip install"):
-        check_optimizers(resolved)
+        check_training(resolved)
