@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
@@ -231,7 +232,11 @@ def _cached_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last:
 
     mask = batch.response_mask.to(device).bool()
     length = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 0
-    ids, mask = batch.response_ids.to(device)[:, :length], mask[:, :length]
+    if isinstance(model, FSDPModule):
+        # Every rank takes both passes, or one waits for weights that the others do not ask for:
+        # where the responses here need none, the second is over a column that does not count.
+        length = max(length, 1 if include_last else 2)
+    ids, mask = (_columns(part.to(device), length) for part in (batch.response_ids, mask))
     num_inputs = length if include_last else length - 1
     if num_inputs > 0:
         cache.batch_select_indices(row_to_prompt)
@@ -248,6 +253,11 @@ def _cached_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last:
         )
         hidden = torch.cat([hidden, out.last_hidden_state], dim=1)
     return States(hidden, ids, mask)
+
+
+def _columns(values: Tensor, count: int) -> Tensor:
+    """The first `count` columns of `values` [B, T], with zeros where there are fewer."""
+    return functional.pad(values[:, :count], (0, max(0, count - values.shape[1])))
 
 
 def _whole_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:

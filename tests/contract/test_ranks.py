@@ -57,6 +57,8 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
         Options(stream=True, lora=lora),
         # Three parts for two ranks: one of them computes a part that does not count.
         Options(packed=True, micro_batch_size=3, lora=lora),
+        # Micro-batches with nothing but a response of one token, on one of them.
+        Options(micro_batch_size=1, lora=lora),
         Options(True, True, True, True, 2, lora),
     ):
         found = ranks.call("gradient", family, options, check=nothing)
