@@ -6,9 +6,12 @@ them also where it loaded the file without a name.
 """
 
 import signal
+from contextlib import AbstractContextManager
+from uuid import UUID
 
-from prefect import flow
+from prefect import flow, flow_engine
 from prefect.client.schemas.objects import State
+from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Failed
@@ -26,6 +29,21 @@ from posttrain.pipelines.run.execute import RunOptions, execute
 from posttrain.pipelines.run.flow_records import leave_results
 from posttrain.pipelines.run.progress import LogReporter
 from posttrain.pipelines.services.shared_servers import require_shared_mlflow
+
+
+def keep_lease(
+    lease_id: UUID, lease_duration: float, raise_on_lease_renewal_failure: bool = False
+) -> AbstractContextManager[None]:
+    """Hold a deployment's slot; a server that is away for minutes does not end the run for it.
+
+    Prefect's own ends the run where it cannot renew the lease. Another run of the deployment may
+    then begin; the locks of a home keep two runs from computing one stage.
+    """
+    return maintain_concurrency_lease(lease_id, lease_duration)
+
+
+# Prefect has no setting for it, and its module does not export the name.
+setattr(flow_engine, "maintain_concurrency_lease", keep_lease)  # noqa: B010
 
 
 @flow(name="train", persist_result=False)

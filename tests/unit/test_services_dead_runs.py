@@ -58,3 +58,28 @@ def test_only_runs_whose_process_is_gone_are_ended(
         "/flow_runs/other/set_state",
     ]
     assert all(body["force"] and body["state"]["type"] == "CRASHED" for _, body in sent)
+
+
+def test_a_lease_that_cannot_be_renewed_ends_no_deployed_run() -> None:
+    """Prefect's own lease cancels what runs inside after three attempts."""
+    code = (
+        "import time, uuid\n"
+        "import posttrain.pipelines.deploy.flows\n"
+        "from prefect import flow_engine\n"
+        "with flow_engine.maintain_concurrency_lease(\n"
+        "    uuid.uuid4(), 0.2, raise_on_lease_renewal_failure=True\n"
+        "):\n"
+        "    time.sleep(12)\n"
+        "print('went on')\n"
+    )
+    nowhere = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_CLIENT_MAX_RETRIES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | nowhere,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.stdout.endswith("went on\n"), done.stderr
+    assert "slots are no longer reserved" in done.stderr
