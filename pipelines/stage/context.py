@@ -145,7 +145,7 @@ class StageContext(StageInputs):
         """As of `StageInputs`, counted in metrics."""
         if warning := rule.check():
             self.warn(f"{self.name}: {warning}")
-        self.tracker.log_summary(rule.metrics(group))
+        self.tracker.log_step(0, rule.metrics(group))  # a stage that goes on has it already
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, step: int | None = None) -> Path:

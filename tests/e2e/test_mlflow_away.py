@@ -185,7 +185,7 @@ def test_an_mlflow_that_comes_back_has_everything_exactly_once(
     reported = [line for line in result["warnings"] if "MLflow" in line]
     assert len(reported) == 3, reported  # away, waits, back
     check_record(server, home, result, {"sft", "rl", "evaluate", "register"})
-    client = MlflowClient(server.uri)
+    client = MlflowClient(server.uri, registry_uri=server.uri)
     version = client.get_model_version_by_alias("tiny", "candidate")
     assert version.run_id == result["stages"]["rl"]["mlflow_run_id"]
 

@@ -233,7 +233,7 @@ def test_prefect_shows_the_log_progress_samples_and_card(workspace: Path, first:
     ((tags,),) = database.execute(
         "select tags from flow_run where replace(id, '-', '') = ?", (flow_run,)
     )
-    assert json.loads(tags) == ["posttrain", "tiny", "seed:0", "device:cpu"]
+    assert json.loads(tags) == [*("posttrain", "tiny", "seed:0", "device:cpu", "algorithm:grpo")]
     lines = [row[0] for row in database.execute("select message from log")]
     assert [line for line in lines if line.startswith("[rl] step 4/4  reward ")]
     assert [line for line in lines if line.startswith("[register] ran in ")]
@@ -380,10 +380,13 @@ def test_blame_walks_back_from_the_registered_model_to_the_base_model(
         "stages.rl.micro_batch_size": (32, 6),
         "stages.rl.generation.max_response_length": (16, 8),
         "stages.rl.rewards": (
-            [{"name": "accuracy", "weight": 1.0}],
+            [{"name": "accuracy", "weight": 1.0, "label": "accuracy"}],
             [
-                {"name": "accuracy", "weight": 1.0},
-                {"name": "reward_model", "weight": 0.2, "transform": "sigmoid"},
+                {"name": "accuracy", "weight": 1.0, "label": "accuracy"},
+                {
+                    **{"name": "reward_model", "weight": 0.2, "label": "reward_model"},
+                    "transform": "sigmoid",
+                },
             ],
         ),
         "stages.rl.optimizer.learning_rate": (5e-6, 1e-3),

@@ -71,5 +71,5 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: P
         "run", str(path), "--home", str(home), "--json", "--debug", variables=variables
     )
     assert done.code != 0 and json.dumps(done.result)
-    assert SECRET not in done.text and "MLflow at http://***@127.0.0.1:9" in done.text
+    assert SECRET not in done.text and "MLflow at http://127.0.0.1:9" in done.text
     assert not [f for f in home.rglob("*") if f.is_file() and SECRET.encode() in f.read_bytes()]
