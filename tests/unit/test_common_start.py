@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.core.rollout.sampling import common_start
 from posttrain.core.types import SamplingParams
-from posttrain.plugins.engines import transformers
 from posttrain.plugins.engines.transformers import TransformersEngine
 from tests.helpers.sampled import ALIKE, PROMPTS, START, save_family, start_engine
 from tests.unit.training.test_stream import FAMILIES
@@ -60,7 +59,7 @@ def test_responses_are_those_of_prompts_read_by_themselves(
     first = [3 * (len(START) + own)] if windowed else [len(START), 3 * own]
     assert read[: len(first)] == first
     read.clear()
-    monkeypatch.setattr(transformers, "LEAST_SPARED", 10**6)
+    monkeypatch.setattr(engine, "_least_spared", 10**6)
     wanted = engine.generate(ALIKE, params)
     assert read[0] == 3 * max(map(len, ALIKE))
     for ours, theirs in zip(sum(found, []), sum(wanted, []), strict=True):

@@ -46,8 +46,7 @@ def test_a_server_of_the_run_s_own_is_asked_whether_there_is_a_limit(tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_another_server_is_not_asked(tmp_path: Path) -> None:
-    """Limits there hold for the runs of other machines, and can come while a stage waits."""
+def test_for_a_slot_of_a_server_that_is_away_nobody_waits(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE],
         capture_output=True,
@@ -57,4 +56,4 @@ def test_another_server_is_not_asked(tmp_path: Path) -> None:
         | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "['posttrain-cpu']"
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.models import decoding
 from posttrain.core.models.prefixes import NextRows, next_rows
 from posttrain.core.rollout.sampling import of_rows
 from posttrain.core.types import Completion, SamplingParams
-from posttrain.plugins.engines import transformers
 from posttrain.plugins.engines.transformers import TransformersEngine
 from tests.helpers.sampled import ALIKE, PROMPTS, save_family, start_engine
 from tests.unit.test_common_start import tokens_read
@@ -67,7 +67,7 @@ def test_responses_are_those_of_rows_of_their_own(
     found = responses(engine, params)
     merged = sum(read)
     read.clear()
-    monkeypatch.setattr(transformers, "next_rows", by_themselves)
+    monkeypatch.setattr(decoding, "next_rows", by_themselves)
     wanted = responses(engine, params)
     assert len({c.token_ids for c in wanted}) > 6 or temperature < 1
     if temperature < 1:  # else hardly any two draw the same

@@ -32,6 +32,7 @@ from posttrain.core.models.loading import (
     save_model,
 )
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.critic import Critic, CriticSettings
 from posttrain.core.training.finite import FiniteGuard, NonFinite
 from posttrain.core.training.learner import Learner
@@ -70,6 +71,7 @@ def embedding(model: PreTrainedModel) -> Tensor:
 @contextmanager
 def poisoned(model: PreTrainedModel, how: str) -> Iterator[None]:
     """Rows with the bad token have a loss, or a gradient alone, that is not finite."""
+    check_passes(model)  # with numbers that are finite still
     weight = embedding(model)
     handle = None
     if how == "loss":
