@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from posttrain.core.redaction import redacted
 
@@ -50,6 +50,13 @@ class ApprovalRefused(PosttrainError):
 
     exit_code = 6
     status = "rejected"
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, what it was raised from, and so on: the chain that a traceback prints."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 MAX_NAMES = 12

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
@@ -93,19 +93,24 @@ def redacted_tree(value: Any) -> Any:  # Any: whatever YAML or JSON holds
     return value
 
 
-def redact_error(error: BaseException) -> None:
-    """Change the messages of `error`, and of all errors behind it, in place."""
+def errors_behind(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and every error that it was raised from or during the handling of, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
         found = waiting.pop()
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            waiting += [found.__cause__, found.__context__]
+            yield found
+
+
+def redact_error(error: BaseException) -> None:
+    """Change the messages of `error`, and of all errors behind it, in place."""
+    for found in errors_behind(error):
         found.args = tuple(redacted(a) if isinstance(a, str) else a for a in found.args)
         if isinstance(found, OSError) and isinstance(found.strerror, str):
             found.strerror = redacted(found.strerror)  # which its text is made of
-        waiting += [found.__cause__, found.__context__]
 
 
 def _environment_secrets() -> list[str]:

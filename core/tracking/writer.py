@@ -15,14 +15,14 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from requests import exceptions as http
 from sqlalchemy.exc import InterfaceError, OperationalError
 
-from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.errors import ResourceError, RunError, causes
 from posttrain.core.redaction import redacted_tree
 from posttrain.core.tracking.spool import REFUSED, Operation, Spool
 
@@ -34,16 +34,10 @@ TRIES = 20
 """How often an operation that only gets server errors is sent while the server answers others."""
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def reason(error: BaseException) -> str:
     """What is wrong, in the database's own words where one is behind it: users read no SQL."""
     # `orig` is SQLAlchemy's name for the driver's error.
-    found = (getattr(cause, "orig", None) for cause in _causes(error))
+    found = (getattr(cause, "orig", None) for cause in causes(error))
     return str(next((driver for driver in found if driver is not None), error))
 
 
@@ -59,7 +53,7 @@ def no_answer(error: BaseException) -> bool:
         isinstance(cause, _NO_ANSWER)
         or type(cause).__name__ in _STORE_AWAY
         or (isinstance(cause, OperationalError | InterfaceError) and _database_away(cause))
-        for cause in _causes(error)
+        for cause in causes(error)
     )
 
 
@@ -71,10 +65,10 @@ def _database_away(error: OperationalError | InterfaceError) -> bool:
 
 def unreachable(error: BaseException) -> bool:
     """Whether the same request may succeed later: no answer, or an error of the server's own."""
-    local = (cause for cause in _causes(error) if isinstance(cause, OperationalError))
+    local = (cause for cause in causes(error) if isinstance(cause, OperationalError))
     if any(isinstance(cause.orig, sqlite3.Error) for cause in local):
         return no_answer(error)
-    return no_answer(error) or any(_is_server_error(cause) for cause in _causes(error))
+    return no_answer(error) or any(_is_server_error(cause) for cause in causes(error))
 
 
 def _is_server_error(error: BaseException) -> bool:

@@ -32,7 +32,6 @@ from posttrain.core.models.paths import (
 )
 from posttrain.core.models.sharded import casting, compute_dtype
 from posttrain.core.models.stream_attention import STREAM, use_stream_attention
-from posttrain.core.training import forward
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +48,25 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, LOW_TOLERANCE)
 
 
-def check_passes(model: PreTrainedModel) -> None:
-    """Settle how states and log-probs of `model` are computed; nothing if that is settled.
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Our passes over `model`: states [N, H] and log-probs [N] of a batch's response tokens."""
+
+    model: PreTrainedModel
+    states: Callable[[RolloutBatch], Tensor]
+    logprobs: Callable[[RolloutBatch], Tensor]
+
+    def found(self, batch: RolloutBatch) -> Tensor:
+        """What is compared: log-probs, or the states of a model that classifies."""
+        return (self.states if _classifies(self.model) else self.logprobs)(batch)
+
+
+def settle(passes: Passes) -> None:
+    """Settle how states and log-probs of a model are computed; nothing if that is settled.
 
     Raises `ResourceError` in a sentence where even the model's own forward pass cannot be used.
     """
+    model = passes.model
     paths = paths_of(model)
     if paths.checked:
         return
@@ -73,7 +86,7 @@ def check_passes(model: PreTrainedModel) -> None:
                 f"model type '{kind}' cannot be used here: its forward pass fails "
                 f"({first_line(error)}); choose another model"
             ) from error
-        _settle_passes(model, list(zip(probes, wanted, strict=True)))
+        _settle_passes(passes, list(zip(probes, wanted, strict=True)))
 
 
 def first_line(error: Exception) -> str:
@@ -191,19 +204,11 @@ def own_logprobs(model: Any, rows: Tensor) -> Tensor:  # Any: model classes are 
     return logprobs.gather(-1, rows[:, 1:, None]).squeeze(-1)
 
 
-def _found(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
-    """The same by our passes."""
-    if _classifies(model):
-        hidden, _, mask, _ = forward.response_states(model, batch, include_last=True)
-        return hidden[:, 1:][mask]
-    out = forward.response_logprobs(model, batch, temperature=1.0)
-    return out.logprobs[batch.response_mask.bool().to(out.logprobs.device)]
-
-
-def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tensor]]) -> None:
+def _settle_passes(passes: Passes, probes: list[tuple[RolloutBatch, Tensor]]) -> None:
     """Give up short cuts until log-probs agree."""
+    model = passes.model
     paths = paths_of(model)
-    while (problem := _problem(model, probes)) is not None:
+    while (problem := _problem(passes, probes)) is not None:
         if paths.head is not None and model.config._attn_implementation == STREAM:
             use_plain_attention(model)
             log_slower(model, "prompts are not shared in one stream", problem)
@@ -230,21 +235,21 @@ def _settle_passes(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tens
     if model.config._attn_implementation == STREAM and widest_window(model) is not None:
         # Rows wider than a sliding window leave the stream: what they use then is checked too.
         use_plain_attention(model)
-        problem = _problem(model, probes)
+        problem = _problem(passes, probes)
         if problem is None:
             use_stream_attention(model)
         else:
             log_slower(model, "prompts are not shared in one stream", problem)
-            _settle_passes(model, probes)
+            _settle_passes(passes, probes)
 
 
-def _problem(model: PreTrainedModel, probes: list[tuple[RolloutBatch, Tensor]]) -> str | None:
+def _problem(passes: Passes, probes: list[tuple[RolloutBatch, Tensor]]) -> str | None:
     for batch, wanted in probes:
         try:
-            found = _found(model, batch)
+            found = passes.found(batch)
         except Exception as error:  # whatever a model's own code raises
             return f"the pass fails ({first_line(error)})"
-        problem = gap(found, wanted, compute_dtype(model))
+        problem = gap(found, wanted, compute_dtype(passes.model))
         if problem is not None:
             return problem
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from posttrain.core.models.prefixes import distinct_states
 from posttrain.core.models.sampled_outputs import FoundOutputs, SampledOutputs, outputs_reused
 from posttrain.core.models.sharded import casting, compute_dtype, put_away, run_backbone
 from posttrain.core.models.stream_attention import STREAM, prepared
+from posttrain.core.training.agreement import Passes, settle
 from posttrain.core.training.logprobs import KnownLogits, cut_logprobs
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.splitting import micro_rows
@@ -97,7 +97,7 @@ def response_pass(
 
     Linear outputs that sampling recorded in `outputs` are reused, with `last` for the last time.
     """
-    _check_once(model)  # not inside of what reuses outputs
+    check_passes(model)  # not inside of what reuses outputs
     found: FoundOutputs | None = None
     reusing: AbstractContextManager[None] = nullcontext()
     if outputs is not None:
@@ -163,7 +163,7 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
     A loaded model has the short cuts checked before its first pass. Where only a model itself can
     make its logits, the states are these logits [B, n (+ 1), V].
     """
-    _check_once(model)
+    check_passes(model)
     found = _states(model, batch, include_last=include_last)
     head = paths_of(model).head
     hidden = found.hidden.to(compute_dtype(model))
@@ -172,10 +172,18 @@ def response_states(model: PreTrainedModel, batch: RolloutBatch, *, include_last
     )
 
 
-def _check_once(model: PreTrainedModel) -> None:
-    if not paths_of(model).checked:
-        # By name: the check runs the passes of this module.
-        import_module("posttrain.core.training.agreement").check_passes(model)
+def check_passes(model: PreTrainedModel) -> None:
+    """Compare the passes below with the model's own, once; see `agreement.settle`."""
+
+    def states(batch: RolloutBatch) -> Tensor:
+        hidden, _, mask, _ = response_states(model, batch, include_last=True)
+        return hidden[:, 1:][mask]
+
+    def logprobs(batch: RolloutBatch) -> Tensor:
+        found = response_logprobs(model, batch, temperature=1.0).logprobs
+        return found[batch.response_mask.bool().to(found.device)]
+
+    settle(Passes(model, states, logprobs))
 
 
 def _states(model: PreTrainedModel, batch: RolloutBatch, *, include_last: bool) -> States:

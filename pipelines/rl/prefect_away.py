@@ -12,6 +12,8 @@ import prefect.context
 from prefect import Flow
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 
+from posttrain.core.errors import causes
+
 AWAY_TIMEOUT_S = 5.0
 """How long a request waits for a server that was away before. It is not repeated."""
 UNREACHABLE = "Failed to reach API"
@@ -23,14 +25,12 @@ _reported: list[str] = []
 
 def unreachable(error: BaseException) -> bool:
     """Whether Prefect's server did not answer, or answered with an error of its own."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, httpx.TransportError) or UNREACHABLE in str(found):
-            return True
-        if isinstance(found, httpx.HTTPStatusError) and found.response.status_code >= 500:
-            return True
-        found = found.__cause__ or found.__context__
-    return False
+    return any(
+        isinstance(found, httpx.TransportError)
+        or UNREACHABLE in str(found)
+        or (isinstance(found, httpx.HTTPStatusError) and found.response.status_code >= 500)
+        for found in causes(error)
+    )
 
 
 def went_away(error: BaseException) -> None:

@@ -154,9 +154,9 @@ def plugins_yaml(resolved: ResolvedRun) -> str:
 def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     """Disk a run may need: a copy per stage that makes a model, and checkpoints.
 
-    Not the checkpoints that only the time asks for: they are left out where there is no room. One
-    holds float32 masters and two moments; the oldest one that does not stay is removed
-    after the new one.
+    A checkpoint holds float32 masters and two moments; the oldest one that does not stay is removed
+    after the new one. Checkpoints by time (`keep.checkpoint_minutes`) are not counted: one is left
+    out where the disk has no room for it.
     """
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     half = choose_dtype(resolved.config.model) == torch.bfloat16

@@ -112,7 +112,7 @@ def check_model(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
     from posttrain.core.models.device import ModelRuntime
     from posttrain.core.models.loading import load_policy
     from posttrain.core.models.paths import paths_of
-    from posttrain.core.training.agreement import check_passes
+    from posttrain.core.training.forward import check_passes
     from posttrain.pipelines.stage.engines import EnginePool
 
     runtime = ModelRuntime.from_config(config.model)

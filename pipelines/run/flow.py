@@ -21,7 +21,7 @@ from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from posttrain.core.config.dag import dependencies
-from posttrain.core.errors import ApprovalRefused
+from posttrain.core.errors import ApprovalRefused, causes
 from posttrain.core.redaction import redact_error
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.rl.live import Live
@@ -56,12 +56,7 @@ def after_a_lost_connection(task: Any, run: TaskRun, state: State[Any]) -> bool:
 
 def lost_connection(error: BaseException) -> bool:
     """Whether a lost connection, or one that timed out, is behind `error`."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, ConnectionError | TimeoutError):
-            return True
-        found = found.__cause__ or found.__context__
-    return False
+    return any(isinstance(found, ConnectionError | TimeoutError) for found in causes(error))
 
 
 def device_tags(device: str) -> list[str]:

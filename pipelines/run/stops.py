@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Self
 
 from posttrain.core.errors import RunError
+from posttrain.core.redaction import errors_behind
 
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -35,17 +36,8 @@ def follows_a_stop(error: BaseException) -> bool:
     """
     from prefect.exceptions import TerminationSignal
 
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
-            continue
-        if isinstance(found, KeyboardInterrupt | TerminationSignal):
-            return True
-        seen.add(id(found))
-        waiting += [found.__cause__, found.__context__]
-    return False
+    stops = KeyboardInterrupt | TerminationSignal
+    return any(isinstance(found, stops) for found in errors_behind(error))
 
 
 def never() -> bool:

@@ -27,9 +27,8 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.paths import HeadShape, OutputHead, paths_of
 from posttrain.core.models.stream_attention import STREAM
-from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.exact_kl import kl_to_policy, response_exact_kl
-from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.forward import check_passes, response_logprobs
 from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app

@@ -32,9 +32,9 @@ from posttrain.core.models.loading import (
     save_model,
 )
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.critic import Critic, CriticSettings
 from posttrain.core.training.finite import FiniteGuard, NonFinite
+from posttrain.core.training.forward import check_passes
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective

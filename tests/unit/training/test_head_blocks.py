@@ -16,8 +16,7 @@ from posttrain.core.models.layers import compile_layers
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sampled_outputs import FoundOutputs
 from posttrain.core.training import logprobs
-from posttrain.core.training.agreement import check_passes
-from posttrain.core.training.forward import forward_only, logits_in_order
+from posttrain.core.training.forward import check_passes, forward_only, logits_in_order
 from posttrain.core.training.logprobs import (
     PLAIN,
     BlockMath,

@@ -24,8 +24,8 @@ from posttrain.core.models.linear import why_no_packing
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.models.sampled_outputs import SampledOutputs, record_outputs, why_no_reuse
 from posttrain.core.rollout.weight_sync import send_policy
-from posttrain.core.training.agreement import check_passes
 from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.forward import check_passes
 from posttrain.core.training.stream import distinct_prompts, stream_of
 from posttrain.core.training.updates import UpdateResult
 from posttrain.core.types import SamplingParams
