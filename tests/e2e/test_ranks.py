@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from safetensors.torch import load_file
 
 from tests.helpers.pipeline import (
     Finished,
-    journal_lines,
     prepared,
     run_command,
     start_command,
     tiny_config,
+    wait_for_step,
     write_config,
 )
 from tests.helpers.tiny import make_tiny_model
@@ -118,10 +117,7 @@ def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Pa
     whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
     home = prepared(tmp_path / "home")
     process = start_command("run", str(path), "--set", RANKS, "--home", str(home))
-    end = time.monotonic() + 420
-    while len(journal_lines(home, "rl")) < 4:
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_step(home, 3, process)
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in children if "posttrain.pipelines.ranks.worker" in child.cmdline()]
     assert len(ranks) >= 2, "torchrun and its ranks"

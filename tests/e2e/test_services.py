@@ -27,9 +27,9 @@ from mlflow.artifacts import download_artifacts
 from tests.helpers.pipeline import (
     Finished,
     environment,
-    journal_lines,
     run_command,
     tiny_config,
+    wait_for_step,
     write_config,
 )
 from tests.helpers.services import HASTE, Services, free_ports, processes_of
@@ -405,9 +405,7 @@ def test_servers_that_are_gone_for_a_while_lose_nothing(
     home, steps = tmp_path / "home", 12
     more = ("--set", f"stages.rl.steps={steps}", "--set", f"seed={away_s}", "--json")
     process = services.start("run", str(config), "--home", str(home), *more)
-    while len(journal_lines(home, "rl")) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+    wait_for_step(home, 1, process)
     for name in ("prefect", "mlflow"):
         record = json.loads((services.home / "services" / "running" / f"{name}.json").read_text())
         os.killpg(record["pid"], signal.SIGKILL)
