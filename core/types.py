@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "stop_string"]
 ScoreStatus = Literal["ok", "unscored", "error", "timeout", "crashed"]
 Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant's message makes. `arguments` is a JSON object; `id` may be empty."""
+
+    name: str
+    arguments: Mapping[str, Any]  # Any: JSON values
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, in the form that chat APIs share.
+
+    `reasoning` is an assistant's thinking, kept apart from its `content`. `name` and `tool_call_id`
+    say which call a tool's message answers. `malformed` are the texts of calls that could not be
+    read as calls, in a message that was parsed from tokens. With `train` False the message is
+    never learned from.
+    """
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    name: str = ""
+    tool_call_id: str = ""
+    malformed: tuple[str, ...] = ()
+    train: bool = True
+
+
+ToolSchema = Mapping[str, Any]
+"""A tool as chat templates take it: {"type": "function", "function": {name, description,
+parameters}}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +51,9 @@ class Problem:
     """One prompt of a task, with what its verifier and SFT need.
 
     `key` is the canonical content of the problem: two problems with one key are the same problem,
-    and a key belongs to exactly one split.
+    and a key belongs to exactly one split. `messages` is what the model is asked, with `tools` at
+    hand; left out, it is `prompt` as one user message. `prompt` is the text that people, judges and
+    tables read.
     """
 
     key: str
@@ -24,6 +61,12 @@ class Problem:
     answer: str
     worked: str
     metadata: Mapping[str, str] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            object.__setattr__(self, "messages", (Message("user", self.prompt),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,10 @@ class ModelSection(Section):
     system_prompt: str | None = Field(
         default=None, description="system message of every chat; null = the template's own default"
     )
+    renderer: Component = Field(
+        default=Component(name="chat_template"),
+        description="how messages become tokens and are read back; chat_template: any model's own",
+    )
 
     @model_validator(mode="after")
     def _until_what(self) -> ModelSection:

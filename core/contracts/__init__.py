@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.kl import *
     from posttrain.core.contracts.policy import *
     from posttrain.core.contracts.preference import *
+    from posttrain.core.contracts.renderer import *
     from posttrain.core.contracts.rollout import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
@@ -31,6 +32,7 @@ _MODULES = (
     "base",
     "rollout",
     "environment",
+    "renderer",
     "advantages",
     "aggregation",
     "correction",
@@ -97,6 +99,8 @@ __all__ = [
     "RatioConfig",
     "RegularExpression",
     "RejectConfig",
+    "Rendered",
+    "Renderer",
     "Reward",
     "RewardContext",
     "RolloutCorrection",

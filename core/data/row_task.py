@@ -84,7 +84,8 @@ def read_problems(path: Path) -> list[Problem]:
         if not isinstance(metadata, dict) or plain.keys() != texts.keys():
             raise DataError(f"{row.where} is not a problem: run the stage that made it again")
         reported = {str(name): str(value) for name, value in metadata.items()}
-        problems.append(Problem(**plain, metadata=reported))
+        key, prompt, answer, worked = plain.values()
+        problems.append(Problem(key, prompt, answer, worked, reported))
     return problems
 
 

@@ -35,8 +35,8 @@ def expand(path: Path, suffix: str, setting: str) -> list[Path]:
     return found
 
 
-def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[JsonRow]:
-    """The rows of a Parquet file, or of all in a folder, streamed, with these columns only."""
+def parquet_rows(path: Path, columns: Sequence[str] | None, setting: str) -> Iterator[JsonRow]:
+    """The rows of a Parquet file, or of all in a folder, streamed, with these columns (None: all)."""
     library = _library()
     import numpy
     import pyarrow
@@ -53,7 +53,7 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
                 "that "
                 "reads its format"
             ) from error
-        for column in columns:
+        for column in columns or ():
             if column not in known:
                 raise DataError(
                     f"{file} has no column '{column}', only {sorted(known)}: name another field in "
@@ -67,7 +67,10 @@ def parquet_rows(path: Path, columns: Sequence[str], setting: str) -> Iterator[J
         with tempfile.TemporaryDirectory() as cache:
             try:
                 rows = library.Dataset.from_parquet(
-                    str(file), streaming=True, columns=list(columns), cache_dir=cache
+                    str(file),
+                    streaming=True,
+                    columns=None if columns is None else list(columns),
+                    cache_dir=cache,
                 )
                 for number, values in enumerate(rows, start=1):
                     yield JsonRow(f"{file}:{number}", _as_written(dict(values), short))

@@ -1,0 +1,1 @@
+"""Renderers: messages to tokens, and tokens back to messages."""
