@@ -6,7 +6,8 @@ A form is the way a family of models writes its calls:
     qwen_xml     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     llama3       {"name": ..., "parameters": {...}}, alone or after <|python_tag|>, split by ;
     mistral      [TOOL_CALLS][{"name": ..., "arguments": {...}}]
-    mistral_args [TOOL_CALLS]NAME[ARGS]{...}; tokenizers of Mistral from v11 on
+    mistral_args [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}; Mistral's tokenizers from v11 on, the id
+                 in v11 only
     glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
     deepseek     <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME {...}<｜tool▁call▁end｜>
     none         no calls: everything is text
@@ -136,7 +137,7 @@ class _Found:
     def add(self, call: ToolCall | None, text: str) -> None:
         """A call, or, if it could not be read, its text."""
         if call is None:
-            self.malformed.append(text)
+            self.malformed.append(text.rstrip("\n"))
         else:
             self.calls.append(call)
 
@@ -455,7 +456,9 @@ def _write_mistral(calls: Sequence[ToolCall]) -> str:
 
 def _write_mistral_args(calls: Sequence[ToolCall]) -> str:
     return "".join(
-        f"{TOOL_CALLS}{call.name}{ARGS}{json_text(dict(call.arguments))}" for call in calls
+        f"{TOOL_CALLS}{call.name}{CALL_ID + call.id if call.id else ''}"
+        f"{ARGS}{json_text(dict(call.arguments))}"
+        for call in calls
     )
 
 
