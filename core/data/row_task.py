@@ -210,7 +210,7 @@ class RowConfig(PluginConfig):
         return Layout(found, self.prompt_field, answer, source, "index")
 
     def columns(self, values: Mapping[str, object]) -> list[str]:
-        """The columns of a table that are read, by its first row; none when a needed one is missing,
+        """The columns of a table that are read, by its first row; none if a needed one is missing,
         so that the error names those there are."""
         layout = self.layout(values)
         needed = [layout.prompt, layout.answer, self.worked_field, *self.metadata_fields]
@@ -277,7 +277,6 @@ class RowTask(Task[RowConfigT]):
         return []
 
     def unjudged(self) -> str:
-        """The first row without an answer that `verify` compares; empty when all have one."""
         return self._unjudged
 
     def _read(self, given: Iterable[JsonRow]) -> Found:
