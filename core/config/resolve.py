@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
-from posttrain.core.config.base import NO_TASK, Component
+from posttrain.core.config.base import NO_TASK, TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
@@ -310,13 +310,19 @@ def _check_task(loaded: LoadedConfig, stages: Mapping[str, Stage]) -> Iterable[s
     if loaded.config.task.name != NO_TASK:
         return
     for name, stage in stages.items():
-        has_file = isinstance(stage, PreferenceDataStage) and bool(stage.outside_paths())
+        has_file = isinstance(stage, PreferenceDataStage | SftStage) and stage.data not in (
+            None,
+            TASK_DATA,
+        )
         if not has_file and not isinstance(stage, RegisterStage | ApproveStage | PromoteStage):
             needs = "problems, or a file of preferences as its `data`"
+            if isinstance(stage, SftStage):
+                needs = "problems, or a file as its `data`"
             yield loaded.problem(
                 ("stages", name),
                 f"a stage of kind '{dag.stage_kind(stage)}' needs "
-                f"{needs if isinstance(stage, PreferenceDataStage) else 'problems'}, and the "
+                f"{needs if isinstance(stage, PreferenceDataStage | SftStage) else 'problems'}, "
+                "and the "
                 "config has no `task`; add one, such as `task: gsm8k` (posttrain plugins list)",
             )
 

@@ -109,7 +109,11 @@ class Estimator:
         """Rows of one step of a stage that trains; a pair is two rows."""
         if isinstance(stage, SftStage):
             worked = self.lengths.worked or (64.0, 64)
-            return self._rows(stage.batch_size, 1, stage.micro_batch_size, worked)
+            found = self.data.supervised(stage, self.lengths.prompt + worked[0])
+            if stage.data is None:
+                return self._rows(found.batch, 1, stage.micro_batch_size, worked)
+            # A row of a file is a response as a whole, since most of a chat may be learned.
+            return Rows(found.batch, 1, stage.micro_batch_size, 0, found.tokens, found.longest, 0)
         limit = stage.generation.max_response_length
         response = self.lengths.response(self.data.config, stage, limit)
         if isinstance(stage, RlStage):
@@ -119,10 +123,10 @@ class Estimator:
                 tokens = response[0] + self.lengths.prompt / group
                 micro = min(micro, max(1, int(stage.max_tokens_per_microbatch / tokens)))
             return self._rows(rows, group, micro, response)
-        found = self.data.preferences(stage)
-        response = (found.answer, found.answer) if found.answer else response
-        pairs = math.ceil(stage.epochs * found.train / max(1, found.steps))
-        return self._rows(2 * pairs, 2, 2 * stage.micro_batch_size, response)
+        pairs = self.data.preferences(stage)
+        response = (pairs.answer, pairs.answer) if pairs.answer else response
+        batch = math.ceil(stage.epochs * pairs.train / max(1, pairs.steps))
+        return self._rows(2 * batch, 2, 2 * stage.micro_batch_size, response)
 
     def sampled(self, stage: Stage) -> tuple[list[Rows], float]:
         """The engine's calls for one batch of problems, and how many batches there are."""
@@ -189,7 +193,9 @@ class Estimator:
         if isinstance(stage, RlStage):
             return self._rl(stage, sampling / stage.steps)
         if isinstance(stage, SftStage):
-            return stage.steps, {"update": self.train(self.trained(stage), stage.lora)}, 0.0
+            worked = self.lengths.worked or (64.0, 64)
+            steps = self.data.supervised(stage, self.lengths.prompt + worked[0]).steps
+            return steps, {"update": self.train(self.trained(stage), stage.lora)}, 0.0
         if isinstance(stage, RewardModelStage | PreferenceStage):
             found, rows = self.data.preferences(stage), self.trained(stage)
             head, reference = isinstance(stage, PreferenceStage), self._has_reference(stage)

@@ -129,13 +129,15 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 "tokens"
             )
         case "sft":
-            examples = stage.steps * stage.batch_size
-            problems = data.count("train", examples)
-            again = f", {examples / problems:.1f} passes over {problems} problems"
-            micro = -(-stage.batch_size // stage.micro_batch_size)
+            found = data.supervised(stage)
+            count = found.steps * found.batch
+            what = "problems" if stage.data is None else "rows"
+            again = f", {count / max(1, found.rows):.1f} passes over {found.rows} {what}"
+            micro = -(-found.batch // stage.micro_batch_size)
+            about = "" if stage.max_tokens_per_batch is None else "about "
             return (
-                f"{stage.steps} steps x {stage.batch_size} examples = {examples} examples"
-                f"{again if 0 < problems < examples else ''}; {micro} micro-batch(es) a step"
+                f"{about}{found.steps} steps x {found.batch} examples = {count} examples"
+                f"{again if 0 < found.rows < count else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
             found = data.preferences(stage)  # at most: rows that are too long are left out

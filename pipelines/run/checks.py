@@ -134,12 +134,21 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     from posttrain.core.config.base import TASK_DATA
     from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.config.stages import PreferenceDataStage, SftStage
+    from posttrain.core.data.formats import examples
     from posttrain.core.data.row_task import check_worked, read_examples
+    from posttrain.core.data.rows import data_rows
     from posttrain.core.rewards.judge import api_key
 
     for name, stage in resolved.config.stages.items():
-        if problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
+        if isinstance(stage, SftStage) and stage.data is not None:
+            for source in stage.data:
+                for _ in examples(data_rows(source.path, f"stages.{name}.data")):
+                    pass
+        elif problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
             check_worked(task, [problem])
+        if isinstance(stage, SftStage) and stage.held_out is not None:
+            for _ in examples(data_rows(stage.held_out, f"stages.{name}.held_out")):
+                pass
         if isinstance(stage, PreferenceDataStage) and stage.data == TASK_DATA:
             task.preferences()
         if isinstance(stage, RlStage) and stage.ptx.path is not None:
