@@ -284,7 +284,9 @@ class RowTask(Task[RowConfigT]):
         layout: Layout | None = None
         for row in given:
             layout = layout or self.config.layout(row.values)
-            problem = self._problem(row, layout)
+            problem = problem_of(row, self.config, layout)
+            if problem.metadata.get("match", self.config.match) == "none":
+                self._unjudged = self._unjudged or row.where
             known = rows.setdefault(problem.key, (problem, row.where))
             if known[0].answer != problem.answer:
                 raise DataError(
@@ -292,71 +294,6 @@ class RowTask(Task[RowConfigT]):
                     f"and {problem.answer!r}, expected one answer: remove one of the lines"
                 )
         return rows
-
-    def _problem(self, row: JsonRow, layout: Layout) -> Problem:
-        config, where = self.config, row.where
-        messages = _prompt(row, layout)
-        given = lookup(row.values, config.tools_field)
-        tools = (
-            () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
-        )
-        metadata = self._metadata(row, layout)
-        answer = self._answer(row, layout, metadata)
-        worked = answer
-        if config.worked_field is not None:
-            worked = _text(row.values, config.worked_field, where, numbers=True)
-        prompt = chat_text(messages, tools)
-        return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
-
-    def _metadata(self, row: JsonRow, layout: Layout) -> dict[str, str]:
-        """Where the row stands, what its verifier is if not the task's, and the fields kept."""
-        made = {"source": row.where}
-        for name, field in (("data_source", layout.data_source), ("index", layout.index)):
-            value = MISSING if field is None else lookup(row.values, field)
-            if value is not MISSING and value is not None:
-                made[name] = _as_text(value)
-        for field in self.config.metadata_fields:
-            made[field] = _as_text(_found(row.values, field, row.where))
-        match = self.config.match
-        if layout.answer is None:
-            match = "none"
-        elif layout.data_source is not None:
-            match = self._verifier(row, layout.data_source, made.get("data_source"))
-        if match != self.config.match:
-            made["match"] = match
-        if match == "none":
-            self._unjudged = self._unjudged or row.where
-        return made
-
-    def _verifier(self, row: JsonRow, field: str, data_source: str | None) -> Match:
-        if data_source is None and DEFAULT not in self.config.verifiers:
-            _found(row.values, field, row.where)
-        match = verifier_of(data_source or "", self.config.verifiers)
-        if match is None:
-            raise DataError(
-                f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
-                f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
-                f"to {{{DEFAULT}: exact}} for every data set without one"
-            )
-        return match
-
-    def _answer(self, row: JsonRow, layout: Layout, metadata: dict[str, str]) -> str:
-        if layout.answer is None:
-            return ""
-        match = metadata.get("match", self.config.match)
-        if match == "none":
-            # What a reward reads instead, such as the tests of a program.
-            answer = _as_text(_found(row.values, layout.answer, row.where))
-            metadata.setdefault("tests", answer)
-            return answer
-        answer = _text(row.values, layout.answer, row.where, numbers=True)
-        if match in NUMERIC and not is_number(answer):
-            raise DataError(
-                f"{row.where}: field '{layout.answer}' is {answer[:60]!r}, expected a number "
-                f"because the task matches the {match.replace('_', ' ')}: correct it, or set "
-                "match: exact, contains or math"
-            )
-        return answer
 
     def rewritten(self, question: str, answer: str) -> Problem:
         """A problem of another wording, whose answer, a number, is read as the last number."""
@@ -389,6 +326,70 @@ class RowTask(Task[RowConfigT]):
     def verify(self, problem: Problem, text: str) -> Verdict:
         match = problem.metadata.get("match", self.config.match)
         return verdict(cast(Match, match), problem.answer, text)
+
+
+def problem_of(row: JsonRow, config: RowConfig, layout: Layout) -> Problem:
+    """The problem of a row. Raises `DataError` that names row, field and what to change."""
+    where = row.where
+    messages = _prompt(row, layout)
+    given = lookup(row.values, config.tools_field)
+    tools = () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
+    metadata = _metadata(row, config, layout)
+    answer = _answer(row, config, layout, metadata)
+    worked = answer
+    if config.worked_field is not None:
+        worked = _text(row.values, config.worked_field, where, numbers=True)
+    prompt = chat_text(messages, tools)
+    return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
+
+
+def _metadata(row: JsonRow, config: RowConfig, layout: Layout) -> dict[str, str]:
+    """Where the row stands, what its verifier is if not the task's, and the fields kept."""
+    made = {"source": row.where}
+    for name, field in (("data_source", layout.data_source), ("index", layout.index)):
+        value = MISSING if field is None else lookup(row.values, field)
+        if value is not MISSING and value is not None:
+            made[name] = _as_text(value)
+    for field in config.metadata_fields:
+        made[field] = _as_text(_found(row.values, field, row.where))
+    match = config.match
+    if layout.answer is None:
+        match = "none"
+    elif layout.data_source is not None:
+        match = _verifier(row, config, layout.data_source, made.get("data_source"))
+    return made if match == config.match else made | {"match": match}
+
+
+def _verifier(row: JsonRow, config: RowConfig, field: str, data_source: str | None) -> Match:
+    if data_source is None and DEFAULT not in config.verifiers:
+        _found(row.values, field, row.where)
+    match = verifier_of(data_source or "", config.verifiers)
+    if match is None:
+        raise DataError(
+            f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
+            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
+            f"to {{{DEFAULT}: exact}} for every data set without one"
+        )
+    return match
+
+
+def _answer(row: JsonRow, config: RowConfig, layout: Layout, metadata: dict[str, str]) -> str:
+    if layout.answer is None:
+        return ""
+    match = metadata.get("match", config.match)
+    if match == "none":
+        # What a reward reads instead, such as the tests of a program.
+        answer = _as_text(_found(row.values, layout.answer, row.where))
+        metadata.setdefault("tests", answer)
+        return answer
+    answer = _text(row.values, layout.answer, row.where, numbers=True)
+    if match in NUMERIC and not is_number(answer):
+        raise DataError(
+            f"{row.where}: field '{layout.answer}' is {answer[:60]!r}, expected a number "
+            f"because the task matches the {match.replace('_', ' ')}: correct it, or set "
+            "match: exact, contains or math"
+        )
+    return answer
 
 
 MISSING = object()
