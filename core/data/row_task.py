@@ -29,7 +29,7 @@ from posttrain.core.data.verifiers import (
     verifier_of,
 )
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number
+from posttrain.core.math.answers import is_number, only_number_after
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
@@ -174,8 +174,9 @@ class RowConfig(PluginConfig):
     match: Match = Field(
         default="last_number",
         description="exact: the whole response; last_number: its last number, by value; "
-        "final_number: the number after ####, else in \\boxed{}, else the last; contains: the "
-        "answer occurs in it; math: its final answer, as mathematics; none: no verdict",
+        "final_number: the number after ####, else in \\boxed{}, else the last (an answer may have "
+        "#### as well); contains: the answer occurs in it; math: its final answer, as mathematics; "
+        "none: no verdict",
     )
     verifiers: dict[str, Match] = Field(
         default_factory=dict,
@@ -335,8 +336,7 @@ def problem_of(row: JsonRow, config: RowConfig, layout: Layout) -> Problem:
     given = lookup(row.values, config.tools_field)
     tools = () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
     metadata = _metadata(row, config, layout)
-    answer = _answer(row, config, layout, metadata)
-    worked = answer
+    answer, worked = _answer(row, config, layout, metadata)
     if config.worked_field is not None:
         worked = _text(row.values, config.worked_field, where, numbers=True)
     prompt = chat_text(messages, tools)
@@ -373,23 +373,29 @@ def _verifier(row: JsonRow, config: RowConfig, field: str, data_source: str | No
     return match
 
 
-def _answer(row: JsonRow, config: RowConfig, layout: Layout, metadata: dict[str, str]) -> str:
+def _answer(
+    row: JsonRow, config: RowConfig, layout: Layout, metadata: dict[str, str]
+) -> tuple[str, str]:
+    """The answer, and what supervised learning imitates where the config names nothing else."""
     if layout.answer is None:
-        return ""
+        return "", ""
     match = metadata.get("match", config.match)
     if match == "none":
         # What a reward reads instead, such as the tests of a program.
         answer = _as_text(_found(row.values, layout.answer, row.where))
         metadata.setdefault("tests", answer)
-        return answer
-    answer = _text(row.values, layout.answer, row.where, numbers=True)
+        return answer, answer
+    answer = worked = _text(row.values, layout.answer, row.where, numbers=True)
+    if match == "final_number" and not is_number(answer):
+        # GSM8K's own rows have the worked solution here.
+        answer = (only_number_after(answer, "####") or answer).replace(",", "")
     if match in NUMERIC and not is_number(answer):
         raise DataError(
             f"{row.where}: field '{layout.answer}' is {answer[:60]!r}, expected a number "
             f"because the task matches the {match.replace('_', ' ')}: correct it, or set "
             "match: exact, contains or math"
         )
-    return answer
+    return answer, worked
 
 
 MISSING = object()

@@ -343,3 +343,16 @@ def test_well_known_data_sources_have_verifiers() -> None:
     assert {name: verifier_of(name, {}) for name in known} == known
     assert verifier_of("openai/gsm8k", {"openai/gsm8k": "exact", "*": "math"}) == "exact"
     assert verifier_of("openai/gsm8k", {"default": "exact"}) == "final_number"
+
+
+def test_gsm8k_s_own_rows_have_their_solution_as_worked_answer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    solution = "48 / 2 = <<48/2=24>>24\n#### 1,024"
+    path.write_text(json.dumps({"question": "How many?", "answer": solution}) + "\n")
+    task = build(path, prompt_field="question", match="final_number")
+    (problem,) = everything(task).values()
+    assert (problem.answer, problem.worked) == ("1024", solution)
+    assert task.verify(problem, "so #### 1024").correct == 1.0
+    path.write_text(json.dumps({"question": "How many?", "answer": "#### many"}) + "\n")
+    with pytest.raises(DataError, match=r"a.jsonl:1: field 'answer' is '#### many', expected a n"):
+        build(path, prompt_field="question", match="final_number")
