@@ -117,15 +117,15 @@ def test_a_model_s_tokens_are_shown_and_what_is_too_long_is_counted(tmp_path: Pa
     path = tmp_path / "a.parquet"
     rows = [
         {"messages": CHAT},
-        {"messages": [*CHAT[:2], {"role": "assistant", "content": "x" * 99}]},
+        {"messages": [*CHAT[:2], {"role": "assistant", "content": "x" * 299}]},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    arguments = (str(path), "--model", str(model), "--max-model-len", "160")
+    arguments = (str(path), "--model", str(model), "--max-model-len", "200")
     text, found = show(tmp_path, *arguments)
     assert learned(found) == ["4<|im_end|>", "Yes<|im_end|>"]
     assert "{+4<|im_end|>+}" in text and "<|im_start|>system\nBe kind.<|im_end|>" in text
-    assert found["left_out"] == 1 and "left out at max_model_len 160: 1 rows" in text
-    assert found["tokens"]["max"] > 160 and found["learned_tokens"] == 2 + 4 + 100
+    assert found["left_out"] == 1 and "left out at max_model_len 200: 1 rows" in text
+    assert found["tokens"]["max"] > 200 and found["learned_tokens"] == 2 + 4 + 300
     feather.write_feather(pyarrow.Table.from_pylist([VERL]), tmp_path / "b.feather")
     text, found = show(tmp_path, str(tmp_path / "b.feather"), "--model", str(model))
     whole = "".join(part for part, _ in found["shown"][0]["conversations"][0]["pieces"])
