@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from posttrain.core.analysis.learning_curves import preference_curves
 from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
-from posttrain.core.contracts.preference_rows import (
-    Kind,
-    PreferenceRow,
-    doubtful,
-    preference_digest,
-    read_preference_rows,
-)
+from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, preference_digest
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import (
     LabelledAnswer,
@@ -31,13 +24,15 @@ from posttrain.core.data.preference import (
     tokenise_labelled,
     tokenise_pairs,
 )
+from posttrain.core.data.preference_files import doubtful, read_preference_rows
+from posttrain.core.data.rows import data_files
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.intervals import wilson
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.store.artifacts import file_digest
+from posttrain.core.store.artifacts import combine_digests, file_digest
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.methods import preference_objective
@@ -60,8 +55,9 @@ def gather_pairs(
     if stage.data is None:
         pairs = fitting_pairs(sample_pairs(context, stage, tokenizer), rule)
         return _split(context, stage, pairs, rule)
-    rows = _read(context, stage.data, "pairs")
-    table = [{"prompt": r.key, "chosen": r.answers[0], "rejected": r.answers[1]} for r in rows[:32]]
+    rows = _read(context, stage, stage.data, "pairs")
+    shown = ((row.key, *row.texts()) for row in rows[:32])
+    table = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in shown]
     context.tracker.log_table("examples", 0, table)
     return _split(context, stage, tokenise_pairs(rows, tokenizer, rule), rule)
 
@@ -73,8 +69,8 @@ def gather_labelled(
     if stage.data is None:
         answers = as_labelled(sample_pairs(context, stage, tokenizer))
         return _split(context, stage, fitting_labelled(answers, rule), rule)
-    rows = _read(context, stage.data, "labels")
-    table = [{"prompt": r.key, "answer": r.answers[0], "desirable": r.label} for r in rows[:32]]
+    rows = _read(context, stage, stage.data, "labels")
+    table = [{"prompt": r.key, "answer": r.texts()[0], "desirable": r.label} for r in rows[:32]]
     context.tracker.log_table("examples", 0, table)
     return _split(context, stage, tokenise_labelled(rows, tokenizer, rule), rule)
 
@@ -91,35 +87,34 @@ def mini_batches(
     ]
 
 
-def _read(context: StageContext, data: str, kind: Kind) -> list[PreferenceRow]:
+def _read(
+    context: StageContext, stage: PreferenceDataStage, data: str, kind: Kind
+) -> list[PreferenceRow]:
     if data == TASK_DATA:
-        rows = context.task.preferences()
-        _warn_of(context, rows)
-        digest, source = preference_digest(rows), context.task.source()
-        context.tracker.log_dataset(
-            name=f"{context.name}-pairs",
-            context="preferences",
-            digest=digest,
-            num_rows=len(rows),
-            source=source,
-        )
-        return rows
-    setting = f"stages.{context.name}.data"
-    _, rows = read_preference_rows(Path(data), setting, (kind,))
-    _warn_of(context, rows)
+        rows, name = context.task.preferences(), "pairs"
+        notes, digest, source = doubtful(rows), preference_digest(rows), context.task.source()
+    else:
+        setting = f"stages.{context.name}.data"
+        found = read_preference_rows(data, setting, (kind,), stage.pairs_from_scores)
+        context.reporter.say(f"{context.name}: {data} {found.report()}")
+        rows, name, notes, source = found.rows, kind, found.notes(), data
+        digest = _files_digest(data, setting)
+    for line in notes:
+        context.warn(f"{context.name}: {line}")
     context.tracker.log_dataset(
-        name=f"{context.name}-{kind}",
+        name=f"{context.name}-{name}",
         context="preferences",
-        digest=file_digest(Path(data).expanduser()),
+        digest=digest,
         num_rows=len(rows),
-        source=data,
+        source=source,
     )
     return rows
 
 
-def _warn_of(context: StageContext, rows: Sequence[PreferenceRow]) -> None:
-    for line in doubtful(rows):
-        context.warn(f"{context.name}: {line}")
+def _files_digest(data: str, setting: str) -> str:
+    """Of the file, or of all files of the folder."""
+    digests = {file.name: file_digest(file) for file in data_files(data, setting)}
+    return combine_digests(digests) if len(digests) > 1 else next(iter(digests.values()))
 
 
 def _split(

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from posttrain.core.config.loading import load_config
-from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app
+from posttrain.pipelines.run.checks import resolve_configs
 
 MANAGER = PluginManager()
 PAIR = {"prompt": "P", "chosen": "A", "rejected": "B"}
@@ -47,7 +47,7 @@ def write(folder: Path, kind: str = "preference", **fields: Any) -> Path:
 
 
 def resolved(folder: Path, kind: str = "preference", **fields: Any) -> ResolvedRun:
-    return resolve(load_config([write(folder, kind, **fields)]), MANAGER)
+    return resolve_configs([write(folder, kind, **fields)], None)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_presets_expand_and_fit_their_data(
     assert (term.name, term.coef, term.fields()[field]) == (loss, 1.0, value)
     used = {(use.kind, use.name) for use in run.plugins["it"]}
     assert {("algorithm", algorithm), ("preference_loss", loss)} <= used
-    assert resolve(load_config([save(folder, run)]), MANAGER).config == run.config
+    assert resolve_configs([save(folder, run)], None)[0].config == run.config
 
 
 def save(folder: Path, run: ResolvedRun) -> Path:
