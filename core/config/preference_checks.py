@@ -23,6 +23,7 @@ _WITHOUT_ROUNDS = {
     "num_generations": "set online.num_generations",
     "epochs": "set online.steps",
     "held_out_fraction": "no pair is held out; measure with a stage of kind 'evaluate'",
+    "max_length": "set generation.max_response_length",
     "evaluate_every": "no pair is held out; measure with a stage of kind 'evaluate'",
 }
 # Options of pairs, with the value that leaves them off.

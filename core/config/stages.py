@@ -52,8 +52,8 @@ class SftStage(StageBase):
 class PreferenceDataStage(StageBase):
     """What stages that learn from preferences share: where these come from, and how they are cut.
 
-    They come from a file or folder, from the task, or the model answers the task's problems and its right
-    answers are paired with its wrong ones.
+    They come from a file or folder, from the task, or the model answers the task's problems and its
+    right answers are paired with its wrong ones.
     """
 
     kind: Literal["reward_model", "preference"]

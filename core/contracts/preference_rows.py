@@ -60,7 +60,7 @@ def is_plain(message: Message) -> bool:
 
 
 def answer_text(answer: Answer) -> str:
-    """The content of a plain answer; anything more as JSON, which no two different answers share."""
+    """The content of a plain answer; anything more as JSON, so that different answers differ."""
     if len(answer) == 1 and is_plain(answer[0]):
         return answer[0].content
     return "\n".join(_json(message) for message in answer)
