@@ -60,8 +60,8 @@ class PreferenceDataStage(StageBase):
     data: str | None = Field(
         default=None,
         min_length=1,
-        description="a file or folder of pairs or labelled answers, text or messages, recognised "
-        "by its columns; `task` = pairs that the task brings (gsm8k with `solutions`); null = the "
+        description="a file, folder or hub:owner/name@revision of pairs or labelled answers, text "
+        "or messages, recognised by its columns; `task` = pairs that the task brings (gsm8k with `solutions`); null = the "
         "model's own answers",
     )
     pairs_from_scores: Literal["best_worst", "all"] = Field(
@@ -100,8 +100,10 @@ class PreferenceDataStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """The file of preferences; what a task brings is in the task's own digest."""
-        return {} if self.data in (None, TASK_DATA) else {"data": str(self.data)}
+        """The file of preferences; what a task brings is in the task's own digest, and a data set
+        on the hub is named with its revision."""
+        elsewhere = self.data in (None, TASK_DATA) or str(self.data).startswith("hub:")
+        return {} if elsewhere else {"data": str(self.data)}
 
 
 class RewardModelStage(PreferenceDataStage):

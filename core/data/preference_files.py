@@ -33,7 +33,7 @@ from posttrain.core.contracts.preference_rows import Answer, Kind, PreferenceRow
 from posttrain.core.data.messages import messages_from_json, short, tools_from_json
 from posttrain.core.data.rows import data_rows
 from posttrain.core.errors import DataError
-from posttrain.core.runtime.json_files import JsonRow
+from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
 from posttrain.core.types import Message, ToolSchema
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ SCORE_PAIRS = (
     ("chosen_rating", "rejected_rating"),
     ("chosen-rating", "rejected-rating"),
 )
-LABELS: dict[object, bool] = {
+LABELS: dict[str, bool] = {
     **{name: True for name in ("true", "1", "+1", "good", "desirable", "chosen")},
     **{name: False for name in ("false", "0", "-1", "bad", "undesirable", "rejected")},
 }
@@ -354,9 +354,9 @@ class _Reader:
         value = line.values["label"]
         if isinstance(value, bool):
             return value
-        said = value.strip().lower() if isinstance(value, str) else value
-        if isinstance(said, int | float):
-            said = f"{said:g}"
+        said = value.strip().lower() if isinstance(value, str) else ""
+        if isinstance(value, int | float) and value in (1, 0, -1):
+            said = str(int(value))
         if said not in LABELS:
             raise DataError(
                 f"{line.where}: field 'label' is {value!r} ({type(value).__name__}), expected true "
@@ -531,10 +531,18 @@ def _chat(value: object, field: str, where: str) -> tuple[Message, ...]:
 
 
 def _as_api(item: object) -> object:
-    if not isinstance(item, Mapping) or "from" not in item or item.get("role") is not None:
+    if not isinstance(item, Mapping) or item.get("from") is None or item.get("role") is not None:
         return item
     rest = {name: part for name, part in item.items() if name not in ("from", "value")}
-    return {**rest, "role": item["from"], "content": item.get("value")}
+    said = item.get("value")
+    if item["from"] == "function_call":
+        try:
+            calls = loads(said) if isinstance(said, str) else said
+        except NotJson:
+            calls = said  # refused as a call that cannot be read
+        calls = calls if isinstance(calls, list) else [calls]
+        return {**rest, "role": "assistant", "tool_calls": calls}
+    return {**rest, "role": item["from"], "content": said}
 
 
 def _tools(line: JsonRow) -> tuple[ToolSchema, ...]:

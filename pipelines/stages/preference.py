@@ -26,14 +26,14 @@ from posttrain.core.data.preference import (
     tokenise_pairs,
 )
 from posttrain.core.data.preference_files import doubtful, read_preference_rows
-from posttrain.core.data.rows import data_files
+from posttrain.core.data.rows import data_digest, data_files
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.intervals import wilson
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.artifacts import file_digest
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.methods import preference_objective
@@ -113,9 +113,9 @@ def _read(
 
 
 def _files_digest(data: str, setting: str) -> str:
-    """Of the file, or of all files of the folder."""
-    digests = {file.name: file_digest(file) for file in data_files(data, setting)}
-    return combine_digests(digests) if len(digests) > 1 else next(iter(digests.values()))
+    """Of the file, of all files of the folder, or of the rows of a hub."""
+    files = data_files(data, setting)
+    return file_digest(files[0]) if len(files) == 1 else data_digest(data, setting)
 
 
 def _split(

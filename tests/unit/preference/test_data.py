@@ -189,7 +189,7 @@ def test_an_unreadable_file_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not UTF-8 .line 1, byte 0."):
         read(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match="has no rows, expected at least one line such as"):
+    with pytest.raises(DataError, match="has no rows, expected at least one such as"):
         read(tmp_path / "a.jsonl")
 
 
