@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from posttrain.core.contracts.preference_rows import Answer, PreferenceRow, is_plain
+from posttrain.core.contracts.preference_rows import Answer, PreferenceRow
 from posttrain.core.data.lengths import Ids, LengthRule
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import held_out_keys, loose_key
 from posttrain.core.runtime.json_files import JsonRow
+from posttrain.core.types import Message
 
 if TYPE_CHECKING:
     from posttrain.core.data.tokens import ChatTokenizer
@@ -231,16 +232,28 @@ def encode_row(
 ) -> tuple[Ids, tuple[EncodedAnswer, ...]]:
     """Token ids of the prompt, and of each answer with its end, as the chat template has them."""
     try:
-        prompt = tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in row.prompt])
-        return prompt, tuple(_encode_answer(answer, tokenizer) for answer in row.answers)
+        prompt = tokenizer.encode_chat(row.prompt, row.tools)
+        return prompt, tuple(_encode_answer(row, answer, tokenizer) for answer in row.answers)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
 
 
-def _encode_answer(answer: Answer, tokenizer: ChatTokenizer) -> EncodedAnswer:
-    if len(answer) == 1 and is_plain(answer[0]):
-        return EncodedAnswer(tokenizer.encode_response(answer[0].content))
-    raise DataError("an answer with tool calls or several turns cannot be encoded yet")
+def _encode_answer(row: PreferenceRow, answer: Answer, tokenizer: ChatTokenizer) -> EncodedAnswer:
+    """An answer's turns one after another, as a rollout would have them: earlier tokens stay."""
+    said, ids, learned = list(row.prompt), list[int](), list[bool]()
+    others: list[Message] = []
+    for message in answer:
+        if message.role != "assistant":
+            others.append(message)
+            continue
+        if others:
+            more = tokenizer.extend(others, row.tools, ended=True)
+            ids, learned = [*ids, *more], [*learned, *[False] * len(more)]
+            said, others = [*said, *others], []
+        own = tokenizer.encode_answer(said, message, row.tools)
+        ids, learned = [*ids, *own], [*learned, *[message.train] * len(own)]
+        said.append(message)
+    return EncodedAnswer(tuple(ids), () if all(learned) else tuple(learned))
 
 
 def split_by_prompt(

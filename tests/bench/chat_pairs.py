@@ -299,7 +299,9 @@ def main() -> None:
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        model = make_tiny_model(root / "model", tokenizer=make_tiny_tokenizer(chat_template=TEMPLATE))
+        model = make_tiny_model(
+            root / "model", tokenizer=make_tiny_tokenizer(chat_template=TEMPLATE)
+        )
         tokenizer = ChatTokenizer.load(model)
         answers = ask_trl(model, options.trl, root)
         for number, (case, other) in enumerate(zip(CASES, answers, strict=True)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import killer
-from tests.helpers.learning import AT_ONCE, SEEDS, Learned, final, make_model, run, run_config
+from tests.helpers.learning import AT_ONCE, SEEDS, Learned, final, make_model, run_config
 from tests.helpers.pipeline import prepared, run_command, write_config
 
 TASK = {"places": 1, "repeats": 2, "held_out_permille": 300}
@@ -107,9 +107,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> list[Learned]:
 
 def finished(folder: Path) -> Learned:
     home = prepared(folder / "home")
-    done = run_command(
-        "run", str(folder / "run.yaml"), "--home", str(home), "--json", timeout=900
-    )
+    done = run_command("run", str(folder / "run.yaml"), "--home", str(home), "--json", timeout=900)
     assert done.code == 0, done.text[-3000:]
     return Learned(done.result)
 

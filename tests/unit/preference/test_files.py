@@ -214,7 +214,10 @@ def test_dialogues_that_say_nothing_are_left_out_and_counted(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("label", "means"),
     [
-        *((value, True) for value in (True, 1, 1.0, "1", "+1", "true", "True", "good", "desirable")),
+        *(
+            (value, True)
+            for value in (True, 1, 1.0, "1", "+1", "true", "True", "good", "desirable")
+        ),
         *((value, False) for value in (False, 0, -1, "0", "-1", "false", "bad", "undesirable")),
     ],
 )
@@ -230,7 +233,9 @@ def test_labels_that_are_not_clear_are_refused(tmp_path: Path, label: object) ->
 
 
 def test_zero_and_minus_one_in_one_file_are_not_clear(tmp_path: Path) -> None:
-    rows = [{"prompt": "Q", "completion": a, "label": n} for a, n in (("a", 1), ("b", 0), ("c", -1))]
+    rows = [
+        {"prompt": "Q", "completion": a, "label": n} for a, n in (("a", 1), ("b", 0), ("c", -1))
+    ]
     with pytest.raises(DataError, match="a.jsonl:2 has the label 0 and .*a.jsonl:3 the label -1"):
         read(tmp_path, *rows)
 
