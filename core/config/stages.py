@@ -61,8 +61,8 @@ class PreferenceDataStage(StageBase):
         default=None,
         min_length=1,
         description="a file, folder or hub:owner/name@revision of pairs or labelled answers, text "
-        "or messages, recognised by its columns; `task` = pairs that the task brings (gsm8k with `solutions`); null = the "
-        "model's own answers",
+        "or messages, recognised by its columns; `task` = pairs that the task brings (gsm8k with "
+        "`solutions`); null = the model's own answers",
     )
     pairs_from_scores: Literal["best_worst", "all"] = Field(
         default="best_worst",

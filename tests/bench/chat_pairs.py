@@ -129,7 +129,7 @@ CASES = [
                 "score_rejected": 2.0,
             }
         ],
-        differs="TRL cannot join the text of the prompt with messages; the column has to be removed",
+        differs="TRL cannot join the text of the prompt with messages; remove the column there",
     ),
     Case(
         "texts with a prompt",
@@ -251,12 +251,12 @@ def same(own: Found, other: Found) -> bool:
     """Equal, except that TRL also learns what the template writes after the end of the turn."""
     if len(own) != len(other):
         return False
-    pairs = ((a, b) for mine, trl in zip(own, other, strict=True) for a, b in zip(mine, trl))
     return all(
         ids == more[: len(ids)]
         and places == [place for place in learned if place < len(ids)]
         and len(more) - len(ids) <= 1
-        for (ids, places), (more, learned) in pairs
+        for pair, trl_pair in zip(own, other, strict=True)
+        for (ids, places), (more, learned) in zip(pair, trl_pair, strict=True)
     )
 
 
