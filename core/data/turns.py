@@ -178,7 +178,8 @@ class TurnRenderer(Renderer[ConfigT]):
             text += "" if only_reasoning else close + content
         calls = self.calls_text(message)
         calls += ("\n" if calls and message.malformed else "") + "\n".join(message.malformed)
-        return text + (self.call_gap if calls and content else "") + calls
+        has_gap = not (calls and content) or calls.startswith(self.call_gap)
+        return text + ("" if has_gap else self.call_gap) + calls
 
     # --- the contract -------------------------------------------------------------------------
 
