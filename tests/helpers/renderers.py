@@ -181,7 +181,15 @@ TOOLS = (
 )
 
 TEXTS = (
-    *("What is 2 + 2?", "It is 4.", "a", "- one\n- two", "x = (1,\n     2)", "naïve ☃ 日本語", "🙂👩‍🚀"),
+    *(
+        "What is 2 + 2?",
+        "It is 4.",
+        "a",
+        "- one\n- two",
+        "x = (1,\n     2)",
+        "naïve ☃ 日本語",
+        "🙂👩‍🚀",
+    ),
     *("def f():\n\n    return 1", "a < b > c </b> [x] {y}", "1 000 000", "Let me see:\n\n$x^2$;"),
 )
 ODD = (
