@@ -191,6 +191,7 @@ class TurnRenderer(Renderer[ConfigT]):
         wanted = FAMILIES.get(self.name, ((),))
         self.control = ControlTokens(tokenizer, end_token_ids, TAGS.union(*wanted))
         self.controls = self.control.ids
+        self._names = re.compile("|".join(map(re.escape, self.controls)) or r"(?!)")
         lacking = min(([n for n in names if n not in self.controls] for names in wanted), key=len)
         if lacking:
             raise ConfigError(
@@ -198,7 +199,7 @@ class TurnRenderer(Renderer[ConfigT]):
                 f"'{tokenizer.name_or_path}', which lacks the control tokens "
                 f"{', '.join(lacking)}: set model.renderer to '{fitting(self.controls)}'"
             )
-        self._fixed: dict[str, Sequence[int]] = {}
+        self._fixed: dict[str, tuple[int, ...]] = {}
         self.adapt()
         ends = {self.end_of(message) for message in (Message("assistant"), CALLING)}
         self.end_token_ids = tuple(
@@ -361,7 +362,7 @@ class TurnRenderer(Renderer[ConfigT]):
             message += [chunk.message] * len(own)
         return Rendered(tuple(ids), tuple(sampled), tuple(message))
 
-    def _encode(self, chunk: Chunk) -> Sequence[int]:
+    def _encode(self, chunk: Chunk) -> tuple[int, ...]:
         text = "".join(piece.text for piece in chunk.pieces)
         if not text:
             return ()
@@ -370,6 +371,8 @@ class TurnRenderer(Renderer[ConfigT]):
             if key not in self._fixed:
                 self._fixed[key] = self._after(chunk.before, text, {})
             return self._fixed[key]
+        if not any(self._names.search(p.text) for p in chunk.pieces if p.by != "format"):
+            return self._after(chunk.before, text, {})
         parts = [part for piece in chunk.pieces for part in _by_format(piece)]
         plain = [Message("user", text) for text, is_format in parts if not is_format]
         kept, _, back = self.control.protect(plain, ())
@@ -377,11 +380,11 @@ class TurnRenderer(Renderer[ConfigT]):
         text = "".join(part if is_format else next(safe).content for part, is_format in parts)
         return self._after(chunk.before, text, back)
 
-    def _after(self, before: str, text: str, back: Mapping[str, str]) -> Sequence[int]:
+    def _after(self, before: str, text: str, back: Mapping[str, str]) -> tuple[int, ...]:
         """The text's ids where `before` stands before it, whose own ids are what they are."""
         ids = self._ids(before + text, back)
         if before:
-            known = self._ids(before, {})
+            known = self._encode(Chunk(-1, [fixed(before)]))
             begins = ids[: len(known)] == known
             ids = ids[len(known) :] if begins else self._ids(text, back)
         return ids
