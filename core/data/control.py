@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,17 +40,23 @@ class ControlTokens:
     """The control tokens of a tokenizer: how text is kept apart from them, and is encoded.
 
     Text of users, tools and schemas holds none: neither special tokens, nor added tokens that the
-    chat template writes (`<think>`, `<tool_call>`). Text of the assistant's may hold the latter.
+    chat template writes (`<think>`, `<tool_call>`) or that are among `names`. Text of the
+    assistant's may hold the latter.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        names: Collection[str] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         known = {n: i for n, i in special_tokens(tokenizer).items() if _can_be_kept_apart(n)}
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         strict = {n for n, i in known.items() if n in special or i in end_token_ids}
         template = str(tokenizer.chat_template or "")
-        written = {n for n in known if n in template or _usual(n)}
+        written = {n for n in known if n in template or n in names or _usual(n)}
         self.ids = {name: known[name] for name in strict | written}
         self._of_assistants, self._of_others = _any_of(strict), _any_of(self.ids)
 
