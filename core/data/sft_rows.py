@@ -308,6 +308,7 @@ def epochs_of(
         rows = [row for pool in pools for row in pool]
         for epoch in itertools.count():
             yield _shuffled(rows, seed, *path, "order", epoch)
+        return
     total, size = sum(weights), sum(map(len, pools))
     shares = [weight / total for weight in weights]
     streams = [_endless(pool, seed, *path, "order", n) for n, pool in enumerate(pools)]

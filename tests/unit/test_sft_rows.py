@@ -293,11 +293,11 @@ def test_the_gradient_is_that_of_each_row_by_itself(
         for place, own in enumerate(row.learned, start=len(row.prompt)):
             if own:
                 logprob = logits[place - 1].log_softmax(-1)[ids[0, place]]
-                weight = float(logprob.exp()) if weighting == "dft" else 1.0
+                weight = float(logprob.detach().exp()) if weighting == "dft" else 1.0
                 total = total - weight * logprob / count
-                plain -= float(logprob) / count
+                plain -= float(logprob.detach()) / count
     total.backward()
-    assert found["sft/loss"] == pytest.approx(float(total), rel=1e-5)
+    assert found["sft/loss"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert found.get("sft/nll", plain) == pytest.approx(plain, rel=1e-5)
     theirs = [p.grad for p in model.parameters() if p.grad is not None]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -344,7 +344,7 @@ def test_a_stage_counts_steps_or_epochs_rows_or_tokens() -> None:
     assert [source.path for source in mixed.data or ()] == ["a.jsonl", "b.jsonl"]
     one = SftStage.model_validate({**BASE, "data": "a.jsonl", "held_out": "b.jsonl"})
     assert one.outside_paths() == {"data.0.path": "a.jsonl", "held_out": "b.jsonl"}
-    hub = SftStage.model_validate({**BASE, "data": "HuggingFaceH4/ultrachat_200k"})
+    hub = SftStage.model_validate({**BASE, "data": "hub:HuggingFaceH4/ultrachat_200k"})
     assert hub.outside_paths() == {}
 
 
