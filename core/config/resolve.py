@@ -94,6 +94,10 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     values = loaded.config.model_dump(mode="json")
     task, used_task = resolver.component("task", loaded.config.task, ("task",))
     values["task"] = task
+    renderer = loaded.config.model.renderer
+    values["model"]["renderer"], used_renderer = resolver.component(
+        "renderer", renderer, ("model", "renderer")
+    )
     used_engine: list[PluginUse] = []
     if loaded.config.engine != "auto":
         engine = Component.model_validate(loaded.config.engine)
@@ -119,7 +123,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         stages[name] = filled
         values["stages"][name] = filled.model_dump(mode="json")
         if not isinstance(stage, RegisterStage | ApproveStage):
-            used = [*used_task, *used]
+            used = [*used_task, *used_renderer, *used]
         if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage | TransformStage):
             used = [*used, *used_engine]
         plugins[name] = tuple(dict.fromkeys(used))

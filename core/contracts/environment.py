@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from posttrain.core.contracts.base import ConfigT, Plugin
-from posttrain.core.types import Problem
+from posttrain.core.types import Message, Problem, ToolSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,36 @@ class Tool(Plugin[ConfigT]):
     kind = "tool"
     description: ClassVar[str] = ""
     """One sentence to the model: what it does, and what to write as its argument."""
+    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON values
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": "the argument"}},
+        "required": ["input"],
+    }
+    """JSON schema of the arguments of a call by JSON. A tool with other than one argument also
+    overrides `call_json`."""
 
     @abstractmethod
     def call(self, arguments: str) -> ToolResult:
         """The answer to `arguments`, in bounded time; raises on no text, a failure is a result."""
+
+    def schema(self) -> ToolSchema:
+        """The tool as chat templates take it."""
+        described = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**described, "parameters": self.parameters}}
+
+    def call_json(self, arguments: Mapping[str, Any]) -> ToolResult:  # Any: JSON values
+        """The answer to a call with JSON arguments; those that do not fit are a failure."""
+        names = list(self.parameters["properties"])
+        if len(names) != 1:
+            raise NotImplementedError(f"tool '{self.name}' has several arguments and no call_json")
+        if set(arguments) != set(names):
+            given = ", ".join(sorted(arguments)) or "none"
+            reported = f"error: expected the argument '{names[0]}', got {given}"
+            return ToolResult(reported[:300], failed=True)
+        value = arguments[names[0]]
+        if not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False)
+        return self.call(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +70,37 @@ class Opening:
     """Text after the problem's own prompt."""
     system: str | None = None
     """A system message; None = the run's own."""
+    tools: tuple[ToolSchema, ...] = ()
+    """Tools that the prompt offers, after those of the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said until a stop string, or until it ended its answer (`ended`)."""
+    """What the policy said until a stop string, or until it ended its answer (`ended`).
+
+    `message` is the same as the renderer reads it: content, reasoning, tool calls, and in
+    `malformed` calls that it could not read.
+    """
 
     text: str
     ended: bool
+    message: Message = Message("assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What an environment answers to a turn.
 
-    With `done` the episode is over and `text` is not shown. `counts` are added up over an episode:
-    `calls` and `failed` for tools.
+    With `done` the episode is over and the answer is not shown. The answer is `text`, which goes
+    on in the policy's own turn, or `messages` of tools or the user, after which a turn of the
+    assistant's begins. `counts` are added up over an episode: `calls` and `failed` for tools.
     """
 
     text: str
     done: bool
     state: object
     counts: Mapping[str, float] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
 
 
 class Environment(Plugin[ConfigT]):

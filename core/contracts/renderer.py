@@ -61,6 +61,12 @@ class Renderer(Plugin[ConfigT]):
         left open. Raises `DataError` for messages that the model's format cannot hold.
         """
 
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """The tokens of `render` with a generation prompt, where nobody asks for the mask."""
+        return self.render(messages, tools, generation_prompt=True).token_ids
+
     @abstractmethod
     def extend(
         self,

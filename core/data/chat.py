@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from posttrain.core.data.messages import message_to_json
 from posttrain.core.errors import DataError, ResourceError
+from posttrain.core.types import Message, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Json = dict[str, Any]  # Any: JSON values
 
 MARK = "TheContentStandsHere"
 """A content that no template changes, to see what is written around it."""
@@ -28,66 +31,112 @@ class TurnEnd(NamedTuple):
     token: int
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool
+def chat_text_of(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema] = (),
+    *,
+    generation_prompt: bool,
+    turns: list[tuple[int, int]] | None = None,
 ) -> str:
-    """The chat as the template writes it; raises `DataError` if the template refuses it."""
-    try:
-        chat = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-        )
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(
-            f"the model's chat template refuses the prompt's messages (of the roles {roles}): "
-            f"{error}: correct their roles, or choose a model with another template"
-        ) from error
-    return str(chat)
+    """The chat as the template writes it; raises `DataError` if the template refuses it.
 
-
-def render_open(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """The chat up to the end of its last message, an assistant's, which is to be continued.
-
-    The content is written as it is, even if the template strips or rewrites contents.
+    `turns` gets the characters of what the template marks with `{% generation %}`.
     """
-    marked = [*messages[:-1], {**messages[-1], "content": MARK}]
-    before, found, _ = render(tokenizer, marked, generation_prompt=False).rpartition(MARK)
-    if not found:
-        raise DataError(
-            "the model's chat template leaves the last assistant's message out, so it cannot be "
-            "continued: end the prompt with the user's message, or choose a model with another "
-            "template"
+    problem: Exception | None = None
+    for form in _FORMS if any(m.tool_calls or m.role == "tool" for m in messages) else _FORMS[:1]:
+        try:
+            return _rendered(tokenizer, form(messages), tools, generation_prompt, turns)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            problem = problem or error
+    roles = ", ".join(message.role for message in messages)
+    raise DataError(
+        f"the model's chat template refuses the prompt's messages (of the roles {roles}): "
+        f"{problem}: correct their roles, or choose a model with another template"
+    ) from problem
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[Json],
+    tools: Sequence[ToolSchema],
+    generation_prompt: bool,
+    turns: list[tuple[int, int]] | None,
+) -> str:
+    schemas = [dict(tool) for tool in tools] or None
+    if turns is None:
+        return str(
+            tokenizer.apply_chat_template(
+                chat, tools=schemas, add_generation_prompt=generation_prompt, tokenize=False
+            )
         )
-    return before + messages[-1]["content"]
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), (found,) = render_jinja_template(
+        conversations=[chat],
+        tools=schemas,
+        chat_template=tokenizer.get_chat_template(None, schemas),
+        add_generation_prompt=generation_prompt,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    turns[:] = [(int(start), int(end)) for start, end in found]
+    return str(text)
+
+
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an id for each call and answer that has none, of nine characters."""
+    made, calls, answers = [], 0, 0
+    for message in messages:
+        given = []
+        for call in message.tool_calls:
+            given.append(replace(call, id=call.id or f"call{calls:05d}"))
+            calls += 1
+        answer = message.tool_call_id
+        if message.role == "tool":
+            answer, answers = answer or f"call{answers:05d}", answers + 1
+        made.append(replace(message, tool_calls=tuple(given), tool_call_id=answer))
+    return made
+
+
+def _as_json(messages: Sequence[Message]) -> list[Json]:
+    return [message_to_json(message) for message in messages]
+
+
+def _with_texts(messages: Sequence[Message]) -> list[Json]:
+    """Arguments as JSON text, which some templates put together with other text."""
+    chat = _as_json(_with_ids(messages))
+    for message in chat:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return chat
+
+
+_FORMS: tuple[Callable[[Sequence[Message]], list[Json]], ...] = (
+    _as_json,
+    lambda messages: _as_json(_with_ids(messages)),
+    _with_texts,
+)
+"""Tool calls in the ways that templates want them, the first that is not refused is taken."""
 
 
 def takes_system_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template writes a system message; some refuse it, others leave it out."""
-    chat = [{"role": "system", "content": MARK}, {"role": "user", "content": "Q"}]
+    chat = [Message("system", MARK), Message("user", "Q")]
     try:
-        return MARK in render(tokenizer, chat, generation_prompt=True)
+        return MARK in chat_text_of(tokenizer, chat, generation_prompt=True)
     except DataError:
         return False
-
-
-def without_system(messages: Messages) -> list[Mapping[str, str]]:
-    """The messages with the leading system message put in front of the user's first."""
-    system, *rest = messages
-    if not rest or rest[0]["role"] != "user":
-        return [{"role": "user", "content": system["content"]}, *rest]
-    first = {**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}
-    return [first, *rest[1:]]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     """How the template ends an assistant's turn, if it does so with a special token."""
     if tokenizer.chat_template is None:
         return None
-    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
+    chat = [Message("user", "Q"), Message("assistant", MARK)]
     try:
-        text = render(tokenizer, chat, generation_prompt=False)
+        text = chat_text_of(tokenizer, chat, generation_prompt=False)
     except DataError:
         return None
     before, found, after = text.rpartition(MARK)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import SampledGroup
-from posttrain.core.data.chat import (
-    Messages,
-    TurnEnd,
-    render,
-    render_open,
-    stored_ends,
-    takes_system_messages,
-    turn_end,
-    without_system,
-)
+from posttrain.core.contracts import Rendered, Renderer, SampledGroup
+from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
+from posttrain.core.data.control import ControlTokens
+from posttrain.core.data.messages import messages_from_json
+from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.errors import ResourceError
-from posttrain.core.types import Completion, Problem
+from posttrain.core.types import Completion, Message, Problem, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +39,7 @@ class ChatTokenizer:
         tokenizer: PreTrainedTokenizerBase,
         system_prompt: str | None,
         stored_ends: Sequence[int] = (),
+        renderer: Renderer[Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
@@ -65,9 +59,17 @@ class ChatTokenizer:
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self.eos_token_id if pad is None else int(pad)
         self._token_texts: dict[int, str] = {}
+        self.renderer: Renderer[Any] = renderer or TemplateRenderer(TemplateConfig())
+        self.renderer.setup(tokenizer, self.end_token_ids)
+        self.control = ControlTokens(tokenizer, self.end_token_ids)
 
     @classmethod
-    def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
+    def load(
+        cls,
+        path: Path,
+        system_prompt: str | None = None,
+        renderer: Renderer[Any] | None = None,
+    ) -> ChatTokenizer:
         # Late: transformers takes seconds, and commands that only read a config import this module.
         from transformers import AutoTokenizer
 
@@ -79,7 +81,7 @@ class ChatTokenizer:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"
             ) from error
-        return cls(tokenizer, system_prompt, stored_ends(Path(path), tokenizer))
+        return cls(tokenizer, system_prompt, stored_ends(Path(path), tokenizer), renderer)
 
     def token_text(self, token: int) -> str:
         """The text of one token id by itself; of a special token its name."""
@@ -89,48 +91,86 @@ class ChatTokenizer:
 
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
         """Token ids of the prompt, up to where the assistant's answer begins."""
-        return self.encode_chat([{"role": "user", "content": problem.prompt}])
+        return self.encode_chat(problem.messages, problem.tools)
 
-    def encode_chat(self, messages: Messages) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's next words begin.
 
         A last message of the assistant's is continued. The system prompt of the run is put first
-        unless the messages bring their own; a template that takes no system message gets it in
-        front of the user's first message. A model without a chat template gets the messages' texts,
-        a line each. Raises `DataError` for messages that the template refuses.
+        unless the messages bring their own. Raises `DataError` for messages that the renderer
+        refuses.
         """
-        chat = list(messages)
-        if self.system_prompt is not None and chat[0]["role"] != "system":
-            chat.insert(0, {"role": "system", "content": self.system_prompt})
-        goes_on = chat[-1]["role"] == "assistant"
-        if self.tokenizer.chat_template is None:
-            text = "\n".join(message["content"] for message in chat) + ("" if goes_on else "\n")
-            return tuple(self.tokenizer(text)["input_ids"])
-        if chat[0]["role"] == "system" and not self._takes_system:
-            chat = without_system(chat)
-        if goes_on:
-            text = render_open(self.tokenizer, chat)
-        else:
-            text = render(self.tokenizer, chat, generation_prompt=True)
-        # The template writes the special tokens itself.
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.renderer.prompt(self._chat(messages), tools)
 
-    @cached_property
-    def _takes_system(self) -> bool:
-        return takes_system_messages(self.tokenizer)
+    def encode_conversation(
+        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
+    ) -> Rendered:
+        """A whole conversation, with what the assistant wrote.
+
+        Where the template writes no end after the assistant's last turn, the token that ends a
+        response follows it, so that it can be learned.
+        """
+        chat = self._chat(messages)
+        made = self.renderer.render(chat, tools)
+        if chat[-1].role != "assistant" or not made.token_ids or not made.sampled[-1]:
+            return made
+        if made.token_ids[-1] in self.end_token_ids:
+            return made
+        place = len(chat) - 1
+        return Rendered(
+            (*made.token_ids, self.turn_end.token), (*made.sampled, True), (*made.message, place)
+        )
+
+    def _chat(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+        chat = [
+            m if isinstance(m, Message) else messages_from_json([m], "a prompt")[0]
+            for m in messages
+        ]
+        if self.system_prompt is not None and (not chat or chat[0].role != "system"):
+            chat.insert(0, Message("system", self.system_prompt))
+        return chat
+
+    def encode_answer(
+        self, prompt: Sequence[Message], answer: Message, tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """Token ids of the assistant's `answer` to `prompt` with its end."""
+        if not answer.tool_calls and not answer.reasoning:
+            return self.encode_response(answer.content)
+        made = self.encode_conversation([*prompt, answer], tools)
+        rows = zip(made.token_ids, made.sampled, made.message, strict=True)
+        last = max((m for _, own, m in rows if own), default=-1)
+        rows = zip(made.token_ids, made.sampled, made.message, strict=True)
+        return tuple(token for token, own, message in rows if own and message == last)
 
     def encode_response(self, text: str) -> tuple[int, ...]:
         """Token ids of a whole response with its end, as the chat template writes it."""
-        ids = self.tokenizer(text + self.turn_end.text, add_special_tokens=False)["input_ids"]
-        return (*ids, self.turn_end.token)
+        (said,), _, back = self.control.protect([Message("assistant", text)], ())
+        made, _ = self.control.encode(said.content + self.turn_end.text, back)
+        return (*made.token_ids, self.turn_end.token)
+
+    def parse_response(self, ids: Sequence[int]) -> Message:
+        """The assistant's message that sampled tokens write: text, reasoning and tool calls."""
+        return self.renderer.parse(ids)
+
+    def extend(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, ended: bool
+    ) -> tuple[int, ...]:
+        """Tokens that follow an assistant's turn: `messages`, and the beginning of the next turn.
+
+        The turn is closed unless it `ended`. No earlier token changes.
+        """
+        return self.renderer.extend(messages, tools, ended=ended)
 
     def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Token ids of `text` alone, in which special tokens are plain text unless `special`.
 
         The piece is never joined to what stands before it, so that nobody's tokens change.
         """
-        found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
-        return tuple(found["input_ids"])
+        if not special:
+            return self.control.encode_plain(text)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode_response(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens and ends."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.stages import PreferenceDataStage, SftStage
-from posttrain.core.contracts import Task
+from posttrain.core.contracts import Renderer, Task
 from posttrain.core.contracts.preference_rows import read_preference_rows
 from posttrain.core.data.formats import examples
 from posttrain.core.data.messages import chat_text
@@ -131,7 +131,7 @@ class Lengths(NamedTuple):
     @classmethod
     def measured(cls, data: RunData, model: KnownModel, seed: int) -> Lengths:
         """Of a sample of training problems; assumed lengths if there are none."""
-        tokenizer, how = _tokenizer(model, data.config.model.system_prompt), "measured"
+        tokenizer, how = _tokenizer(model, data), "measured"
         try:
             problems = data.task.problems("train", data.count("train", SAMPLE), seed)
         except (PosttrainError, OSError) as error:
@@ -168,7 +168,7 @@ def _tokens(text: str) -> int:
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
-def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | None:
+def _tokenizer(model: KnownModel, data: RunData) -> ChatTokenizer | None:
     from transformers import AutoTokenizer
 
     if model.source is None:
@@ -177,7 +177,9 @@ def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | 
         found = AutoTokenizer.from_pretrained(
             model.source, local_files_only=True, trust_remote_code=False, **model.options
         )
-        return ChatTokenizer(found, system_prompt)
+        component = data.config.model.renderer
+        renderer: Renderer[Any] = data.manager.build(Renderer, component.name, component.fields())
+        return ChatTokenizer(found, data.config.model.system_prompt, renderer=renderer)
     except (OSError, ValueError, PosttrainError) as error:
         logger.info("no tokenizer in %s: %s", model.source, error)
         return None

@@ -6,7 +6,7 @@ What the policy sampled is never tokenised again: each turn continues the token 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from posttrain.core.contracts import (
@@ -21,7 +21,7 @@ from posttrain.core.contracts.rollout import Episode, Segment
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, Problem, SamplingParams
+from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall, ToolSchema
 
 
 def generate_groups(
@@ -47,16 +47,25 @@ T = TypeVar("T")
 
 
 def prompt_to_json(prompt: PromptGroup) -> Json:
-    problem = prompt.problem
-    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    return {
-        "problem": values | {"metadata": dict(problem.metadata)},
-        "prompt_ids": list(prompt.prompt_ids),
-    }
+    return {"problem": _plain(prompt.problem), "prompt_ids": list(prompt.prompt_ids)}
 
 
 def prompt_from_json(value: Mapping[str, Any]) -> PromptGroup:
-    return PromptGroup(_made(Problem, value["problem"]), tuple(value["prompt_ids"]))
+    given = dict(value["problem"])
+    messages = []
+    for message in given.get("messages", ()):
+        calls = tuple(_made(ToolCall, call) for call in message.get("tool_calls", ()))
+        messages.append(_made(Message, {**message, "tool_calls": calls}))
+    problem = _made(Problem, {**given, "messages": messages})
+    return PromptGroup(problem, tuple(value["prompt_ids"]))
+
+
+def _plain(value: Any) -> Any:  # Any: a value of dataclasses, mappings and lists, as JSON
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def groups_to_json(groups: Sequence[SampledGroup]) -> list[Json]:
@@ -111,10 +120,22 @@ class EpisodeRunner:
     def encode_prompt(self, problem: Problem) -> tuple[int, ...]:
         """Token ids of the prompt with what the environment tells the model."""
         opening = self.environment.reset(problem)
-        messages = [{"role": "user", "content": problem.prompt + opening.suffix}]
+        messages = list(problem.messages)
+        if opening.suffix:
+            last = messages[-1]
+            if last.role == "user":
+                messages[-1] = replace(last, content=last.content + opening.suffix)
+            else:
+                messages.append(Message("user", opening.suffix.strip()))
         if opening.system is not None:
-            messages.insert(0, {"role": "system", "content": opening.system})
-        return self.tokenizer.encode_chat(messages)
+            if messages[0].role == "system":
+                own = messages.pop(0)
+                opening = replace(opening, system=f"{own.content}\n\n{opening.system}")
+            messages.insert(0, Message("system", opening.system or ""))
+        return self.tokenizer.encode_chat(messages, (*problem.tools, *opening.tools))
+
+    def _tools(self, problem: Problem) -> tuple[ToolSchema, ...]:
+        return (*problem.tools, *self.environment.reset(problem).tools)
 
     def open(self, prompt: PromptGroup) -> Episode:
         return Episode(prompt, self.environment.reset(prompt.problem).state)
@@ -186,7 +207,11 @@ class EpisodeRunner:
         ended, room = turn.finish_reason == "stop", limit - len(turn.token_ids)
         if turn.finish_reason == "length" or (not ended and counts["turns"] >= self.max_turns):
             return replace(episode, finish_reason="length")
-        said = Turn(self.tokenizer.decode_response(turn.token_ids), ended)
+        said = Turn(
+            self.tokenizer.decode_response(turn.token_ids),
+            ended,
+            self.tokenizer.parse_response(turn.token_ids),
+        )
         observation = self.environment.step(episode.state, said)
         for name, value in observation.counts.items():
             counts[name] = counts.get(name, 0.0) + value
@@ -195,12 +220,23 @@ class EpisodeRunner:
             return replace(episode, finish_reason=turn.finish_reason)
         if counts["turns"] >= self.max_turns:
             return replace(episode, finish_reason="stop")
-        answer = Segment(self._tokens(observation)[: max(room, 0)])
+        answer = Segment(self._tokens(episode, observation, ended)[: max(room, 0)])
         episode = replace(episode, segments=(*segments, answer))
         cut = len(answer.token_ids) >= room
         return replace(episode, finish_reason="length") if cut else episode
 
-    def _tokens(self, observation: Observation) -> tuple[int, ...]:
+    def _tokens(self, episode: Episode, observation: Observation, ended: bool) -> tuple[int, ...]:
+        if observation.messages:
+            # The texts are cut, and what the template writes around them is kept whole.
+            room, messages = self.max_observation_tokens, []
+            for message in observation.messages:
+                ids = self.tokenizer.encode_text(message.content, special=False)
+                if len(ids) > room:
+                    cut = self.tokenizer.tokenizer.decode(list(ids[:room]))
+                    message = replace(message, content=str(cut))
+                room -= min(len(ids), room)
+                messages.append(message)
+            return self.tokenizer.extend(messages, self._tools(episode.prompt.problem), ended=ended)
         ids = self.tokenizer.encode_text(
             observation.text, special=self.environment.reads_special_tokens
         )

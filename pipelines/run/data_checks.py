@@ -28,13 +28,17 @@ from posttrain.core.data.sft_rows import SourceReport, encoded_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.sft import fitting_worked
+from posttrain.pipelines.stage.inputs import load_tokenizer
 
 MOST = 10_000
 """Rows that are looked at for one stage."""
 
 
-def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[str]:
+def check_texts(
+    resolved: ResolvedRun, task: Task[Any], models: Path, manager: PluginManager
+) -> list[str]:
     """A warning for each stage that would leave out or cut rows because of their length.
 
     `models` is where the bundled model is converted to. Raises `DataError` for what the stage would
@@ -44,7 +48,7 @@ def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[st
     folder = known_folder(config.model, models)
     if folder is None:
         return []
-    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt)
+    tokenizer = load_tokenizer(folder, config, manager)
     warnings = []
     for name in resolved.order:
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -70,6 +71,13 @@ class CalculatorTool(Tool[CalculatorConfig]):
     name = "calculator"
     Config = CalculatorConfig
     description = "computes the value of an arithmetic expression in Python's notation"
+    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON values
+        "type": "object",
+        "properties": {
+            "expression": {"type": "string", "description": "such as (3 + 4) * 2 or sqrt(2)"}
+        },
+        "required": ["expression"],
+    }
 
     def call(self, arguments: str) -> ToolResult:
         """The value, or in words why there is none."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,6 +42,11 @@ class SearchTool(Tool[SearchConfig]):
     name = "search"
     Config = SearchConfig
     description = "finds passages in a text collection that share words with the query"
+    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON values
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "words to look for"}},
+        "required": ["query"],
+    }
 
     def __init__(self, config: SearchConfig) -> None:
         super().__init__(config)

@@ -1,0 +1,572 @@
+"""Messages to tokens by a model's own chat template, and where the assistant's words stand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from posttrain.core.contracts import PluginConfig, Rendered, Renderer
+from posttrain.core.data.chat import MARK, chat_text_of, takes_system_messages, turn_end
+from posttrain.core.data.control import ControlTokens
+from posttrain.core.data.tool_calls import parse_assistant, tool_call_form
+from posttrain.core.errors import DataError
+from posttrain.core.types import Message, ToolCall, ToolSchema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = dict[str, Any]  # Any: JSON values
+
+DUMMY_ID = "call00000"
+"""A call's id of the form that the strictest templates take."""
+TOOLS_AS_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+OTHER_WAY = (
+    "set `model.renderer: {name: chat_template, tools_in_system: true}` to write tools and calls "
+    "as text, or choose a model whose template has tools"
+)
+
+
+class TemplateConfig(PluginConfig):
+    """Settings of `chat_template`."""
+
+    tool_calls: Literal[
+        "auto",
+        "hermes",
+        "qwen_xml",
+        "llama3",
+        "mistral",
+        "mistral_args",
+        "glm",
+        "deepseek",
+        "none",
+    ] = Field(
+        default="auto",
+        description="form in which the model writes tool calls; auto: what its template shows",
+    )
+    tools_in_system: bool = Field(
+        default=False,
+        description="write tools in the system message, calls and results as text in Hermes' form, "
+        "for models whose template has no tools",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Messages as the template gets them, each with its place among those that were given.
+
+    Control tokens in their texts are placeholders; `back` says for what.
+    """
+
+    messages: tuple[Message, ...]
+    places: tuple[int, ...]
+    tools: tuple[ToolSchema, ...]
+    back: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Characters of a rendered text that belong to a message."""
+
+    start: int
+    end: int
+    place: int
+    sampled: bool
+
+
+class TemplateRenderer(Renderer[TemplateConfig]):
+    """tokens = tokenizer(template(messages, tools)), with the text of messages kept plain.
+
+    An assistant's turn reaches from the end of the generation prompt through the token that ends
+    the turn. Its place is found in the whole rendering, by `{% generation %}` where the template
+    has it, else by marks at the ends of contents, which must change nothing else, else by the
+    renderings of the conversation's beginnings. Where none of them is certain, `DataError`.
+    Source: own; the marks of `{% generation %}` are those of transformers.
+    """
+
+    Config = TemplateConfig
+
+    def setup(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> None:
+        """Take the tokenizer and what ends a response."""
+        super().setup(tokenizer, end_token_ids)
+        self.control = ControlTokens(tokenizer, end_token_ids)
+        self.has_template = tokenizer.chat_template is not None
+        self._tails: dict[str, str | None] = {}
+        self._shown: dict[str, bool] = {}
+
+    # --- the contract -----------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generation_prompt: bool = False,
+    ) -> Rendered:
+        """The conversation as the template writes it, with the assistant's turns marked."""
+        chat = self._chat(messages, tools)
+        goes_on = generation_prompt and chat.messages[-1].role == "assistant"
+        text = self._whole(chat, generation_prompt=generation_prompt)
+        if self.has_template:
+            parts = self._parts(chat, text, goes_on=goes_on)
+        else:
+            parts = _lines(chat)
+        places = [place for part in parts for place in (part.start, part.end)]
+        made, moved = self.control.encode(
+            text, chat.back, places, add_special_tokens=not self.has_template
+        )
+        sampled = [False] * len(made.token_ids)
+        owners = [-1] * len(made.token_ids)
+        bounds = sorted(zip(moved[::2], moved[1::2], parts, strict=True), key=lambda b: b[0])
+        at = 0
+        for start, end, part in bounds:
+            while at < len(made.offsets) and made.offsets[at][0] < start:
+                at += 1
+            while at < len(made.offsets) and made.offsets[at][0] < end:
+                sampled[at], owners[at] = part.sampled, part.place
+                at += 1
+        return Rendered(made.token_ids, tuple(sampled), tuple(owners))
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        """As `render` with a generation prompt, without looking for the assistant's turns."""
+        chat = self._chat(messages, tools)
+        text = self._whole(chat, generation_prompt=True)
+        made, _ = self.control.encode(text, chat.back, add_special_tokens=not self.has_template)
+        return made.token_ids
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        ended: bool,
+    ) -> tuple[int, ...]:
+        """What the template writes after an assistant's turn, of a conversation made for this."""
+        if not self.has_template:
+            chat = self._chat(messages, tools)
+            text = "\n" + self._whole(chat, generation_prompt=True)
+            return self.control.encode(text, chat.back)[0].token_ids
+        answers = [m for m in messages if m.role == "tool"]
+        calls = tuple(ToolCall(m.name or "tool", {}, m.tool_call_id or DUMMY_ID) for m in answers)
+        turn = Message("assistant", MARK, calls)
+        chat = self._chat([Message("user", "Q"), turn, *messages], tools)
+        known = next(i for i, m in enumerate(chat.messages) if MARK in m.content)
+        text = self._text(chat.messages, chat.tools, generation_prompt=True)
+        place = text.find(MARK)
+        if self._end is None:
+            before = self._text(chat.messages[: known + 1], chat.tools)
+            if place < 0 or not text.startswith(before):
+                raise DataError(self._lost("what follows an assistant's turn"))
+            rest = text[len(before) :] if calls else text[place + len(MARK) :]
+            return self.control.encode(rest, chat.back)[0].token_ids
+        found = self._ends.search(text, place)
+        if place < 0 or found is None:
+            raise DataError(self._lost("the end of an assistant's turn before other messages"))
+        # With the end token in front, so that nothing is taken for the beginning of a text.
+        made, _ = self.control.encode(text[found.start() :], chat.back)
+        return made.token_ids[1:] if ended else made.token_ids
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The message that the tokens write, tool calls in the form of the config."""
+        # Special tokens are left out, but those that tell calls and reasoning from other text.
+        hidden = set(self.tokenizer.all_special_ids) | set(self.end_token_ids)
+        hidden -= {
+            i for name, i in self.control.ids.items() if re.search("tool|python|think", name, re.I)
+        }
+        hidden |= set(self.end_token_ids)
+        own = [token for token in token_ids if token not in hidden]
+        text = str(self.tokenizer.decode(own, skip_special_tokens=False))
+        opened = (self._tail("user") or "").rstrip().endswith("<think>")
+        return parse_assistant(text, self.form, opened=opened)
+
+    @cached_property
+    def form(self) -> str:
+        """The form in which the model writes tool calls."""
+        if self.config.tool_calls != "auto":
+            return self.config.tool_calls
+        if self.config.tools_in_system:
+            return "hermes"
+        return tool_call_form(str(self.tokenizer.chat_template or ""))
+
+    # --- messages as the template takes them ------------------------------------------------------
+
+    def _chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Chat:
+        if not messages:
+            raise DataError("a conversation without messages: give at least one")
+        plain, schemas, back = self.control.protect(messages, tools)
+        pairs = list(enumerate(plain))
+        if self.config.tools_in_system:
+            pairs, schemas = _as_text(pairs, schemas), []
+        elif schemas and not self._shows("tools"):
+            raise DataError(f"the model's chat template has no tools: {OTHER_WAY}")
+        elif not self._shows("calls") and any(m.tool_calls for m in plain):
+            raise DataError(f"the model's chat template leaves tool calls out: {OTHER_WAY}")
+        elif not self._shows("results") and any(m.role == "tool" for m in plain):
+            raise DataError(f"the model's chat template has no messages of tools: {OTHER_WAY}")
+        if any(m.reasoning for m in plain) and not self._shows("reasoning"):
+            pairs = [(i, _thought_first(m)) for i, m in pairs]
+        if self.has_template and pairs[0][1].role == "system" and not self._takes_system:
+            pairs = _without_system(pairs)
+        places, made = zip(*pairs, strict=True)
+        return _Chat(made, places, tuple(schemas), back)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return takes_system_messages(self.tokenizer)
+
+    def _shows(self, what: str) -> bool:
+        """Whether the template writes tools, calls, results of tools or reasoning."""
+        if what not in self._shown:
+            user, call = Message("user", "Q"), ToolCall("f", {"x": 1}, DUMMY_ID)
+            schema = {
+                "type": "function",
+                "function": {
+                    "name": MARK,
+                    "description": "d",
+                    "parameters": {"type": "object", "properties": {}},
+                },
+            }
+            chat = {
+                "tools": [user],
+                "calls": [user, Message("assistant", "", (replace(call, name=MARK),))],
+                "results": [
+                    user,
+                    Message("assistant", "", (call,)),
+                    Message("tool", MARK, name="f", tool_call_id=DUMMY_ID),
+                ],
+                "reasoning": [user, Message("assistant", "A", reasoning=MARK)],
+            }[what]
+            if what == "results" and not self._shows("calls"):
+                chat[1] = Message("assistant", "A")
+            try:
+                text = self._text(chat, [schema] if what == "tools" else [])
+            except DataError:
+                text = ""
+            self._shown[what] = self.has_template and MARK in text
+        return self._shown[what]
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        return chat_text_of(self.tokenizer, messages, tools, generation_prompt=generation_prompt)
+
+    def _whole(self, chat: _Chat, *, generation_prompt: bool) -> str:
+        last = chat.messages[-1]
+        goes_on = generation_prompt and last.role == "assistant"
+        if not self.has_template:
+            end = "\n" if generation_prompt and not goes_on else ""
+            return "\n".join(m.content for m in chat.messages) + end
+        if not goes_on:
+            return self._text(chat.messages, chat.tools, generation_prompt=generation_prompt)
+        if last.tool_calls:
+            raise DataError(
+                "the last message is the assistant's and calls tools, so it cannot be continued: "
+                "end the prompt with the tools' messages"
+            )
+        # The content is written as it is, even if the template strips or rewrites contents.
+        marked = [*chat.messages[:-1], replace(last, content=MARK)]
+        before, found, _ = self._text(marked, chat.tools).rpartition(MARK)
+        if not found:
+            raise DataError(
+                "the model's chat template leaves the last assistant's message out, so it cannot "
+                "be continued: end the prompt with the user's message, or choose a model with "
+                "another template"
+            )
+        return before + last.content
+
+    # --- where messages stand ---------------------------------------------------------------------
+
+    def _parts(self, chat: _Chat, text: str, *, goes_on: bool) -> list[_Part]:
+        """The places of assistants' turns and of other messages' contents in the rendered text."""
+        marks = self._marks(chat, text, goes_on=goes_on)
+        turns = self._generation_turns(chat, text, marks)
+        parts = [] if turns is None else turns
+        for i, message in enumerate(chat.messages):
+            if message.role != "assistant":
+                end = marks.get(i)
+                size = next(
+                    (
+                        len(said)
+                        for said in (message.content, message.content.strip())
+                        if end is not None and said and text[:end].endswith(said)
+                    ),
+                    0,
+                )
+                if end is not None and size:
+                    parts.append(_Part(end - size, end, chat.places[i], False))
+            elif turns is None:
+                last = goes_on and i == len(chat.messages) - 1
+                start = self._start(chat, text, marks, i)
+                end = len(text) if last else self._end_of(chat, text, marks, i, start)
+                parts.append(_Part(start, end, chat.places[i], True))
+        parts.sort(key=lambda part: part.start)
+        for one, two in zip(parts, parts[1:], strict=False):
+            if one.end > two.start:
+                raise DataError(self._lost("the messages"))
+        return parts
+
+    def _marks(self, chat: _Chat, text: str, *, goes_on: bool) -> dict[int, int]:
+        """Where each message's content ends in `text`; {} when the template changes with marks.
+
+        The mark of a message without content is at its last call's name, or at its reasoning.
+        """
+        marks = [f"{MARK}{i}End" for i in range(len(chat.messages))]
+        marked = [_marked(m, mark) for m, mark in zip(chat.messages, marks, strict=True)]
+        if goes_on:
+            marked[-1] = replace(chat.messages[-1], content=marks[-1])
+        last = chat.messages[-1].role
+        try:
+            found = self._text(
+                marked,
+                chat.tools,
+                generation_prompt=last != "assistant" and self._prompted(text, chat),
+            )
+        except DataError:
+            return {}
+        if goes_on:
+            found = found[: found.rfind(marks[-1])] + chat.messages[-1].content + marks[-1]
+        either = re.compile(rf"{MARK}(\d+)End")
+        ends: dict[int, int] = {}
+        removed = 0
+        for mark in either.finditer(found):
+            i = int(mark[1])
+            if i in ends:  # written twice: the place is not known
+                return {}
+            ends[i] = mark.start() - removed
+            removed += len(mark[0])
+        if either.sub("", found) != text or list(ends.values()) != sorted(ends.values()):
+            return {}
+        return ends
+
+    def _prompted(self, text: str, chat: _Chat) -> bool:
+        """Whether `text` ends with a generation prompt."""
+        return text != self._text(chat.messages, chat.tools)
+
+    def _start(self, chat: _Chat, text: str, marks: Mapping[int, int], i: int) -> int:
+        """Where the assistant's message `i` begins: after the generation prompt."""
+        before = marks.get(i - 1)
+        tail = self._tail(chat.messages[i - 1].role) if i else None
+        if before is not None and tail is not None and text.startswith(tail, before):
+            return before + len(tail)
+        if i:
+            try:
+                prompt = self._text(chat.messages[:i], chat.tools, generation_prompt=True)
+            except DataError:
+                prompt = None
+            if prompt is not None and text.startswith(prompt):
+                return len(prompt)
+        message, end = chat.messages[i], marks.get(i)
+        if end is not None and (before is not None or not i):
+            opening = self._opening
+            at = text.find(opening, before or 0, end) if opening else -1
+            if at >= 0:
+                return at + len(opening)
+            said = (
+                message.content if text[:end].endswith(message.content) else message.content.strip()
+            )
+            if said and not message.reasoning and text[:end].endswith(said):
+                return end - len(said)
+        raise DataError(self._lost(f"the assistant's message {chat.places[i]}"))
+
+    def _end_of(self, chat: _Chat, text: str, marks: Mapping[int, int], i: int, start: int) -> int:
+        """Where the assistant's message `i` ends: after the token that ends the turn."""
+        message, last = chat.messages[i], i == len(chat.messages) - 1
+        known = marks.get(i)
+        if known is None and (message.content or message.tool_calls or message.reasoning):
+            begin, end = start, self._difference(chat, text, i)
+            ends = list(self._ends.finditer(text, begin, end)) if self._end is not None else []
+            return ends[-1].end() if ends else end
+        begin = start if known is None else known
+        if self._end is not None:
+            found = self._ends.search(text, begin)
+            following = marks.get(i + 1, len(text))
+            if found is not None and found.end() <= following:
+                return found.end()
+        if last and text == self._text(chat.messages, chat.tools):
+            return len(text)
+        return self._difference(chat, text, i)
+
+    def _difference(self, chat: _Chat, text: str, i: int) -> int:
+        """Length of the rendering through message `i`, a prefix of `text`."""
+        upto = self._text(chat.messages[: i + 1], chat.tools)
+        if not text.startswith(upto):
+            raise DataError(self._lost(f"the assistant's message {chat.places[i]}"))
+        return len(upto)
+
+    def _generation_turns(
+        self, chat: _Chat, text: str, marks: Mapping[int, int]
+    ) -> list[_Part] | None:
+        """The assistant's turns as the template itself marks them; None when it does not."""
+        template = str(self.tokenizer.chat_template)
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            return None
+        found: list[tuple[int, int]] = []
+        rendered = chat_text_of(
+            self.tokenizer,
+            chat.messages,
+            chat.tools,
+            generation_prompt=chat.messages[-1].role != "assistant" and self._prompted(text, chat),
+            turns=found,
+        )
+        own = [i for i, m in enumerate(chat.messages) if m.role == "assistant"]
+        if rendered != text:  # the last message is continued: it has no end yet
+            found = [(start, min(end, len(text))) for start, end in found if start <= len(text)]
+        found = [(start, end) for start, end in found if end > start]
+        if len(found) == len(own):
+            owners = own
+        else:
+            at = [next((i for i in own if marks.get(i, -1) >= start), None) for start, _ in found]
+            if None in at:
+                raise DataError(self._lost("the assistant's messages"))
+            owners = [i for i in at if i is not None]
+        return [
+            _Part(start, end, chat.places[i], True)
+            for (start, end), i in zip(found, owners, strict=True)
+        ]
+
+    def _tail(self, role: str) -> str | None:
+        """What the template writes after a message of `role`, up to the assistant's words."""
+        if role not in self._tails:
+            user = Message("user", "Q")
+            call = Message("assistant", "", (ToolCall("f", {}, DUMMY_ID),))
+            chats = {
+                "user": [Message("user", MARK)],
+                "system": [Message("system", MARK)],
+                "assistant": [user, Message("assistant", MARK)],
+                "tool": [user, call, Message("tool", MARK, name="f", tool_call_id=DUMMY_ID)],
+            }
+            try:
+                text = self._text(chats[role], (), generation_prompt=True)
+            except DataError:
+                text = ""
+            _, found, after = text.rpartition(MARK)
+            self._tails[role] = after if found else None
+        return self._tails[role]
+
+    @cached_property
+    def _opening(self) -> str:
+        """The generation prompt."""
+        user = [Message("user", "Q")]
+        try:
+            bare, prompt = self._text(user, ()), self._text(user, (), generation_prompt=True)
+        except DataError:
+            return ""
+        return prompt[len(bare) :] if prompt.startswith(bare) else ""
+
+    @cached_property
+    def _end(self) -> str | None:
+        """The name of the token with which the template ends a turn."""
+        found = turn_end(self.tokenizer)
+        return None if found is None else str(self.tokenizer.convert_ids_to_tokens(found.token))
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        names = {n for n, i in self.control.ids.items() if i in self.end_token_ids}
+        names |= {self._end} if self._end is not None else set()
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+    def _lost(self, what: str) -> str:
+        return (
+            f"{what} cannot be found in what the model's chat template writes, so no loss mask is "
+            "certain: mark the assistant's turns in the template with {% generation %}, choose the "
+            "renderer of the model's family (`model.renderer`), or correct the messages"
+        )
+
+
+def _marked(message: Message, mark: str) -> Message:
+    if message.content:
+        return replace(message, content=message.content + mark)
+    if message.tool_calls:
+        *others, call = message.tool_calls
+        return replace(message, tool_calls=(*others, replace(call, name=call.name + mark)))
+    if message.reasoning:
+        return replace(message, reasoning=message.reasoning + mark)
+    return message
+
+
+def _lines(chat: _Chat) -> list[_Part]:
+    """The places of messages that are written a line each."""
+    parts, at = [], 0
+    for place, message in zip(chat.places, chat.messages, strict=True):
+        own = message.role == "assistant"
+        parts.append(_Part(at, at + len(message.content), place, own))
+        at += len(message.content) + 1
+    return parts
+
+
+def _thought_first(message: Message) -> Message:
+    """The message with its reasoning in its content, for templates that have no place for it."""
+    if not message.reasoning:
+        return message
+    content = f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"
+    return replace(message, content=content, reasoning="")
+
+
+def _without_system(pairs: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
+    """The messages with the leading system message put in front of the user's first."""
+    (place, system), *rest = pairs
+    if not rest or rest[0][1].role != "user":
+        return [(place, replace(system, role="user")), *rest]
+    index, user = rest[0]
+    return [(index, replace(user, content=f"{system.content}\n\n{user.content}")), *rest[1:]]
+
+
+def _as_text(
+    pairs: list[tuple[int, Message]], tools: Sequence[ToolSchema]
+) -> list[tuple[int, Message]]:
+    """Tools, calls and results as text in Hermes' form, for templates without them."""
+    made: list[tuple[int, Message]] = []
+    for place, message in pairs:
+        if message.role == "tool":
+            content = f"<tool_response>\n{message.content}\n</tool_response>"
+            before = made[-1][1] if made else None
+            if (
+                before is not None
+                and before.role == "user"
+                and pairs[made[-1][0]][1].role == "tool"
+            ):
+                made[-1] = (place, replace(before, content=f"{before.content}\n{content}"))
+            else:
+                made.append((place, Message("user", content)))
+            continue
+        calls = [
+            "<tool_call>\n"
+            + json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False)
+            + "\n</tool_call>"
+            for c in message.tool_calls
+        ]
+        said = "\n".join([*([message.content] if message.content else []), *calls])
+        made.append((place, replace(message, content=said, tool_calls=())))
+    if tools:
+        schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = TOOLS_AS_TEXT.format(schemas=schemas)
+        if made[0][1].role == "system":
+            place, system = made[0]
+            made[0] = (place, replace(system, content=f"{system.content}\n\n{text}"))
+        else:
+            made.insert(0, (-1, Message("system", text)))
+    return made
