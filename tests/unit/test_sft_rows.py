@@ -102,6 +102,15 @@ def test_what_is_learned(
     assert learned(chat, values, loss_on) == wanted
 
 
+def test_the_systems_prompt_of_the_run_is_put_first() -> None:
+    brief = ChatTokenizer(make_tiny_tokenizer(), "brief")
+    row = encode_example(brief, example({"messages": CHAT[1:]}), "last_assistant")
+    assert row is not None
+    assert "system\nbrief<|im_end|>" in str(brief.tokenizer.decode(row.prompt))
+    assert learned(brief, {"messages": CHAT[1:]}, "last_assistant") == ["d<|im_end|>"]
+    assert learned(brief, {"messages": CHAT[1:]}, "assistant") == ["b<|im_end|>", "d<|im_end|>"]
+
+
 def test_all_is_everything_but_the_first_token_and_what_is_not_to_be_trained(
     chat: ChatTokenizer,
 ) -> None:
