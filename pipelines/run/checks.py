@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,13 @@ def resolve_configs(
     from posttrain.core.config.resolve import resolve
 
     loaded = load_config(configs, overrides or [])
+    from posttrain.core.data.preference_files import check_files
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
-    return resolve(loaded, manager), manager
+    resolved = resolve(loaded, manager)
+    notes = (*resolved.notes, *check_files(resolved, manager))
+    return replace(resolved, notes=notes), manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,8 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     if task.name != NO_TASK:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))
-    not_checked = unchecked(config.model)
-    notes = (*([not_checked] if not_checked else ()), *resolved.notes)
+    unjudged = check_answers(resolved, manager, task)
+    notes = (*filter(None, (unchecked(config.model), unjudged)), *resolved.notes)
     return Inputs(task, problems, notes)
 
 
@@ -156,6 +159,27 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
         for reward in stage.rewards if isinstance(stage, RlStage) else ():
             key = reward.fields().get("api_key_env")
             api_key(None if key is None else str(key))
+
+
+def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> str:
+    """Refuse rewards that need answers where the data have none; returns a note on accuracies."""
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.contracts import Reward
+
+    where = task.unjudged()
+    if not where:
+        return ""
+    for name, stage in resolved.config.stages.items():
+        for index, reward in enumerate(stage.rewards if isinstance(stage, RlStage) else ()):
+            cls = manager.find("reward", reward.name).cls
+            if issubclass(cls, Reward) and cls.needs_answer:
+                raise ConfigError(
+                    f"stages.{name}.rewards.{index}: '{reward.name}' compares with the problem's "
+                    f"answer, and {where} has none that a verifier reads; add answers (task."
+                    "answer_field), set task.match or task.verifiers, or use rewards that need no "
+                    "answer, such as llm_judge, reward_model, format or code_tests"
+                )
+    return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 
 
 def check_training(resolved: ResolvedRun) -> None:

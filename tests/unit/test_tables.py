@@ -95,7 +95,7 @@ def test_held_out_rows_can_be_given_apart(files: Path) -> None:
 
 
 def test_what_is_wrong_with_a_parquet_file_is_told(files: Path) -> None:
-    with pytest.raises(DataError, match=r"a.parquet has no column 'prompt', only \['a', 'q', 'un"):
+    with pytest.raises(DataError, match=r"a.parquet:1 has no field 'prompt', only \['a', 'q', 'un"):
         MANAGER.build(Task, "parquet", {"path": str(files / "a.parquet")})
     with pytest.raises(DataError, match=r"a.jsonl is not a Parquet file .*use the task that reads"):
         build("parquet", files / "a.jsonl")
