@@ -365,9 +365,10 @@ def _verifier(row: JsonRow, config: RowConfig, field: str, data_source: str | No
         _found(row.values, field, row.where)
     match = verifier_of(data_source or "", config.verifiers)
     if match is None:
+        named = (data_source or "")[:80]
         raise DataError(
-            f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
-            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
+            f"{row.where}: no verifier is known for the data_source {named!r}, expected "
+            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{named}: exact}}, or "
             f"to {{{DEFAULT}: exact}} for every data set without one"
         )
     return match
