@@ -129,15 +129,15 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 "tokens"
             )
         case "sft":
-            found = data.supervised(stage)
-            count = found.steps * found.batch
+            learned = data.supervised(stage)
+            count = learned.steps * learned.batch
             what = "problems" if stage.data is None else "rows"
-            again = f", {count / max(1, found.rows):.1f} passes over {found.rows} {what}"
-            micro = -(-found.batch // stage.micro_batch_size)
+            again = f", {count / max(1, learned.rows):.1f} passes over {learned.rows} {what}"
+            micro = -(-learned.batch // stage.micro_batch_size)
             about = "" if stage.max_tokens_per_batch is None else "about "
             return (
-                f"{about}{found.steps} steps x {found.batch} examples = {count} examples"
-                f"{again if 0 < found.rows < count else ''}; {micro} micro-batch(es) a step"
+                f"{about}{learned.steps} steps x {learned.batch} examples = {count} examples"
+                f"{again if 0 < learned.rows < count else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
             found = data.preferences(stage)  # at most: rows that are too long are left out
