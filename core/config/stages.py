@@ -190,17 +190,21 @@ class SftStage(StageBase):
 class PreferenceDataStage(StageBase):
     """What stages that learn from preferences share: where these come from, and how they are cut.
 
-    They come from a file, from the task, or the model answers the task's problems and its right
-    answers are paired with its wrong ones.
+    They come from a file or folder, from the task, or the model answers the task's problems and its
+    right answers are paired with its wrong ones.
     """
 
     kind: Literal["reward_model", "preference"]
     data: str | None = Field(
         default=None,
         min_length=1,
-        description="JSON Lines with `prompt`, `chosen`, `rejected`, or `prompt`, `completion`, "
-        "`label`; `task` = pairs that the task brings (gsm8k with `solutions`); null = the model's "
-        "own answers",
+        description="a file, folder or hub:owner/name@revision of pairs or labelled answers, text "
+        "or messages, recognised by its columns; `task` = pairs that the task brings (gsm8k with "
+        "`solutions`); null = the model's own answers",
+    )
+    pairs_from_scores: Literal["best_worst", "all"] = Field(
+        default="best_worst",
+        description="which answers of a prompt make pairs, in a file that gives each a score",
     )
     num_prompts: int = Field(
         default=64, ge=2, description="training problems sampled for pairs, when there is no file"
@@ -234,8 +238,10 @@ class PreferenceDataStage(StageBase):
     )
 
     def outside_paths(self) -> dict[str, str]:
-        """The file of preferences; what a task brings is in the task's own digest."""
-        return {} if self.data in (None, TASK_DATA) else {"data": str(self.data)}
+        """The file of preferences; what a task brings is in the task's own digest, and a data set
+        on the hub is named with its revision."""
+        elsewhere = self.data in (None, TASK_DATA) or str(self.data).startswith("hub:")
+        return {} if elsewhere else {"data": str(self.data)}
 
 
 class RewardModelStage(PreferenceDataStage):
@@ -265,10 +271,36 @@ PreferenceTerms = Annotated[
 """One preference loss, or a list of them that are added."""
 
 
-class PreferenceStage(PreferenceDataStage):
-    """Learning from preferences without sampling: DPO, IPO, KTO and their relatives. Reads `model`.
+class OnlineSection(Section):
+    """Pairs of the current policy's own answers, made again every few steps.
 
-    The reference policy of losses that need one is the stage's input model, frozen.
+    A round samples answers with the policy as it is, ranks them, and pairs the best with the worst
+    of each prompt; the next `refresh_every` steps train on these pairs.
+    """
+
+    steps: int = Field(default=100, ge=1, le=10_000_000, description="optimizer steps in all")
+    refresh_every: int = Field(default=1, ge=1, description="steps trained on the pairs of a round")
+    prompts_per_round: int = Field(default=16, ge=1, description="problems sampled in each round")
+    num_generations: int = Field(
+        default=4, ge=2, le=1_000_000, description="answers sampled per problem"
+    )
+    ranked_by: Literal["verifier", "reward_model"] = Field(
+        default="verifier",
+        description="what says which answer is better: the task's verifier, or the stage's input "
+        "`reward_model`",
+    )
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.steps // self.refresh_every)
+
+
+class PreferenceStage(PreferenceDataStage):
+    """Learning from preferences: DPO, IPO, KTO and their relatives. Reads `model`.
+
+    The reference policy of losses that need one is the stage's input model, frozen. With `online`,
+    pairs are made of the current policy's answers; ranked by a reward model, it reads
+    `reward_model`.
     """
 
     kind: Literal["preference"]
@@ -291,6 +323,11 @@ class PreferenceStage(PreferenceDataStage):
     )
     reference_free: bool = Field(
         default=False, description="scores are the policy's own log-probs; pairs"
+    )
+    online: OnlineSection | None = Field(
+        default=None,
+        description="make pairs of the current policy's answers as training goes on; null = the "
+        "pairs are there before the first step",
     )
     optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
     evaluate_every: int = Field(

@@ -123,10 +123,12 @@ class Estimator:
                 tokens = response[0] + self.lengths.prompt / group
                 micro = min(micro, max(1, int(stage.max_tokens_per_microbatch / tokens)))
             return self._rows(rows, group, micro, response)
-        pairs = self.data.preferences(stage)
-        response = (pairs.answer, pairs.answer) if pairs.answer else response
-        batch = math.ceil(stage.epochs * pairs.train / max(1, pairs.steps))
-        return self._rows(2 * batch, 2, 2 * stage.micro_batch_size, response)
+        found = self.data.preferences(stage)
+        response = (found.answer, found.answer) if found.answer else response
+        pairs = math.ceil(stage.epochs * found.train / max(1, found.steps))
+        if isinstance(stage, PreferenceStage) and stage.online is not None:
+            pairs = min(pairs, stage.batch_size)  # a round's pairs beyond its steps are not used
+        return self._rows(2 * pairs, 2, 2 * stage.micro_batch_size, response)
 
     def sampled(self, stage: Stage) -> tuple[list[Rows], float]:
         """The engine's calls for one batch of problems, and how many batches there are."""
@@ -137,6 +139,10 @@ class Estimator:
             section = stage.evaluation or data.config.evaluation
             count, batch = data.count("held_out", section.num_problems), section.batch_size
             groups, limit = [1, section.num_samples], section.max_response_length
+        elif isinstance(stage, PreferenceStage) and stage.online is not None:
+            online, limit = stage.online, stage.generation.max_response_length
+            count, groups = online.rounds * online.prompts_per_round, [online.num_generations]
+            batch = min(PAIR_PROMPTS_PER_CALL, online.prompts_per_round)
         elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             count, batch, groups = stage.num_prompts, PAIR_PROMPTS_PER_CALL, [stage.num_generations]
             limit = stage.generation.max_response_length

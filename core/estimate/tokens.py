@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import PreferenceDataStage, SftStage
+from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, SftStage
 from posttrain.core.contracts import Renderer, Task
-from posttrain.core.contracts.preference_rows import read_preference_rows
 from posttrain.core.data.formats import examples
 from posttrain.core.data.messages import chat_text
+from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.rows import data_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import PosttrainError
@@ -102,6 +101,11 @@ class RunData:
 
     def _read(self, stage: PreferenceDataStage) -> Preferences:
         sampled = answer = 0
+        online = stage.online if isinstance(stage, PreferenceStage) else None
+        if online is not None:
+            prompts = online.rounds * online.prompts_per_round
+            pairs = min(stage.pairs_per_prompt, online.num_generations // 2)
+            return Preferences(prompts * pairs, 0, online.steps, prompts * online.num_generations)
         if stage.data is None:
             sampled = stage.num_prompts * stage.num_generations
             problems = self.count("train", stage.num_prompts)
@@ -109,8 +113,10 @@ class RunData:
         else:
             rows = self.task.preferences() if stage.data == TASK_DATA else []
             if stage.data != TASK_DATA:
-                _, rows = read_preference_rows(Path(stage.data), "data", ("pairs", "labels"))
-            answers = [_tokens(text) for row in rows for text in row.answers]
+                rows = read_preference_rows(
+                    stage.data, "data", ("pairs", "labels"), stage.pairs_from_scores
+                ).rows
+            answers = [_tokens(text) for row in rows for text in row.texts()]
             answer = math.ceil(sum(answers) / max(1, len(answers)))
             keys = [row.key for row in rows]
         kept_out = held_out_keys(keys, stage.held_out_fraction)

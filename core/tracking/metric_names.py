@@ -240,6 +240,13 @@ METRICS: dict[str, Metric] = {
     "pref/held_out_margin": Metric("reward", "mean held-out reward margin"),
     "pref/num_rows": Metric("count", "training pairs or labelled rows"),
     "pref/num_held_out_rows": Metric("count", "held-out pairs or labelled rows"),
+    # answers of the policy that a round of `online` pairs
+    "online/accuracy": Metric("fraction", "mean verdict on the answers of a round"),
+    "online/reward_mean": Metric("reward", "mean of the scores that rank a round's answers"),
+    "online/num_pairs": Metric("count", "pairs of a round"),
+    "online/prompts_with_pairs": Metric("fraction", "prompts of a round that gave a pair"),
+    "online/response_length": Metric("tokens", "mean length of a round's answers"),
+    "online/rounds_without_pairs": Metric("count", "rounds so far whose steps were skipped"),
     "kto/z_ref": Metric("nats", "KTO's reference point: estimated KL from the reference"),
     # a data set rewritten for integer answers
     "transform/num_problems": Metric("count", "problems that were looked at"),

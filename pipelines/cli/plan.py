@@ -140,6 +140,14 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"{again if 0 < learned.rows < count else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
+            if stage.kind == "preference" and (online := stage.online) is not None:
+                answers = online.prompts_per_round * online.num_generations
+                return (
+                    f"{online.rounds} round(s) x {online.prompts_per_round} problems x "
+                    f"{online.num_generations} answers = {online.rounds * answers} sampled; "
+                    f"batches of at most {stage.batch_size} pairs, {online.steps} optimizer "
+                    "step(s) in all"
+                )
             found = data.preferences(stage)  # at most: rows that are too long are left out
             where = "task '" + config.task.name + "'" if stage.data == "task" else stage.data
             rows = f"{found.train + found.held_out} rows of {where}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,13 @@ def resolve_configs(
     from posttrain.core.config.resolve import resolve
 
     loaded = load_config(configs, overrides or [])
+    from posttrain.core.data.preference_files import check_files
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
-    return resolve(loaded, manager), manager
+    resolved = resolve(loaded, manager)
+    notes = (*resolved.notes, *check_files(resolved, manager))
+    return replace(resolved, notes=notes), manager
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from posttrain.core.config.stages import (
     SftStage,
 )
 from posttrain.core.contracts import Task
-from posttrain.core.contracts.preference_rows import Kind, read_preference_rows
+from posttrain.core.contracts.preference_rows import Kind
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
+from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
 from posttrain.core.data.sft_rows import SourceReport, encoded_rows
 from posttrain.core.data.tokens import ChatTokenizer
@@ -122,7 +123,9 @@ def _preferences(
     else:
         kinds: tuple[Kind, ...] = ("pairs", "labels")
         allowed = kinds[:1] if isinstance(stage, RewardModelStage) else kinds
-        kind, rows = read_preference_rows(Path(str(stage.data)), f"stages.{name}.data", allowed)
+        setting = f"stages.{name}.data"
+        found = read_preference_rows(str(stage.data), setting, allowed, stage.pairs_from_scores)
+        kind, rows = found.kind, found.rows
     rule = LengthRule.of(config.model, "rows", stage.max_length)
     tokenise = tokenise_pairs if kind == "pairs" else tokenise_labelled
     tokenise(rows[:MOST], tokenizer, rule)
