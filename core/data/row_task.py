@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -192,7 +191,7 @@ class RowConfig(PluginConfig):
 
     def layout(self, values: Mapping[str, object]) -> Layout:
         """Where a file's rows have their fields, by its first row."""
-        prompt = lookup(values, self.prompt_field)
+        prompt = _chat_in(lookup(values, self.prompt_field))
         answer = self.answer_field
         found = self.format
         if found == "auto":
@@ -436,6 +435,18 @@ def _place(where: str, field: str) -> str:
     return f"{where}, '{field}'"
 
 
+def _chat_in(value: object) -> object:
+    """The value; the messages if it is their JSON text, as cells of CSV files are."""
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value
+    try:
+        found = loads(value)
+    except NotJson:
+        return value
+    chat = isinstance(found, list) and all(isinstance(m, dict) and "role" in m for m in found)
+    return found if chat and found else value
+
+
 def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
     """The prompt as messages; text is one user message."""
     for name in MEDIA if layout.format != "plain" else ():
@@ -444,10 +455,7 @@ def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
                 f"{row.where} has '{name}', expected text only: choose rows without them, or "
                 "remove the column if the prompt does not need it"
             )
-    value = _found(row.values, layout.prompt, row.where)
-    if layout.format in ("trl", "verl") and isinstance(value, str) and value.lstrip()[:2] == "[{":
-        with contextlib.suppress(NotJson):
-            value = loads(value)
+    value = _chat_in(_found(row.values, layout.prompt, row.where))
     if not isinstance(value, list | tuple):
         return (Message("user", _text(row.values, layout.prompt, row.where, numbers=False)),)
     messages = messages_from_json(value, _place(row.where, layout.prompt))

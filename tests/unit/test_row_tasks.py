@@ -347,6 +347,16 @@ def test_well_known_data_sources_have_verifiers() -> None:
     assert verifier_of("openai/gsm8k", {"default": "exact"}) == "final_number"
 
 
+def test_messages_in_cells_of_a_table_of_texts_are_messages(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "A"}, {"role": "user", "content": 'Say "B", please'}]
+    with (tmp_path / "a.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerows([["prompt", "answer"], [json.dumps(chat), 3], ["[1, 2] has how many?", 2]])
+    first, second = sorted(everything(build(tmp_path / "a.csv")).values(), key=lambda p: p.answer)
+    assert second.messages[0] == Message("system", "A") and second.answer == "3"
+    assert first.prompt == "[1, 2] has how many?" and len(first.messages) == 1
+
+
 def test_gsm8k_s_own_rows_have_their_solution_as_worked_answer(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     solution = "48 / 2 = <<48/2=24>>24\n#### 1,024"
