@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.data.messages import chat_text, messages_from_json, short, tools_from_json
@@ -33,7 +33,7 @@ from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.store.artifacts import combine_digests, file_digest
-from posttrain.core.types import Message, Problem, Split, Verdict
+from posttrain.core.types import Message, Problem, Split, ToolSchema, Verdict
 
 
 def training_problems(task: Task[Any], count: int, seed: int, purpose: str) -> list[Problem]:
@@ -189,6 +189,14 @@ class RowConfig(PluginConfig):
         description="of 1000 problems, unless the held-out ones are given apart",
     )
 
+    @field_validator("metadata_fields")
+    @classmethod
+    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        taken = sorted({"match", "source"} & set(value))
+        if taken:
+            raise ValueError(f"'{taken[0]}' is a name that the task itself sets: leave it out")
+        return value
+
     def layout(self, values: Mapping[str, object]) -> Layout:
         """Where a file's rows have their fields, by its first row."""
         prompt = _chat_in(lookup(values, self.prompt_field))
@@ -332,14 +340,23 @@ def problem_of(row: JsonRow, config: RowConfig, layout: Layout) -> Problem:
     """The problem of a row. Raises `DataError` that names row, field and what to change."""
     where = row.where
     messages = _prompt(row, layout)
-    given = lookup(row.values, config.tools_field)
-    tools = () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
+    tools = _tools(row, config.tools_field)
     metadata = _metadata(row, config, layout)
     answer, worked = _answer(row, config, layout, metadata)
     if config.worked_field is not None:
         worked = _text(row.values, config.worked_field, where, numbers=True)
     prompt = chat_text(messages, tools)
     return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
+
+
+def _tools(row: JsonRow, field: str) -> tuple[ToolSchema, ...]:
+    given = lookup(row.values, field)
+    if given is MISSING:
+        return ()
+    try:
+        return tools_from_json(given, _place(row.where, field))
+    except DataError as error:
+        raise DataError(f"{error}, or name another field as task.tools_field") from error
 
 
 def _metadata(row: JsonRow, config: RowConfig, layout: Layout) -> dict[str, str]:

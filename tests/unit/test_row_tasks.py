@@ -17,7 +17,7 @@ from posttrain.core.data.overview import taken_for
 from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.data.row_task import RowConfig, problem_of, problems_digest, read_problems
 from posttrain.core.data.verifiers import verdict, verifier_of
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.episodes import prompt_from_json, prompt_to_json
 from posttrain.core.runtime.json_files import JsonRow
@@ -223,7 +223,9 @@ def test_dotted_names_tools_and_turns_reach_the_problem(tmp_path: Path) -> None:
         assert problem.key.startswith('tools: [{"function"') and "tool: 5" in problem.key
     with pytest.raises(DataError, match=r"has no field 'target.value', 'target' is \{'values'"):
         build(path, **(fields | {"answer_field": "target.value"}))
-    with pytest.raises(DataError, match=r"'functions' is text but not JSON"):
+    with pytest.raises(ConfigError, match=r"'match' is a name that the task itself sets"):
+        build(path, **(fields | {"metadata_fields": ["match"]}))
+    with pytest.raises(DataError, match=r"'functions' is text but not JSON .* task.tools_field"):
         path.write_text(json.dumps(row | {"functions": "[add"}) + "\n")
         build(path, **fields)
 
