@@ -514,7 +514,7 @@ def _text(row: Mapping[str, object], field: str, where: str, *, numbers: bool) -
     if numbers and number and (isinstance(value, int) or math.isfinite(value)):  # type: ignore[arg-type]
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        allowed = "non-empty text or a number" if numbers else "non-empty text"
+        allowed = f"non-empty text or a {'number' if numbers else 'list of messages'}"
         inside = f", or name what is in it, such as {field}.0" if isinstance(value, list) else ""
         raise DataError(
             f"{where}: field '{field}' is {repr(value)[:80]} ({type(value).__name__}), expected "
