@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -141,6 +141,20 @@ def read_preference_rows(
     return PreferenceFile(found, rows, tuple(reader.left_out()))
 
 
+def rows_of(line: JsonRow, form: Form) -> list[PreferenceRow]:
+    """What one line gives by itself; an answer that others are rated against stands alone.
+
+    Raises `DataError` when it gives nothing.
+    """
+    reader = _Reader(form, "best_worst")
+    reader.read(line)
+    alone = [replace(row, answers=(scored[0].answer,)) for row, scored in reader.rated()]
+    rows = alone or reader.finish()
+    if not rows:
+        raise DataError(f"{line.where}: {' '.join(reader.left_out())}")
+    return rows
+
+
 def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
     if form.kind != other.kind:
         parts = f"of the form {EXAMPLES[form.kind]}", f"of the form {EXAMPLES[other.kind]}"
@@ -228,6 +242,10 @@ class _Reader:
             "completions": self._labelled,
         }
         by_form.get(self._form.name, self._pair)(line)
+
+    def rated(self) -> list[tuple[PreferenceRow, list[_Scored]]]:
+        """Prompts whose answers are rated one row each."""
+        return list(self._rated.values())
 
     def finish(self) -> list[PreferenceRow]:
         """All rows; the pairs of rated answers are made when all have been read."""
