@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
-from posttrain.core.config.base import NO_TASK, Component
+from posttrain.core.config.base import NO_TASK, TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
@@ -94,6 +94,10 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     values = loaded.config.model_dump(mode="json")
     task, used_task = resolver.component("task", loaded.config.task, ("task",))
     values["task"] = task
+    renderer = loaded.config.model.renderer
+    values["model"]["renderer"], used_renderer = resolver.component(
+        "renderer", renderer, ("model", "renderer")
+    )
     used_engine: list[PluginUse] = []
     if loaded.config.engine != "auto":
         engine = Component.model_validate(loaded.config.engine)
@@ -119,7 +123,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         stages[name] = filled
         values["stages"][name] = filled.model_dump(mode="json")
         if not isinstance(stage, RegisterStage | ApproveStage):
-            used = [*used_task, *used]
+            used = [*used_task, *used_renderer, *used]
         if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage | TransformStage):
             used = [*used, *used_engine]
         plugins[name] = tuple(dict.fromkeys(used))
@@ -300,13 +304,19 @@ def _check_task(loaded: LoadedConfig, stages: Mapping[str, Stage]) -> Iterable[s
     if loaded.config.task.name != NO_TASK:
         return
     for name, stage in stages.items():
-        has_file = isinstance(stage, PreferenceDataStage) and bool(stage.outside_paths())
+        has_file = isinstance(stage, PreferenceDataStage | SftStage) and stage.data not in (
+            None,
+            TASK_DATA,
+        )
         if not has_file and not isinstance(stage, RegisterStage | ApproveStage | PromoteStage):
             needs = "problems, or a file of preferences as its `data`"
+            if isinstance(stage, SftStage):
+                needs = "problems, or a file as its `data`"
             yield loaded.problem(
                 ("stages", name),
                 f"a stage of kind '{dag.stage_kind(stage)}' needs "
-                f"{needs if isinstance(stage, PreferenceDataStage) else 'problems'}, and the "
+                f"{needs if isinstance(stage, PreferenceDataStage | SftStage) else 'problems'}, "
+                "and the "
                 "config has no `task`; add one, such as `task: gsm8k` (posttrain plugins list)",
             )
 

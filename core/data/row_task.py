@@ -29,7 +29,7 @@ from posttrain.core.data.verifiers import (
     verifier_of,
 )
 from posttrain.core.errors import DataError
-from posttrain.core.math.answers import is_number
+from posttrain.core.math.answers import is_number, only_number_after
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
@@ -174,8 +174,9 @@ class RowConfig(PluginConfig):
     match: Match = Field(
         default="last_number",
         description="exact: the whole response; last_number: its last number, by value; "
-        "final_number: the number after ####, else in \\boxed{}, else the last; contains: the "
-        "answer occurs in it; math: its final answer, as mathematics; none: no verdict",
+        "final_number: the number after ####, else in \\boxed{}, else the last (an answer may have "
+        "#### as well); contains: the answer occurs in it; math: its final answer, as mathematics; "
+        "none: no verdict",
     )
     verifiers: dict[str, Match] = Field(
         default_factory=dict,
@@ -210,7 +211,7 @@ class RowConfig(PluginConfig):
         return Layout(found, self.prompt_field, answer, source, "index")
 
     def columns(self, values: Mapping[str, object]) -> list[str]:
-        """The columns of a table that are read, by its first row; none when a needed one is missing,
+        """The columns of a table that are read, by its first row; none if a needed one is missing,
         so that the error names those there are."""
         layout = self.layout(values)
         needed = [layout.prompt, layout.answer, self.worked_field, *self.metadata_fields]
@@ -277,7 +278,6 @@ class RowTask(Task[RowConfigT]):
         return []
 
     def unjudged(self) -> str:
-        """The first row without an answer that `verify` compares; empty when all have one."""
         return self._unjudged
 
     def _read(self, given: Iterable[JsonRow]) -> Found:
@@ -285,7 +285,9 @@ class RowTask(Task[RowConfigT]):
         layout: Layout | None = None
         for row in given:
             layout = layout or self.config.layout(row.values)
-            problem = self._problem(row, layout)
+            problem = problem_of(row, self.config, layout)
+            if problem.metadata.get("match", self.config.match) == "none":
+                self._unjudged = self._unjudged or row.where
             known = rows.setdefault(problem.key, (problem, row.where))
             if known[0].answer != problem.answer:
                 raise DataError(
@@ -293,71 +295,6 @@ class RowTask(Task[RowConfigT]):
                     f"and {problem.answer!r}, expected one answer: remove one of the lines"
                 )
         return rows
-
-    def _problem(self, row: JsonRow, layout: Layout) -> Problem:
-        config, where = self.config, row.where
-        messages = _prompt(row, layout)
-        given = lookup(row.values, config.tools_field)
-        tools = (
-            () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
-        )
-        metadata = self._metadata(row, layout)
-        answer = self._answer(row, layout, metadata)
-        worked = answer
-        if config.worked_field is not None:
-            worked = _text(row.values, config.worked_field, where, numbers=True)
-        prompt = chat_text(messages, tools)
-        return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
-
-    def _metadata(self, row: JsonRow, layout: Layout) -> dict[str, str]:
-        """Where the row stands, what its verifier is if not the task's, and the fields kept."""
-        made = {"source": row.where}
-        for name, field in (("data_source", layout.data_source), ("index", layout.index)):
-            value = MISSING if field is None else lookup(row.values, field)
-            if value is not MISSING and value is not None:
-                made[name] = _as_text(value)
-        for field in self.config.metadata_fields:
-            made[field] = _as_text(_found(row.values, field, row.where))
-        match = self.config.match
-        if layout.answer is None:
-            match = "none"
-        elif layout.data_source is not None:
-            match = self._verifier(row, layout.data_source, made.get("data_source"))
-        if match != self.config.match:
-            made["match"] = match
-        if match == "none":
-            self._unjudged = self._unjudged or row.where
-        return made
-
-    def _verifier(self, row: JsonRow, field: str, data_source: str | None) -> Match:
-        if data_source is None and DEFAULT not in self.config.verifiers:
-            _found(row.values, field, row.where)
-        match = verifier_of(data_source or "", self.config.verifiers)
-        if match is None:
-            raise DataError(
-                f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
-                f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
-                f"to {{{DEFAULT}: exact}} for every data set without one"
-            )
-        return match
-
-    def _answer(self, row: JsonRow, layout: Layout, metadata: dict[str, str]) -> str:
-        if layout.answer is None:
-            return ""
-        match = metadata.get("match", self.config.match)
-        if match == "none":
-            # What a reward reads instead, such as the tests of a program.
-            answer = _as_text(_found(row.values, layout.answer, row.where))
-            metadata.setdefault("tests", answer)
-            return answer
-        answer = _text(row.values, layout.answer, row.where, numbers=True)
-        if match in NUMERIC and not is_number(answer):
-            raise DataError(
-                f"{row.where}: field '{layout.answer}' is {answer[:60]!r}, expected a number "
-                f"because the task matches the {match.replace('_', ' ')}: correct it, or set "
-                "match: exact, contains or math"
-            )
-        return answer
 
     def rewritten(self, question: str, answer: str) -> Problem:
         """A problem of another wording, whose answer, a number, is read as the last number."""
@@ -390,6 +327,75 @@ class RowTask(Task[RowConfigT]):
     def verify(self, problem: Problem, text: str) -> Verdict:
         match = problem.metadata.get("match", self.config.match)
         return verdict(cast(Match, match), problem.answer, text)
+
+
+def problem_of(row: JsonRow, config: RowConfig, layout: Layout) -> Problem:
+    """The problem of a row. Raises `DataError` that names row, field and what to change."""
+    where = row.where
+    messages = _prompt(row, layout)
+    given = lookup(row.values, config.tools_field)
+    tools = () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
+    metadata = _metadata(row, config, layout)
+    answer, worked = _answer(row, config, layout, metadata)
+    if config.worked_field is not None:
+        worked = _text(row.values, config.worked_field, where, numbers=True)
+    prompt = chat_text(messages, tools)
+    return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
+
+
+def _metadata(row: JsonRow, config: RowConfig, layout: Layout) -> dict[str, str]:
+    """Where the row stands, what its verifier is if not the task's, and the fields kept."""
+    made = {"source": row.where}
+    for name, field in (("data_source", layout.data_source), ("index", layout.index)):
+        value = MISSING if field is None else lookup(row.values, field)
+        if value is not MISSING and value is not None:
+            made[name] = _as_text(value)
+    for field in config.metadata_fields:
+        made[field] = _as_text(_found(row.values, field, row.where))
+    match = config.match
+    if layout.answer is None:
+        match = "none"
+    elif layout.data_source is not None:
+        match = _verifier(row, config, layout.data_source, made.get("data_source"))
+    return made if match == config.match else made | {"match": match}
+
+
+def _verifier(row: JsonRow, config: RowConfig, field: str, data_source: str | None) -> Match:
+    if data_source is None and DEFAULT not in config.verifiers:
+        _found(row.values, field, row.where)
+    match = verifier_of(data_source or "", config.verifiers)
+    if match is None:
+        raise DataError(
+            f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
+            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
+            f"to {{{DEFAULT}: exact}} for every data set without one"
+        )
+    return match
+
+
+def _answer(
+    row: JsonRow, config: RowConfig, layout: Layout, metadata: dict[str, str]
+) -> tuple[str, str]:
+    """The answer, and what supervised learning imitates where the config names nothing else."""
+    if layout.answer is None:
+        return "", ""
+    match = metadata.get("match", config.match)
+    if match == "none":
+        # What a reward reads instead, such as the tests of a program.
+        answer = _as_text(_found(row.values, layout.answer, row.where))
+        metadata.setdefault("tests", answer)
+        return answer, answer
+    answer = worked = _text(row.values, layout.answer, row.where, numbers=True)
+    if match == "final_number" and not is_number(answer):
+        # GSM8K's own rows have the worked solution here.
+        answer = (only_number_after(answer, "####") or answer).replace(",", "")
+    if match in NUMERIC and not is_number(answer):
+        raise DataError(
+            f"{row.where}: field '{layout.answer}' is {answer[:60]!r}, expected a number "
+            f"because the task matches the {match.replace('_', ' ')}: correct it, or set "
+            "match: exact, contains or math"
+        )
+    return answer, worked
 
 
 MISSING = object()

@@ -13,14 +13,18 @@ from typing import Any, NamedTuple
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, SftStage
-from posttrain.core.contracts import Task
+from posttrain.core.contracts import Renderer, Task
+from posttrain.core.data.formats import examples
+from posttrain.core.data.messages import chat_text
 from posttrain.core.data.preference_files import read_preference_rows
+from posttrain.core.data.rows import data_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import PosttrainError
 from posttrain.core.estimate.shape import KnownModel
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sampling import common_start
+from posttrain.core.runtime.config_model import LARGEST
 from posttrain.core.types import Split
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,16 @@ class Preferences(NamedTuple):
     answer: int = 0
 
 
+class Supervised(NamedTuple):
+    """Rows that are learned from, of `tokens` in the mean, and steps of at most `batch` of them."""
+
+    rows: int
+    steps: int
+    batch: int
+    tokens: float
+    longest: int
+
+
 class RunData:
     """What the task and the files of a run hold."""
 
@@ -50,6 +64,7 @@ class RunData:
         self.config, self.manager = config, manager
         self.task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
         self._preferences: dict[str, Preferences] = {}
+        self._sizes: dict[str, list[int]] = {}
 
     def count(self, split: Split, wanted: int) -> int:
         """`wanted` problems of a split, or all it holds if those are fewer."""
@@ -62,6 +77,27 @@ class RunData:
         if key not in self._preferences:
             self._preferences[key] = self._read(stage)
         return self._preferences[key]
+
+    def supervised(self, stage: SftStage, worked: float = ASSUMED_TOKENS) -> Supervised:
+        """The rows of a stage; those of the task have `worked` tokens. A file is read once."""
+        sizes = [size for source in stage.data or () for size in self._sizes_of(source.path)]
+        tokens = sum(sizes) / len(sizes) if sizes else worked
+        batch = stage.batch_size or max(1, int((stage.max_tokens_per_batch or 1) / tokens))
+        rows = len(sizes)
+        if stage.data is None:
+            rows = self.count("train", stage.steps * batch if stage.steps else LARGEST)
+        rows -= round(rows * stage.held_out_fraction)
+        steps = stage.steps or (stage.epochs or 1) * math.ceil(rows / batch)
+        return Supervised(rows, steps, batch, tokens, max(sizes, default=math.ceil(worked)))
+
+    def _sizes_of(self, path: str) -> list[int]:
+        """Tokens of each row, by its characters."""
+        if path not in self._sizes:
+            self._sizes[path] = [
+                max(1, _tokens(example.text or chat_text(example.messages, example.tools)))
+                for _, example in examples(data_rows(path, "data"))
+            ]
+        return self._sizes[path]
 
     def _read(self, stage: PreferenceDataStage) -> Preferences:
         sampled = answer = 0
@@ -101,7 +137,7 @@ class Lengths(NamedTuple):
     @classmethod
     def measured(cls, data: RunData, model: KnownModel, seed: int) -> Lengths:
         """Of a sample of training problems; assumed lengths if there are none."""
-        tokenizer, how = _tokenizer(model, data.config.model.system_prompt), "measured"
+        tokenizer, how = _tokenizer(model, data), "measured"
         try:
             problems = data.task.problems("train", data.count("train", SAMPLE), seed)
         except (PosttrainError, OSError) as error:
@@ -138,7 +174,7 @@ def _tokens(text: str) -> int:
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
-def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | None:
+def _tokenizer(model: KnownModel, data: RunData) -> ChatTokenizer | None:
     from transformers import AutoTokenizer
 
     if model.source is None:
@@ -147,7 +183,9 @@ def _tokenizer(model: KnownModel, system_prompt: str | None) -> ChatTokenizer | 
         found = AutoTokenizer.from_pretrained(
             model.source, local_files_only=True, trust_remote_code=False, **model.options
         )
-        return ChatTokenizer(found, system_prompt)
+        component = data.config.model.renderer
+        renderer: Renderer[Any] = data.manager.build(Renderer, component.name, component.fields())
+        return ChatTokenizer(found, data.config.model.system_prompt, renderer=renderer)
     except (OSError, ValueError, PosttrainError) as error:
         logger.info("no tokenizer in %s: %s", model.source, error)
         return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import jsonschema
 import referencing
@@ -46,7 +46,9 @@ def open_data(path: Path, setting: str, what: str) -> Iterator[IO[bytes]]:
             raise DataError(
                 f"cannot read {path}, which is {kind} and not {what}: correct {setting}"
             )
-        with gzip.open(place) if place.suffix.lower() == ".gz" else place.open("rb") as stream:
+        packed = place.suffix.lower() == ".gz"
+        opened = cast(IO[bytes], gzip.open(place) if packed else place.open("rb"))
+        with opened as stream:
             yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(

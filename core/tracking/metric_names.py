@@ -279,6 +279,17 @@ METRICS: dict[str, Metric] = {
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),
+    "sft/nll": Metric("nats", "the same without the weights of `weighting: dft`"),
+    "sft/held_out_loss": Metric("nats", "negative log-likelihood per held-out token"),
+    "sft/held_out_perplexity": Metric("ratio", "exp of the held-out loss"),
+    "sft/best_step": Metric("step", "optimizer step of the lowest held-out loss"),
+    "sft/stopped_early": Metric("flag", "1 when the held-out loss ended training"),
+    "data/num_rows": Metric("count", "training rows of all sources"),
+    "data/num_held_out_rows": Metric("count", "held-out rows"),
+    "data/num_tokens": Metric("tokens", "of the training rows"),
+    "data/num_learned_tokens": Metric("tokens", "of the training rows, those that take loss"),
+    "data/nothing_to_learn": Metric("count", "rows left out, without a message to learn from"),
+    "data/also_held_out": Metric("count", "training rows left out that are held out as well"),
     # where the time goes
     "time/rollout_s": Metric("s", "sampling responses"),
     "time/rollout_wait_s": Metric("s", "waiting for rollouts sampled next to the update"),

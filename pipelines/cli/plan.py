@@ -129,13 +129,15 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 "tokens"
             )
         case "sft":
-            examples = stage.steps * stage.batch_size
-            problems = data.count("train", examples)
-            again = f", {examples / problems:.1f} passes over {problems} problems"
-            micro = -(-stage.batch_size // stage.micro_batch_size)
+            given = data.supervised(stage)
+            count = given.steps * given.batch
+            what = "problems" if stage.data is None else "rows"
+            again = f", {count / max(1, given.rows):.1f} passes over {given.rows} {what}"
+            micro = -(-given.batch // stage.micro_batch_size)
+            about = "" if stage.max_tokens_per_batch is None else "about "
             return (
-                f"{stage.steps} steps x {stage.batch_size} examples = {examples} examples"
-                f"{again if 0 < problems < examples else ''}; {micro} micro-batch(es) a step"
+                f"{about}{given.steps} steps x {given.batch} examples = {count} examples"
+                f"{again if 0 < given.rows < count else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
             if stage.kind == "preference" and (online := stage.online) is not None:

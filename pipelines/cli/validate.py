@@ -35,7 +35,7 @@ def validate(
     check_free_disk(context.home, 0, reserve, "a run")
     from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
 
-    warnings = check_texts(local, inputs.task, context.home / "models")
+    warnings = check_texts(local, inputs.task, context.home / "models", manager)
     notes = [*inputs.notes, *check_model(local, manager)]
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():

@@ -25,16 +25,21 @@ from posttrain.core.data.lengths import LengthRule, fitting_prompts
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
+from posttrain.core.data.sft_rows import SourceReport, encoded_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.sft import fitting_worked
+from posttrain.pipelines.stage.inputs import load_tokenizer
 
 MOST = 10_000
 """Rows that are looked at for one stage."""
 
 
-def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[str]:
+def check_texts(
+    resolved: ResolvedRun, task: Task[Any], models: Path, manager: PluginManager
+) -> list[str]:
     """A warning for each stage that would leave out or cut rows because of their length.
 
     `models` is where the bundled model is converted to. Raises `DataError` for what the stage would
@@ -44,7 +49,7 @@ def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[st
     folder = known_folder(config.model, models)
     if folder is None:
         return []
-    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt)
+    tokenizer = load_tokenizer(folder, config, manager)
     warnings = []
     for name in resolved.order:
         try:
@@ -61,8 +66,10 @@ def _checked(
 ) -> Iterator[LengthRule]:
     """The rules of a stage, applied to what it would read."""
     model, made = config.model, "dataset" in stage.inputs
-    if isinstance(stage, SftStage) and not made:
-        count = min(stage.steps * stage.batch_size, MOST)
+    if isinstance(stage, SftStage) and stage.data is not None:
+        yield from _supervised(config, name, stage, tokenizer)
+    elif isinstance(stage, SftStage) and not made:
+        count = min((stage.steps or 1) * (stage.batch_size or 1), MOST)
         problems = training_problems(task, count, config.seed, name)
         check_worked(task, problems)
         rule = LengthRule.of(model, "worked answers with their prompt")
@@ -85,6 +92,22 @@ def _checked(
         prompts = [(p, tokenizer.encode_prompt(p)) for p in held_out]
         fitting_prompts(prompts, section.max_response_length, rule)
         yield rule
+
+
+def _supervised(
+    config: RunConfig, name: str, stage: SftStage, tokenizer: ChatTokenizer
+) -> Iterator[LengthRule]:
+    """The first rows of each source and of the held-out file."""
+    sources = {f"stages.{name}.data": [source.path for source in stage.data or ()]}
+    sources[f"stages.{name}.held_out"] = [] if stage.held_out is None else [stage.held_out]
+    for setting, paths in sources.items():
+        for path in paths:
+            rule = LengthRule.of(config.model, f"rows of {path}")
+            report = SourceReport(path)
+            for _ in encoded_rows(report, setting, tokenizer, stage.loss_on, rule, MOST):
+                pass
+            yield rule
+            report.check()
 
 
 def _preferences(

@@ -21,6 +21,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.models.device import ModelRuntime, is_cuda
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.pipelines.stage.inputs import load_tokenizer
 
 
 def choose_engine(config: RunConfig, manager: PluginManager, runtime: ModelRuntime) -> str:
@@ -98,7 +99,7 @@ class EnginePool:
     def lease(self, model_dir: Path) -> Iterator[RolloutEngine[Any]]:
         """The engine with the weights of `model_dir`, at policy version 0."""
         with self._lock:
-            tokenizer = ChatTokenizer.load(model_dir, self.config.model.system_prompt)
+            tokenizer = load_tokenizer(model_dir, self.config, self.manager)
             if self._engine is not None and self._ends != tokenizer.end_token_ids:
                 self.close()  # an engine keeps the end tokens that it was started with
             if self._engine is None:

@@ -13,7 +13,7 @@ import torch
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import Plugin, Task
+from posttrain.core.contracts import Plugin, Renderer, Task
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.row_task import (
     check_disjoint,
@@ -40,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 PROBLEMS_FILE = "problems.jsonl"
 """The problems in an artifact of kind `dataset`."""
+
+
+def load_tokenizer(folder: Path, config: RunConfig, manager: PluginManager) -> ChatTokenizer:
+    """The tokenizer of the model in `folder`, with the renderer and system prompt of the run."""
+    component = config.model.renderer
+    renderer: Renderer[Any] = manager.build(Renderer, component.name, component.fields())
+    return ChatTokenizer.load(folder, config.model.system_prompt, renderer)
 
 
 class StagePlugins(Protocol):
@@ -100,7 +107,7 @@ class StageInputs:
 
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the model this stage reads."""
-        return ChatTokenizer.load(self.model_dir, self.run.model.system_prompt)
+        return load_tokenizer(self.model_dir, self.run, self.manager)
 
     def report_lengths(self, rule: LengthRule, group: str = "data") -> None:
         """Warn of rows that were too long. Raises `DataError` where that is not allowed."""

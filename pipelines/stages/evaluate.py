@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from posttrain.core.config.stages import EvaluateStage
-from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference
 from posttrain.pipelines.stage.context import (
@@ -16,6 +15,7 @@ from posttrain.pipelines.stage.context import (
     write_evaluation,
 )
 from posttrain.pipelines.stage.episodes import build_episodes
+from posttrain.pipelines.stage.inputs import load_tokenizer
 
 
 def run_evaluate(context: StageContext) -> StageOutput:
@@ -37,7 +37,7 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     """Evaluate the model in `model_dir` as `stage` says, within the stage that asks for it."""
     section = stage.evaluation or context.run.evaluation
     problems = context.held_out_problems(section)
-    tokenizer = ChatTokenizer.load(model_dir, context.run.model.system_prompt)
+    tokenizer = load_tokenizer(model_dir, context.run, context.manager)
     episodes = build_episodes(context, stage.environment, tokenizer)
     prompts = context.encode_prompts(
         episodes or tokenizer, problems, section.max_response_length, "eval"

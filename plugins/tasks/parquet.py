@@ -44,7 +44,7 @@ class ParquetTask(RowTask[ParquetConfig]):
         return itertools.islice(self._rows(self.config.path, "task.path"), self.config.limit), apart
 
     def _rows(self, path: Path, setting: str) -> Iterator[JsonRow]:
-        """The rows with the columns that are used; all of them where the config leaves that open."""
+        """The rows with the columns that are used; all of them if one that is needed is missing."""
         first = next(parquet_rows(path, None, setting))
         return parquet_rows(path, self.config.columns(first.values) or None, setting)
 
