@@ -30,10 +30,11 @@ from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.loading import raise_problems
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
 from posttrain.core.contracts.preference_rows import Answer, Kind, PreferenceRow, answer_text
+from posttrain.core.data.formats import conversation, parsed_cell
 from posttrain.core.data.messages import messages_from_json, short, tools_from_json
 from posttrain.core.data.rows import data_rows
 from posttrain.core.errors import DataError
-from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
+from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.types import Message, ToolSchema
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def read_preference_rows(
     first: JsonRow | None = None
     found: Form | None = None
     reader: _Reader | None = None
-    for line in data_rows(str(source), setting):
+    for row in data_rows(str(source), setting):
+        line = JsonRow(row.where, {name: parsed_cell(cell) for name, cell in row.values.items()})
         form = form_of(line, wanted)
         if first is None or found is None or reader is None:
             first, found = line, form
@@ -525,24 +527,14 @@ def _checked(answer: Answer, field: str, where: str) -> Answer:
 
 def _chat(value: object, field: str, where: str) -> tuple[Message, ...]:
     """Messages in the form of chat APIs, or of ShareGPT (`from`, `value`)."""
-    if isinstance(value, list | tuple):
-        value = [_as_api(item) for item in value]
-    return messages_from_json(value, f"{where}: field '{field}'")
+    place = f"{where}: field '{field}'"
+    if any(isinstance(item, Mapping) and "from" in item for item in _items(value)):
+        return conversation(value, place)
+    return messages_from_json(value, place)
 
 
-def _as_api(item: object) -> object:
-    if not isinstance(item, Mapping) or item.get("from") is None or item.get("role") is not None:
-        return item
-    rest = {name: part for name, part in item.items() if name not in ("from", "value")}
-    said = item.get("value")
-    if item["from"] == "function_call":
-        try:
-            calls = loads(said) if isinstance(said, str) else said
-        except NotJson:
-            calls = said  # refused as a call that cannot be read
-        calls = calls if isinstance(calls, list) else [calls]
-        return {**rest, "role": "assistant", "tool_calls": calls}
-    return {**rest, "role": item["from"], "content": said}
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _tools(line: JsonRow) -> tuple[ToolSchema, ...]:
@@ -611,7 +603,9 @@ def _finite(value: object) -> float | None:
 
 
 def _number(line: JsonRow, name: str) -> float:
-    found = None if isinstance(line.values.get(name), str) else _finite(line.values.get(name))
+    value = line.values.get(name)
+    is_cell = re.search(r"\.(csv|tsv)(\.gz)?:\d+$", line.where)  # every cell of these is text
+    found = _finite(value) if is_cell or not isinstance(value, str) else None
     if found is None:
         raise DataError(
             f"{line.where}: field '{name}' is {short(line.values.get(name))}, expected a "
