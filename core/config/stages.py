@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -35,19 +33,16 @@ class EvaluateStage(StageBase):
         return {} if self.environment is None else self.environment.paths()
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\S+)?")
-
-
-def names_hub(path: str) -> bool:
-    """Whether `path` is the id of a data set on the hub, `owner/name`: no such path is here."""
-    return bool(_HUB_ID.fullmatch(path)) and not Path(path).exists() and not Path(path).suffix
+HUB = "hub:"
+"""How sources of data that are on the hub begin: `hub:owner/name/subset@revision#split`."""
 
 
 class DataSource(Section):
     """One source of training data: a path by itself, or with its share of the rows."""
 
     path: str = Field(
-        min_length=1, description="file, folder of files, or the id of a data set on the hub"
+        min_length=1,
+        description="file, folder of files, or hub:owner/name[/subset][@revision][#split]",
     )
     weight: float | None = Field(
         default=None,
@@ -84,8 +79,9 @@ class SftStage(StageBase):
     data: tuple[DataSource, ...] | None = Field(
         default=None,
         min_length=1,
-        description="file, folder, hub id, or a list of these, each as {path, weight}; the format "
-        "is recognised by the columns (docs/sft-data.md); null = the task's worked answers",
+        description="file, folder, hub:owner/name, or a list of these, each as {path, weight}; "
+        "the format is recognised by the columns (docs/sft-data.md); null = the task's worked "
+        "answers",
     )
     loss_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant",
@@ -184,11 +180,11 @@ class SftStage(StageBase):
         return self.held_out is not None or self.held_out_fraction > 0
 
     def outside_paths(self) -> dict[str, str]:
-        """Files and folders of data. A data set on the hub is named by its id."""
+        """Files and folders of data. A data set on the hub is known by its name and revision."""
         given = {f"data.{i}.path": source.path for i, source in enumerate(self.data or ())}
         if self.held_out is not None:
             given["held_out"] = self.held_out
-        return {field: path for field, path in given.items() if not names_hub(path)}
+        return {field: path for field, path in given.items() if not path.startswith(HUB)}
 
 
 class PreferenceDataStage(StageBase):

@@ -208,6 +208,11 @@ def _alpaca(where: str, values: Values) -> Example:
 
 def _history(where: str, value: Any) -> Iterator[Message]:  # Any: a JSON value
     """Earlier questions and answers, which are learned too."""
+    if isinstance(value, str):  # a cell of a CSV file
+        try:
+            value = loads(value) if value.strip() else []
+        except NotJson:
+            pass
     if not isinstance(value, list | tuple):
         raise DataError(
             f"{where}: 'history' is {short(value)}, expected a list of [question, answer]: correct "

@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -119,8 +119,7 @@ def read_preference_rows(
     first: JsonRow | None = None
     found: Form | None = None
     reader: _Reader | None = None
-    for row in data_rows(str(source), setting):
-        line = JsonRow(row.where, {name: parsed_cell(cell) for name, cell in row.values.items()})
+    for line in data_rows(str(source), setting):
         form = form_of(line, wanted)
         if first is None or found is None or reader is None:
             first, found = line, form
@@ -143,6 +142,20 @@ def read_preference_rows(
     return PreferenceFile(found, rows, tuple(reader.left_out()))
 
 
+def rows_of(line: JsonRow, form: Form) -> list[PreferenceRow]:
+    """What one line gives by itself; an answer that others are rated against stands alone.
+
+    Raises `DataError` when it gives nothing.
+    """
+    reader = _Reader(form, "best_worst")
+    reader.read(line)
+    alone = [replace(row, answers=(scored[0].answer,)) for row, scored in reader.rated()]
+    rows = alone or reader.finish()
+    if not rows:
+        raise DataError(f"{line.where}: {' '.join(reader.left_out())}")
+    return rows
+
+
 def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
     if form.kind != other.kind:
         parts = f"of the form {EXAMPLES[form.kind]}", f"of the form {EXAMPLES[other.kind]}"
@@ -156,7 +169,7 @@ def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
 
 def form_of(line: JsonRow, wanted: str) -> Form:
     """What a row is by its columns; raises `DataError` if it is nothing known."""
-    values = {name: value for name, value in line.values.items() if value is not None}
+    values = {name: value for name, value in _parsed(line).values.items() if value is not None}
     names = set(values)
     pair = names & {"chosen", "rejected"}
     single = "completion" in names
@@ -190,6 +203,11 @@ def form_of(line: JsonRow, wanted: str) -> Form:
     )
 
 
+def _parsed(line: JsonRow) -> JsonRow:
+    """The row with messages where a cell, as of a CSV file, holds their JSON text."""
+    return JsonRow(line.where, {name: parsed_cell(cell) for name, cell in line.values.items()})
+
+
 def _style(answers: Iterable[object], prompt: object) -> str:
     listed = [value for value in (*answers, prompt) if isinstance(value, list | tuple | Mapping)]
     return "messages" if listed else "text"
@@ -219,6 +237,7 @@ class _Reader:
         self._count = 0
 
     def read(self, line: JsonRow) -> None:
+        line = _parsed(line)
         self._count += 1
         by_form: dict[str, Callable[[JsonRow], None]] = {
             "pairs of Human/Assistant dialogues": self._dialogues,
@@ -230,6 +249,10 @@ class _Reader:
             "completions": self._labelled,
         }
         by_form.get(self._form.name, self._pair)(line)
+
+    def rated(self) -> list[tuple[PreferenceRow, list[_Scored]]]:
+        """Prompts whose answers are rated one row each."""
+        return list(self._rated.values())
 
     def finish(self) -> list[PreferenceRow]:
         """All rows; the pairs of rated answers are made when all have been read."""

@@ -27,6 +27,7 @@ from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import held_out_keys, text_key
 from posttrain.core.runtime.seeding import generator
+from posttrain.core.types import Message
 
 LossOn = Literal["assistant", "last_assistant", "all"]
 
@@ -53,11 +54,13 @@ def encode_example(
     """The tokens of a row and which are learned; None where nothing is to be learned."""
     if example.text:
         return split_at_first(*encode_text(tokenizer, example.text))
-    messages = example.messages
+    messages, begin = example.messages, example.answer
+    if tokenizer.system_prompt is not None and messages[0].role != "system":
+        messages, begin = (Message("system", tokenizer.system_prompt), *messages), begin + 1
     answers = [
         number
         for number, message in enumerate(messages)
-        if message.role == "assistant" and number >= example.answer
+        if message.role == "assistant" and number >= begin
     ]
     if loss_on == "last_assistant":
         answers = answers[-1:]
@@ -308,6 +311,7 @@ def epochs_of(
         rows = [row for pool in pools for row in pool]
         for epoch in itertools.count():
             yield _shuffled(rows, seed, *path, "order", epoch)
+        return
     total, size = sum(weights), sum(map(len, pools))
     shares = [weight / total for weight in weights]
     streams = [_endless(pool, seed, *path, "order", n) for n, pool in enumerate(pools)]

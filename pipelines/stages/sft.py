@@ -283,8 +283,8 @@ class _Gathering:
         decode = self.tokenizer.tokenizer.decode
         shown: list[dict[str, object]] = []
         for number in list(dict.fromkeys(plan.order[: 4 * SHOWN]))[:SHOWN]:
-            row = rows.row(number)
-            texts = {"context": decode(row.prompt), "learned from": decode(row.response)}
+            found = rows.row(number)
+            texts = {"context": decode(found.prompt), "learned from": decode(found.response)}
             shown.append({"row": rows.name(number), **texts})
         context.tracker.log_table("examples", 0, shown)
 

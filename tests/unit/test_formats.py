@@ -85,6 +85,7 @@ def read(values: dict[str, Any]) -> Example:
                 SAID,
             ),
         ),
+        ({"instruction": "2 + 2?", "output": "4", "history": ""}, "alpaca", (ASKED, SAID)),
         (
             {"instruction": "Add", "context": "2 and 2", "response": "4", "category": "sums"},
             "alpaca",

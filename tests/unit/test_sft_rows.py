@@ -102,6 +102,15 @@ def test_what_is_learned(
     assert learned(chat, values, loss_on) == wanted
 
 
+def test_the_systems_prompt_of_the_run_is_put_first() -> None:
+    brief = ChatTokenizer(make_tiny_tokenizer(), "brief")
+    row = encode_example(brief, example({"messages": CHAT[1:]}), "last_assistant")
+    assert row is not None
+    assert "system\nbrief<|im_end|>" in str(brief.tokenizer.decode(row.prompt))
+    assert learned(brief, {"messages": CHAT[1:]}, "last_assistant") == ["d<|im_end|>"]
+    assert learned(brief, {"messages": CHAT[1:]}, "assistant") == ["b<|im_end|>", "d<|im_end|>"]
+
+
 def test_all_is_everything_but_the_first_token_and_what_is_not_to_be_trained(
     chat: ChatTokenizer,
 ) -> None:
@@ -293,11 +302,11 @@ def test_the_gradient_is_that_of_each_row_by_itself(
         for place, own in enumerate(row.learned, start=len(row.prompt)):
             if own:
                 logprob = logits[place - 1].log_softmax(-1)[ids[0, place]]
-                weight = float(logprob.exp()) if weighting == "dft" else 1.0
+                weight = float(logprob.detach().exp()) if weighting == "dft" else 1.0
                 total = total - weight * logprob / count
-                plain -= float(logprob) / count
+                plain -= float(logprob.detach()) / count
     total.backward()
-    assert found["sft/loss"] == pytest.approx(float(total), rel=1e-5)
+    assert found["sft/loss"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert found.get("sft/nll", plain) == pytest.approx(plain, rel=1e-5)
     theirs = [p.grad for p in model.parameters() if p.grad is not None]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -344,7 +353,7 @@ def test_a_stage_counts_steps_or_epochs_rows_or_tokens() -> None:
     assert [source.path for source in mixed.data or ()] == ["a.jsonl", "b.jsonl"]
     one = SftStage.model_validate({**BASE, "data": "a.jsonl", "held_out": "b.jsonl"})
     assert one.outside_paths() == {"data.0.path": "a.jsonl", "held_out": "b.jsonl"}
-    hub = SftStage.model_validate({**BASE, "data": "HuggingFaceH4/ultrachat_200k"})
+    hub = SftStage.model_validate({**BASE, "data": "hub:HuggingFaceH4/ultrachat_200k"})
     assert hub.outside_paths() == {}
 
 
