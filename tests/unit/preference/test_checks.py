@@ -240,3 +240,12 @@ def test_plan_counts_rows_and_steps(folder: Path) -> None:
     text = arithmetic(own.stages["it"], RunData(own, MANAGER))
     assert "64 problems x 8 answers = 512 sampled; at most 128 pairs" in text
     assert re.search(r"at most \d+ optimizer step", text)
+    rounds = {"steps": 7, "refresh_every": 2, "prompts_per_round": 8, "num_generations": 4}
+    online = resolved(folder, online=rounds).config
+    data = RunData(online, MANAGER)
+    text = arithmetic(online.stages["it"], data)
+    assert "4 round(s) x 8 problems x 4 answers = 128 sampled" in text and "7 optimizer" in text
+    stage = online.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    found = data.preferences(stage)
+    assert (found.steps, found.train, found.sampled) == (7, 4 * 8 * 2, 128)
