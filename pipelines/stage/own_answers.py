@@ -276,7 +276,9 @@ class OnlinePairs:
                     )
                     for completion, text, verdict in zip(group, texts, verdicts, strict=True)
                 ]
-                scores = [float(score.value or 0.0) for score in self.reward.score(samples)]
+                values = [score.value for score in self.reward.score(samples)]
+                assert None not in values, "a reward model scores every answer"
+                scores = [float(value) for value in values if value is not None]
             yield _Ranked(prompt, tuple(group), tuple(texts), tuple(scores), tuple(correct))
 
     def state(self) -> dict[str, Any]:  # Any: JSON
