@@ -67,14 +67,22 @@ class ChatTokenizer:
         self._token_texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: Path, system_prompt: str | None = None) -> ChatTokenizer:
-        # Late: transformers takes seconds, and commands that only read a config import this module.
-        from transformers import AutoTokenizer
+    def load(
+        cls, path: Path, system_prompt: str | None = None, *, light: bool = False
+    ) -> ChatTokenizer:
+        """The tokenizer of a model directory.
+
+        `light` reads `tokenizer.json` by itself where there is one: enough to count tokens, and it
+        spares the seconds that transformers takes to import what finds the model's own class.
+        """
+        # Late, since commands that only read a config import this module.
+        if light and (path / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = Loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"

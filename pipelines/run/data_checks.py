@@ -21,13 +21,12 @@ from posttrain.core.config.stages import (
 )
 from posttrain.core.contracts import Task
 from posttrain.core.contracts.preference_rows import Kind, read_preference_rows
-from posttrain.core.data.lengths import LengthRule, fitting_prompts
+from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_worked
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder
-from posttrain.core.training.sft import fitting_worked
 
 MOST = 10_000
 """Rows that are looked at for one stage."""
@@ -43,7 +42,7 @@ def check_texts(resolved: ResolvedRun, task: Task[Any], models: Path) -> list[st
     folder = known_folder(config.model, models)
     if folder is None:
         return []
-    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt)
+    tokenizer = ChatTokenizer.load(folder, config.model.system_prompt, light=True)
     warnings = []
     for name in resolved.order:
         try:
