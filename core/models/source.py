@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core.config.sections import ModelSection, RegisteredName
 from posttrain.core.errors import ResourceError, nearest
@@ -96,6 +96,19 @@ def known_digest(section: ModelSection, cache: Path) -> str | None:
     """Digest of the base model when it is on this disk already, else None; downloads nothing."""
     folder = known_folder(section, cache)
     return None if folder is None else directory_digest(folder)
+
+
+def known_config(section: ModelSection) -> Path | None | Literal["bundled"]:
+    """The folder on this disk with the model's config; `bundled` for one to be converted first."""
+    path = Path(section.source).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if RegisteredName.parse(section.source) is not None or _looks_like_path(section.source):
+        return None
+    if (cached := _cached(section)) is not None:
+        return cached
+    bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
+    return "bundled" if bundled and bundled_gguf() is not None else None
 
 
 def known_folder(section: ModelSection, cache: Path) -> Path | None:
