@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -75,14 +75,13 @@ class ChatTokenizer:
         `light` reads `tokenizer.json` by itself where there is one: enough to count tokens, and it
         spares the seconds that transformers takes to import what finds the model's own class.
         """
-        # Late, since commands that only read a config import this module.
-        if light and (path / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
+        import transformers  # late, since commands that only read a config import this module
 
+        alone = light and (path / "tokenizer.json").is_file()
+        # Any: two classes with one method in common. Either is imported when it is asked for.
+        loader: Any = transformers.PreTrainedTokenizerFast if alone else transformers.AutoTokenizer
         try:
-            tokenizer = Loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"

@@ -124,9 +124,8 @@ class _Stage:
         rewards = {
             label: self.build(Reward, component)
             for label, component in zip(labels, stage.rewards, strict=True)
-            if self.manager.find("reward", component.name).cls.unreadable is not Reward.unreadable
         }
-        if not rewards:
+        if all(type(reward).unreadable is Reward.unreadable for reward in rewards.values()):
             return []
         problems = self.problems(stage.steps * stage.prompts_per_step)
         return unreadable_references(rewards, problems)
