@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from posttrain.core.config.stages import SftStage
-from posttrain.core.data.lengths import LengthRule
+from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.row_task import check_worked, repeat_problems
-from posttrain.core.training.sft import fitting_worked, worked_batch
+from posttrain.core.training.sft import worked_batch
 from posttrain.core.training.step_record import example_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext, StageOutput
