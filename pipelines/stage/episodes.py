@@ -7,11 +7,11 @@ from posttrain.core.config.sections import EnvironmentComponent
 from posttrain.core.contracts import Environment, Tool
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner
-from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import StagePlugins
 
 
 def build_episodes(
-    context: StageContext, component: EnvironmentComponent | None, tokenizer: ChatTokenizer
+    context: StagePlugins, component: EnvironmentComponent | None, tokenizer: ChatTokenizer
 ) -> EpisodeRunner | None:
     """What runs the episodes of a stage; None when responses have one turn."""
     if component is None:
