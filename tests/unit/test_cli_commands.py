@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from posttrain.core.config.rl_stage import RlStage
@@ -42,7 +45,19 @@ def test_the_version_is_that_of_the_package() -> None:
     assert invoke("--version")[0].startswith("posttrain 0.")
 
 
-def test_every_command_explains_itself_with_an_example() -> None:
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The names of every command below the group, and of the groups."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*path, name)
+        yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("path", commands(get_command(app)), ids=" ".join)
+def test_every_command_explains_itself(path: tuple[str, ...]) -> None:
+    assert "Usage: " in invoke(*path, "--help")[0]
+
+
+def test_commands_have_examples() -> None:
     for name in ("run", "validate", "plan", "ui", "doctor"):
         assert f"posttrain {name}" in invoke(name, "--help")[0]
 
