@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -46,9 +47,16 @@ def open_writer(
         "run_id": run_id,
         "artifacts": "" if artifacts is None else str(artifacts.resolve()),
     }
-    spool = Spool(root / run_id / FOLDER, about)
+    spool = Spool(root / run_id / FOLDER, about, _settler(about))
     sender = Sender(client, uri, experiment_id)
     return Writer(store.without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
+
+
+def _settler(about: Mapping[str, str]) -> Callable[[Mapping[str, str]], None]:
+    """Puts ids where the stages are that the run of this spool stored."""
+    return (
+        partial(write_real_ids, Path(about["artifacts"])) if about["artifacts"] else lambda _: None
+    )
 
 
 def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
@@ -140,7 +148,10 @@ def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) ->
     target = given if store.without_password(given) == about["uri"] else about["uri"]
     if uri is not None and target != uri:
         return ""
-    spool = Spool.found(folder, about)
+    spool = Spool.found(folder, about, _settler(about))
+    if not spool.waiting:
+        spool.remove()
+        return ""
     shown = f"{spool.waiting} records of run {about['run_id'][:12]}"
     if target not in away and store.no_health(target) is not None:
         away.add(target)
@@ -148,11 +159,9 @@ def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) ->
     if target in away:
         return still
     refused = _send_all(spool, Sender(store.connect(target), target, about["experiment_id"]))
-    if about["artifacts"]:
-        write_real_ids(Path(about["artifacts"]), spool.ids)
     if refused is None:
         return still
-    sent = f"{shown} were sent to MLflow at {about['uri']}" if not shown.startswith("0 ") else ""
+    sent = f"{shown} were sent to MLflow at {about['uri']}"
     spool.remove()
     return f"{sent}; {refused} were refused and are kept in {folder}" if refused else sent
 

@@ -195,6 +195,54 @@ def test_a_kill_between_send_and_record_repeats_one_operation_and_loses_none(
     assert not folder.exists()
 
 
+KILLED = """
+import json, os, sys
+from pathlib import Path
+from requests.exceptions import ConnectionError
+from posttrain.core.tracking import outage
+from posttrain.core.tracking.writer import Writer
+home, when = Path(sys.argv[1]), sys.argv[2]
+class Away:
+    up = False
+    def __call__(self, operation, again):
+        if not self.up:
+            raise ConnectionError("refused")
+        return "m-" + "1" * 32
+away = Away()
+outage.Sender = lambda *_: away
+outage.probe_of = lambda *_: lambda: away.up
+outage.Writer = lambda *arguments: Writer(*arguments, probe_s=0.01)
+writer = outage.open_writer(None, "http://127.0.0.1:9", "1", "run", home / "runs", home / "store")
+def store(name, identity):
+    folder = home / "store" / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"mlflow_run_id": identity}))
+made = writer.call({"op": "model", "what": "a model", "request": "pending-" + "a" * 32})
+store("sft", made)
+away.up = True
+assert writer.wait(20)
+writer.submit({"op": "n", "what": "n"})
+writer.flush()
+store("rl", made)  # its stage had the placeholder before MLflow was back
+if when == "killed":
+    os._exit(9)
+writer.close()
+"""
+
+
+@pytest.mark.parametrize("when", ["killed", "ended"])
+def test_no_placeholder_stays_when_everything_was_sent(tmp_path: Path, when: str) -> None:
+    """A run that is killed after an outage and before its end; then the next command comes."""
+    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], timeout=60)
+    assert child.returncode == (9 if when == "killed" else 0)
+    if when == "killed":
+        assert send_waiting(tmp_path / "runs") == [], "nothing is left to send"
+    for stage in ("sft", "rl"):
+        manifest = (tmp_path / "store" / stage / "manifest.json").read_text()
+        assert json.loads(manifest) == {"mlflow_run_id": "m-" + "1" * 32}
+    assert waiting_folders(tmp_path / "runs") == []
+
+
 def raised(error: Exception, cause: Exception) -> Exception:
     """`error` as it is when it is raised while `cause` is handled."""
     try:
