@@ -198,7 +198,8 @@ class PipelineTracker(MlflowRun):
         left = self._session.writer.close()
         if errors:
             raise errors[0]
-        return left_behind(left, self.uri, spool.folder) if left else ""
+        refusal = self._session.writer.refusal
+        return left_behind(left, self.uri, spool.folder, refusal) if left else ""
 
     def _create(
         self, what: str, name: str, tags: Mapping[str, str], params: Mapping[str, object]

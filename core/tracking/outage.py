@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request_safe
 
+from posttrain.core.errors import ResourceError
 from posttrain.core.store.artifacts import MANIFEST
 from posttrain.core.store.locks import locked
 from posttrain.core.tracking import mlflow_store as store
@@ -75,13 +77,16 @@ def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
 
 
 def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[], bool]:
-    """Whether MLflow answers, its database included: one short request."""
+    """Whether MLflow answers, its database included: one short request.
+
+    Raises `ResourceError` for a deleted experiment, whose runs take nothing.
+    """
 
     def ask() -> bool:
         if not uri.startswith(("http://", "https://")):
-            client.get_experiment(experiment_id)
+            _require_active(client.get_experiment(experiment_id).lifecycle_stage, experiment_id)
             return True
-        http_request_safe(  # type: ignore[no-untyped-call]
+        answer = http_request_safe(  # type: ignore[no-untyped-call]
             get_default_host_creds(uri),  # type: ignore[no-untyped-call]
             "/api/2.0/mlflow/experiments/get",
             "GET",
@@ -89,16 +94,26 @@ def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[],
             max_retries=0,
             timeout=store.PROBE_TIMEOUT_S,
         )
+        _require_active(answer.json()["experiment"]["lifecycle_stage"], experiment_id)
         return True
 
     return ask
 
 
-def left_behind(count: int, uri: str, folder: Path) -> str:
-    """What a run says that ends before MLflow is back."""
+def _require_active(stage: str, experiment_id: str) -> None:
+    if stage != "active":
+        raise ResourceError(
+            f"the experiment was deleted: `mlflow experiments restore --experiment-id "
+            f"{experiment_id}` brings it back"
+        )
+
+
+def left_behind(count: int, uri: str, folder: Path, refusal: str) -> str:
+    """What a run says that ends before MLflow is back, or takes what it records."""
+    state = f"still refuses ({refusal})" if refusal else "is still away"
     home = folder.parents[2]
     return (
-        f"MLflow at {store.without_password(uri)} is still away: the results are complete on "
+        f"MLflow at {store.without_password(uri)} {state}: the results are complete on "
         f"disk, and {count} records wait in {folder}; the next command of this home sends them, or "
         f"`{SEND_COMMAND} --home {home}`"
     )
@@ -158,7 +173,14 @@ def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) ->
     still = "" if quiet else f"{shown} wait in {folder}: MLflow at {about['uri']} is away"
     if target in away:
         return still
-    refused = _send_all(spool, Sender(store.connect(target), target, about["experiment_id"]))
+    client, experiment = store.connect(target), about["experiment_id"]
+    try:
+        probe_of(client, target, experiment)()
+    except (MlflowException, ResourceError, OSError) as error:
+        if unreachable(error):
+            return still
+        return f"{shown} wait in {folder}: MLflow at {about['uri']} refuses ({reason(error)})"
+    refused = _send_all(spool, Sender(client, target, experiment))
     if refused is None:
         return still
     sent = f"{shown} were sent to MLflow at {about['uri']}"

@@ -9,7 +9,6 @@ import time
 
 from posttrain.core.runtime.startup import bound_waiting, use_allocator
 
-
 EXIT_S = 10.0
 """How long Prefect may take, once the command is done, to send what it still has."""
 

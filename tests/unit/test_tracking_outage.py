@@ -195,6 +195,70 @@ def test_a_kill_between_send_and_record_repeats_one_operation_and_loses_none(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    "why",
+    [MlflowException("failed with error code 401 != 200"), ResourceError("it was deleted")],
+)
+@pytest.mark.parametrize("before", ["it works", "it is away"])
+def test_a_server_that_refuses_everything_ends_no_training_and_is_named(
+    tmp_path: Path, why: Exception, before: str
+) -> None:
+    """A login that is refused, an experiment that is deleted: each operation fails, and so does
+    the probe."""
+    server = Server()
+    refused: list[Exception] = []
+
+    def probe() -> bool:
+        if refused:
+            raise refused[0]
+        return server.up
+
+    def send(operation: Operation, again: bool) -> str:
+        if refused:
+            raise MlflowException("the run is not active", 3)
+        return server.send(operation, again)
+
+    folder = tmp_path / "run" / "mlflow-waiting"
+    writer = Writer("there", send, Spool(folder, {"uri": "there"}), probe, probe_s=0.02)
+    if before == "it is away":
+        server.up = False
+        writer.submit(numbered(0))
+        writer.flush()
+    refused.append(why)
+    for n in range(1, 6):
+        writer.submit(numbered(n))
+        writer.flush()
+        time.sleep(0.05)
+    assert writer.away and not writer.failed
+    (sentence,) = [line for line in writer.news() if "refuses what" in line]
+    assert str(why) in sentence and str(folder) in sentence
+    refused.clear()
+    server.up = True
+    assert writer.wait(10)
+    assert server.got == [*range(before == "it works", 6)]
+    assert writer.close() == 0
+
+
+def test_a_deleted_experiment_ends_no_training(tmp_path: Path) -> None:
+    uri = mlflow_store.prepare_database(tmp_path)
+    tracker = start(uri, tmp_path / "runs")
+    stage = tracker.stage("rl", "rl", {})
+    client = MlflowClient(uri)
+    stage.log_step(1, {"lr": 0.1})
+    stage.flush()
+    client.delete_experiment(tracker.experiment_id)
+    for step in (2, 3):
+        stage.log_step(step, {"lr": 0.1})
+        stage.flush()
+    (sentence,) = tracker.news()
+    assert "the experiment was deleted" in sentence and "restore" in sentence
+    client.restore_experiment(tracker.experiment_id)
+    assert tracker.wait(30)
+    assert tracker.finish("FINISHED") == ""
+    points = client.get_metric_history(stage.run_id, "lr")
+    assert sorted(point.step for point in points) == [1, 2, 3]
+
+
 KILLED = """
 import json, os, sys
 from pathlib import Path
@@ -454,3 +518,33 @@ def test_a_spool_that_cannot_be_sent_stays_and_is_one_sentence(tmp_path: Path, g
     assert "cannot be read" in sentence
     assert waiting_folders(runs) == [spool.folder]
     assert os.listdir(spool.folder.parent) == ["mlflow-waiting"], "no lock is left"
+
+
+class Refusing(Gone):
+    """A server that is up and takes no login."""
+
+    def do_GET(self) -> None:
+        self.status = 200 if self.path == "/health" else 401
+        super().do_GET()
+
+    do_POST = do_GET
+
+
+def test_a_refused_login_is_named_at_the_start_and_loses_nothing_that_waits(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        about = {"uri": uri, "experiment_id": "1", "run_id": "abc", "artifacts": ""}
+        spool = Spool(runs / "abc" / "mlflow-waiting", about)
+        spool.append([numbered(1)])
+        spool.release(last=True)
+        (sentence,) = send_waiting(runs)
+        assert "1 records of run abc wait in" in sentence and "refuses (" in sentence
+        assert (spool.folder / "operations.jsonl").read_text()
+        assert not (spool.folder / "refused.jsonl").exists()
+        with pytest.raises(ResourceError, match="refuses the login .*MLFLOW_TRACKING_USERNAME"):
+            start(uri, runs)
+        server.shutdown()
