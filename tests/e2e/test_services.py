@@ -321,8 +321,9 @@ def test_a_served_schedule_goes_on_after_its_run_was_killed_with_its_server(
             assert time.monotonic() < deadline, "no later run of the schedule"
             time.sleep(1)
     finally:
-        again.send_signal(signal.SIGINT)
-        again.communicate(timeout=60)
+        for process in [*psutil.Process(again.pid).children(recursive=True), again]:
+            process.kill()
+        again.communicate()
 
 
 def test_a_request_that_is_no_request_is_refused_before_it_runs(

@@ -49,12 +49,12 @@ def test_only_runs_whose_process_is_gone_are_ended(
     ]
     # A run says itself which process it is, in the state that it has then.
     dead = str(replace(Owner.this(), pid=gone.pid))
-    for name, process, state in (
+    for name, said, state in (
         ("said", dead, "s1"),
         ("said-live", owner(), "s1"),
         ("resumed", dead, "s0"),
     ):
-        labels = {servers.PROCESS: process, servers.PROCESS_STATE: state}
+        labels = {servers.PROCESS: said, servers.PROCESS_STATE: state}
         found.append({"id": name, "state_id": "s1", "labels": labels})
     monkeypatch.setattr(servers, "_ask", lambda *arguments: found)
     monkeypatch.setattr(servers, "_post", post)
