@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import time
 import uuid
 from collections import Counter
@@ -47,6 +48,9 @@ HTTP_SETTINGS = {
 }
 """What waits for MLflow is the spool; each request gives up soon. MLflow's default is 307 s."""
 _reached: set[str] = set()
+_REFUSED_LOGIN = re.compile(
+    r"error code 40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|not authenticated", re.IGNORECASE
+)
 MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
 
 
@@ -56,6 +60,12 @@ def explained(what: str, uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
+        if _REFUSED_LOGIN.search(str(error)):
+            raise ResourceError(
+                f"MLflow at {without_password(uri)} refuses the login ({reason(error)}): set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, "
+                "to those of a user who may write there, then run the same command again"
+            ) from error
         raise ResourceError(
             f"MLflow at {uri} could not {what}: {reason(error)}; check that it can be reached, has "
             "room and is of this version of MLflow (`mlflow db upgrade URI` moves an older one)"

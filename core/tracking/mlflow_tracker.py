@@ -28,7 +28,7 @@ from posttrain.core.tracking.mlflow_run import (
 from posttrain.core.tracking.mlflow_stage import StageTracker as StageTracker
 from posttrain.core.tracking.mlflow_store import kill_running as kill_running
 from posttrain.core.tracking.mlflow_store import prepare_database as prepare_database
-from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting, write_real_ids
+from posttrain.core.tracking.outage import left_behind, open_writer, send_waiting
 from posttrain.core.tracking.spool import placeholder
 
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -43,7 +43,6 @@ class PipelineTracker(MlflowRun):
         self._source = dict(source)
         self.uri = session.uri
         self.experiment_id = session.experiment_id
-        self._store: Path | None = None
         self.killed_runs: list[str] = []
         self.sent_before: list[str] = []
         self._stages: list[StageTracker] = []
@@ -86,7 +85,6 @@ class PipelineTracker(MlflowRun):
         writer = open_writer(client, uri, experiment_id, run_id, journal, artifacts)
         session = Session(client, writer, uri, experiment_id, journal)
         tracker = cls(session, run_id, source or {})
-        tracker._store = artifacts
         tracker.killed_runs, tracker.sent_before = killed, sent
         tracker.log_text(config_yaml, "config.yaml")
         return tracker
@@ -198,11 +196,10 @@ class PipelineTracker(MlflowRun):
                 errors.append(error)
         spool = self._session.writer.spool
         left = self._session.writer.close()
-        if self._store is not None:
-            write_real_ids(self._store, spool.ids)
         if errors:
             raise errors[0]
-        return left_behind(left, self.uri, spool.folder) if left else ""
+        refusal = self._session.writer.refusal
+        return left_behind(left, self.uri, spool.folder, refusal) if left else ""
 
     def _create(
         self, what: str, name: str, tags: Mapping[str, str], params: Mapping[str, object]

@@ -8,12 +8,15 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request_safe
 
+from posttrain.core.errors import ResourceError
 from posttrain.core.store.artifacts import MANIFEST
 from posttrain.core.store.locks import locked
 from posttrain.core.tracking import mlflow_store as store
@@ -46,9 +49,16 @@ def open_writer(
         "run_id": run_id,
         "artifacts": "" if artifacts is None else str(artifacts.resolve()),
     }
-    spool = Spool(root / run_id / FOLDER, about)
+    spool = Spool(root / run_id / FOLDER, about, _settler(about))
     sender = Sender(client, uri, experiment_id)
     return Writer(store.without_password(uri), sender, spool, probe_of(client, uri, experiment_id))
+
+
+def _settler(about: Mapping[str, str]) -> Callable[[Mapping[str, str]], None]:
+    """Puts ids where the stages are that the run of this spool stored."""
+    return (
+        partial(write_real_ids, Path(about["artifacts"])) if about["artifacts"] else lambda _: None
+    )
 
 
 def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
@@ -67,13 +77,16 @@ def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
 
 
 def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[], bool]:
-    """Whether MLflow answers, its database included: one short request."""
+    """Whether MLflow answers, its database included: one short request.
+
+    Raises `ResourceError` for a deleted experiment, whose runs take nothing.
+    """
 
     def ask() -> bool:
         if not uri.startswith(("http://", "https://")):
-            client.get_experiment(experiment_id)
+            _require_active(client.get_experiment(experiment_id).lifecycle_stage, experiment_id)
             return True
-        http_request_safe(  # type: ignore[no-untyped-call]
+        answer = http_request_safe(  # type: ignore[no-untyped-call]
             get_default_host_creds(uri),  # type: ignore[no-untyped-call]
             "/api/2.0/mlflow/experiments/get",
             "GET",
@@ -81,16 +94,26 @@ def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[],
             max_retries=0,
             timeout=store.PROBE_TIMEOUT_S,
         )
+        _require_active(answer.json()["experiment"]["lifecycle_stage"], experiment_id)
         return True
 
     return ask
 
 
-def left_behind(count: int, uri: str, folder: Path) -> str:
-    """What a run says that ends before MLflow is back."""
+def _require_active(stage: str, experiment_id: str) -> None:
+    if stage != "active":
+        raise ResourceError(
+            f"the experiment was deleted: `mlflow experiments restore --experiment-id "
+            f"{experiment_id}` brings it back"
+        )
+
+
+def left_behind(count: int, uri: str, folder: Path, refusal: str) -> str:
+    """What a run says that ends before MLflow is back, or takes what it records."""
+    state = f"still refuses ({refusal})" if refusal else "is still away"
     home = folder.parents[2]
     return (
-        f"MLflow at {store.without_password(uri)} is still away: the results are complete on "
+        f"MLflow at {store.without_password(uri)} {state}: the results are complete on "
         f"disk, and {count} records wait in {folder}; the next command of this home sends them, or "
         f"`{SEND_COMMAND} --home {home}`"
     )
@@ -140,19 +163,27 @@ def _send_held(folder: Path, uri: str | None, away: set[str], *, quiet: bool) ->
     target = given if store.without_password(given) == about["uri"] else about["uri"]
     if uri is not None and target != uri:
         return ""
-    spool = Spool.found(folder, about)
+    spool = Spool.found(folder, about, _settler(about))
+    if not spool.waiting:
+        spool.remove()
+        return ""
     shown = f"{spool.waiting} records of run {about['run_id'][:12]}"
     if target not in away and store.no_health(target) is not None:
         away.add(target)
     still = "" if quiet else f"{shown} wait in {folder}: MLflow at {about['uri']} is away"
     if target in away:
         return still
-    refused = _send_all(spool, Sender(store.connect(target), target, about["experiment_id"]))
-    if about["artifacts"]:
-        write_real_ids(Path(about["artifacts"]), spool.ids)
+    client, experiment = store.connect(target), about["experiment_id"]
+    try:
+        probe_of(client, target, experiment)()
+    except (MlflowException, ResourceError, OSError) as error:
+        if unreachable(error):
+            return still
+        return f"{shown} wait in {folder}: MLflow at {about['uri']} refuses ({reason(error)})"
+    refused = _send_all(spool, Sender(client, target, experiment))
     if refused is None:
         return still
-    sent = f"{shown} were sent to MLflow at {about['uri']}" if not shown.startswith("0 ") else ""
+    sent = f"{shown} were sent to MLflow at {about['uri']}"
     spool.remove()
     return f"{sent}; {refused} were refused and are kept in {folder}" if refused else sent
 

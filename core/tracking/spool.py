@@ -8,11 +8,12 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.runtime.files import write_text
 from posttrain.core.store.locks import locked
 
 PENDING = "pending-"
@@ -42,14 +43,20 @@ class Spool:
     """Operations that wait in a folder: one a line, and for each one sent a line in `sent.jsonl`.
 
     A line is appended in one write, so that a kill can only cut the last one, which is then not
-    read. The folder is there while something waits. Its lock belongs to the process that uses it.
+    read. The folder is there while something waits, and while manifests may hold placeholders that
+    it knows the ids of: `settle` puts them there. Its lock belongs to the process that uses it.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, str],
+        settle: Callable[[Mapping[str, str]], None] = lambda ids: None,
+    ) -> None:
         self.folder = folder
         self.ids: dict[str, str] = {}
         self.waiting = 0
-        self._about = dict(about)
+        self._about, self._settle = dict(about), settle
         self._offset = 0
         self._held: ExitStack | None = None
         self._guard = threading.Lock()
@@ -60,9 +67,14 @@ class Spool:
         return self._held is not None
 
     @classmethod
-    def found(cls, folder: Path, about: Mapping[str, str]) -> Spool:
+    def found(
+        cls,
+        folder: Path,
+        about: Mapping[str, str],
+        settle: Callable[[Mapping[str, str]], None] = lambda ids: None,
+    ) -> Spool:
         """What another process left. The caller holds its lock (`lock_path`)."""
-        spool = cls(folder, about)
+        spool = cls(folder, about, settle)
         spool._held = ExitStack()
         for row in _whole_lines(folder / SENT):
             spool._offset = row["offset"]
@@ -153,18 +165,34 @@ class Spool:
     def release(self, *, last: bool = False) -> None:
         """Remove what is sent and let go of the folder, unless it is about to be used.
 
-        It stays when something waits or was refused.
+        It stays when something waits or was refused. Ids that MLflow gave stay until the end of the
+        run: a stage that is stored now may still have their placeholders.
         """
         with self._guard:
             if self._held is None or (not last and (self._kept or self.waiting)):
                 return
+            if self.ids and not last:
+                if self._offset:
+                    self._keep_ids()
+                return
             if not self.waiting:
-                self.remove()
+                with contextlib.suppress(OSError):  # a full disk: the next command removes it
+                    self.remove()
             self._held.close()
             self._held = None
 
+    def _keep_ids(self) -> None:
+        """Of what was sent, keep no more than the ids. A kill in between leaves more than that."""
+        (self.folder / OPERATIONS).unlink(missing_ok=True)
+        self._offset = 0
+        with contextlib.suppress(OSError):
+            line = json.dumps({"offset": 0, "ids": self.ids}) + "\n"
+            write_text(self.folder / SENT, line)
+            self._settle(self.ids)
+
     def remove(self) -> None:
-        """Remove what was sent; what was refused stays."""
+        """Remove what was sent, with ids that are where they belong; what was refused stays."""
+        self._settle(self.ids)
         self._offset = 0
         for name in (OPERATIONS, SENT):
             (self.folder / name).unlink(missing_ok=True)

@@ -103,7 +103,8 @@ def _shown(operation: Operation) -> Operation:
 class Writer:
     """Sends operations one after another in the background. `where` is named in errors.
 
-    `probe` says whether a server that was away answers again.
+    `probe` says whether a server that was away answers again, and raises what a server says that
+    takes nothing of this run: a refused login, a deleted experiment.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Writer:
         self.where = where
         self.failed = False
         self.away = False
+        self.refusal = ""
         self.spool = spool
         self._send, self._probe = send, probe
         self._max_waiting, self._probe_s = max_waiting, probe_s
@@ -307,7 +309,7 @@ class Writer:
 
     def _emptied(self) -> None:
         if self._reported:
-            self._reported = False
+            self._reported, self.refusal = False, ""
             self._news.append(
                 f"MLflow at {self.where} answers again: everything that waited was sent"
             )
@@ -324,8 +326,30 @@ class Writer:
     def _answers(self) -> bool:
         try:
             return self._probe()
-        except Exception:
+        except Exception as error:
+            with self._changed:
+                self._refuses(error)
             return False
+
+    def _refuses(self, error: BaseException) -> bool:
+        """Whether the server answers and takes nothing; reported once for each reason."""
+        if unreachable(error):
+            return False
+        if self.refusal != reason(error):
+            self.refusal = reason(error)
+            self._reported = True
+            self._news.append(
+                f"MLflow at {self.where} refuses what this run records ({self.refusal}): the run "
+                f"goes on, and it waits in {self.spool.folder} until MLflow takes it"
+            )
+        return True
+
+    def _takes_nothing(self) -> bool:
+        try:
+            self._probe()
+        except Exception as error:
+            return self._refuses(error)
+        return False
 
     def _attempt(self, job: _Job) -> None:
         operation, again = job.operation, self._current is None
@@ -351,6 +375,10 @@ class Writer:
         self._changed.notify_all()
 
     def _not_sent(self, job: _Job, error: BaseException) -> None:
+        if not unreachable(error) and self._takes_nothing():
+            self.away = True
+            self._spill()
+            return
         if unreachable(error):
             self._tries += not no_answer(error)
             if self._tries < TRIES:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 
 from posttrain.core.runtime.startup import bound_waiting, use_allocator
+
+EXIT_S = 10.0
+"""How long Prefect may take, once the command is done, to send what it still has."""
 
 
 def main() -> None:
@@ -22,17 +27,33 @@ def main() -> None:
         with command():
             app()
     except SystemExit as end:
-        leave_if_prefect_was_away(end.code)
+        leave_soon(end.code)
         raise
 
 
-def leave_if_prefect_was_away(code: str | int | None) -> None:
-    """End at once: at a normal exit Prefect offers each event to the server that is away."""
+def leave_soon(code: str | int | None) -> None:
+    """End at once where Prefect's server was away, and within `EXIT_S` where it goes away now.
+
+    At a normal exit Prefect offers each event to its server, for minutes if that does not answer.
+    """
     away = sys.modules.get("posttrain.pipelines.rl.prefect_away")
-    if away is not None and away.was_away():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
+    if away is None:
+        return
+    status = code if isinstance(code, int) else int(code is not None)
+    if away.was_away():
+        leave(status)
+    threading.Thread(target=leave, args=(status, EXIT_S), daemon=True, name="exit").start()
+
+
+def leave(status: int, after_s: float = 0.0) -> None:
+    """End the process, and the run's own server with it, which may hang too."""
+    time.sleep(after_s)
+    servers = sys.modules.get("posttrain.pipelines.run.prefect_server")
+    for server in [] if servers is None else servers.running():
+        server.stop()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
@@ -22,6 +26,7 @@ from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.redaction import address, redacted_tree
 from posttrain.pipelines.deploy import flows as deployed
 from posttrain.pipelines.deploy.forms import RunRequest
+from posttrain.pipelines.services.servers import end_dead_runs
 
 FLOWS: dict[str, Flow[..., Any]] = {
     "train": deployed.train,
@@ -30,6 +35,7 @@ FLOWS: dict[str, Flow[..., Any]] = {
 }
 
 
+DEAD_RUNS_EVERY_S = 60.0
 TAGS = ["posttrain"]
 # A run that falls due while another one goes on is left out.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(
@@ -89,6 +95,7 @@ def _parameters(wanted: Wanted) -> dict[str, Any]:
 def deploy(wanted: Wanted, pool: str) -> str:
     """Make or change the deployment; returns its page. Raises `ResourceError` without the pool."""
     flow = flow_named(wanted.flow)
+    _end_dead_runs()
     variables = dict(wanted.job_variables)
     if _pool_type(pool) == "process":
         # Paths in a config are relative to where the command runs; elsewhere the image decides.
@@ -125,6 +132,7 @@ def serve(wanted: Wanted) -> None:
     """Serve the deployment until interrupted; each run is a process of its own."""
     flow = flow_named(wanted.flow)
     logging.getLogger("prefect.runner.process_manager").addFilter(_is_news)
+    threading.Thread(target=_keep_ending_dead_runs, daemon=True, name="dead-runs").start()
     flow.serve(
         wanted.name,
         schedule=_schedule(wanted),
@@ -136,6 +144,18 @@ def serve(wanted: Wanted) -> None:
         print_starting_message=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
+
+
+def _keep_ending_dead_runs() -> None:
+    """What a killed `serve` left running, or a run that died while the server was away."""
+    while True:
+        _end_dead_runs()
+        time.sleep(DEAD_RUNS_EVERY_S)
+
+
+def _end_dead_runs() -> None:
+    with contextlib.suppress(httpx.HTTPError):  # the server is away: the next time
+        end_dead_runs(get_current_settings().api.url or "")
 
 
 def _is_news(record: logging.LogRecord) -> bool:

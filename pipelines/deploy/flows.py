@@ -9,9 +9,10 @@ import signal
 from contextlib import AbstractContextManager
 from uuid import UUID
 
-from prefect import flow, flow_engine
+from prefect import flow, flow_engine, get_client
 from prefect.client.schemas.objects import State
 from prefect.concurrency._leases import maintain_concurrency_lease
+from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Failed
@@ -20,14 +21,16 @@ from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import PosttrainError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.redaction import redact_error, redact_logs
+from posttrain.core.runtime.processes import owner
 from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.core.store.artifacts import RunResult
 from posttrain.pipelines.deploy.forms import EvaluateRequest, RunRequest
 from posttrain.pipelines.deploy.suspension import cancelled_before, take_answers, wait_for_answer
 from posttrain.pipelines.run.checks import check_inputs, folders, resolve_configs, shared_store
 from posttrain.pipelines.run.execute import RunOptions, execute
-from posttrain.pipelines.run.flow_records import leave_results
+from posttrain.pipelines.run.flow_records import for_the_pages, leave_results
 from posttrain.pipelines.run.progress import LogReporter
+from posttrain.pipelines.services.servers import PROCESS, PROCESS_STATE
 from posttrain.pipelines.services.shared_servers import require_shared_mlflow
 
 
@@ -64,9 +67,21 @@ def continual(request: RunRequest) -> State[None] | None:
     return _run(request)
 
 
+def _note_process() -> None:
+    """Say on the server which process runs this, so that a run that was killed is found."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return
+    run_id = context.flow_run.id
+    with for_the_pages("the process of the run"), get_client(sync_client=True) as client:
+        state = client.read_flow_run(run_id).state_id
+        client.update_flow_run_labels(run_id, {PROCESS: owner(), PROCESS_STATE: str(state)})
+
+
 def _run(request: RunRequest) -> State[None] | None:
     """One request from its form to its record; what a user can fix fails with one sentence."""
     redact_logs()
+    _note_process()
     cancelled = cancelled_before()
     if cancelled is not None:
         return Cancelled(message=f"the run that asked, {cancelled}, was cancelled or deleted")

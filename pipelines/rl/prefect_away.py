@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RET
 
 from posttrain.core.errors import causes
 
-AWAY_TIMEOUT_S = 5.0
+AWAY_TIMEOUT_S = 2.0
 """How long a request waits for a server that was away before. It is not repeated."""
 UNREACHABLE = "Failed to reach API"
 """What Prefect's client raises, as a RuntimeError, where a flow finds no server."""
@@ -34,10 +34,8 @@ def unreachable(error: BaseException) -> bool:
 
 
 def went_away(error: BaseException) -> None:
-    """Report once that the server is away; later requests try once and wait for seconds at most.
-
-    They are still sent: a server that is back shows what comes then.
-    """
+    """Report once that the server is away; later requests do not wait for it (`no_patience`)."""
+    no_patience()
     if _reported:
         return
     _reported.append(str(error))
@@ -47,14 +45,27 @@ def went_away(error: BaseException) -> None:
         "pages lack what follows",
         first,
     )
+
+
+def no_patience(retries: int = 0) -> None:
+    """From now on a request to the server waits for seconds at most.
+
+    Requests are still sent: a server that is back shows what comes then.
+    """
     # For all threads; what a `with` block has set for this one stays in it.
     context = prefect.context.GLOBAL_SETTINGS_CONTEXT or prefect.context.get_settings_context()
     prefect.context.GLOBAL_SETTINGS_CONTEXT = prefect.context.SettingsContext(
         profile=context.profile,
         settings=context.settings.copy_with_update(
-            updates={PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: AWAY_TIMEOUT_S}
+            updates={
+                PREFECT_CLIENT_MAX_RETRIES: retries,
+                PREFECT_API_REQUEST_TIMEOUT: AWAY_TIMEOUT_S,
+            }
         ),
     )
+    shared = prefect.context.SyncClientContext.get()
+    if shared is not None:  # a flow run and its tasks share a client, which keeps its first timeout
+        shared.client._client.timeout = httpx.Timeout(AWAY_TIMEOUT_S)
 
 
 def was_away() -> bool:
@@ -78,6 +89,8 @@ class Body:
             yield
         except BaseException as error:
             self.error = error
+            if not isinstance(error, Exception):  # asked to stop, it has to end soon
+                no_patience(retries=1)
             raise
         self.ended = True
 

@@ -28,7 +28,7 @@ from posttrain.pipelines.rl.live import Live
 from posttrain.pipelines.rl.prefect_away import Body, unreachable, went_away
 from posttrain.pipelines.run.flow_records import leave_results, leave_samples
 from posttrain.pipelines.run.pipeline import Pipeline
-from posttrain.pipelines.run.prefect_server import own_server_runs
+from posttrain.pipelines.run.prefect_server import running
 from posttrain.pipelines.run.settling import first_closed
 
 REPEATABLE = frozenset({"evaluate", "transform", "register"})
@@ -71,7 +71,7 @@ def device_tags(device: str) -> list[str]:
         try:
             client.read_concurrency_limit_by_tag(tag)
         except ObjectNotFound:
-            return [] if own_server_runs() else [tag]
+            return [] if running() else [tag]
         except httpx.HTTPError as error:
             if not unreachable(error):
                 raise

@@ -24,6 +24,8 @@ def prefect_settings(home: Path) -> dict[str, str]:
         "PREFECT_CLI_PROMPT": "false",
         # Waits of 2 and 4 s for a server that is away. The end of a flow asks three times.
         "PREFECT_CLIENT_MAX_RETRIES": "2",
+        # Prefect's own 60 s, three times, is more than the end of a run may take.
+        "PREFECT_API_REQUEST_TIMEOUT": "8",
         # Else each event that such a server does not take is an error of ten lines.
         "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
     }

@@ -140,6 +140,6 @@ class OwnServer:
             process.wait()
 
 
-def own_server_runs() -> bool:
-    """Whether Prefect's clients in this process talk to the run's own server."""
-    return bool(_running)
+def running() -> list[OwnServer]:
+    """The run's own server, if Prefect's clients in this process talk to one."""
+    return list(_running)

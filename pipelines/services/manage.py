@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.services.layout import HOST, Layout, Ports, check_port
+from posttrain.pipelines.services.layout import HOST, Layout, Ports, check_port, exports
 from posttrain.pipelines.services.postgres import Cluster
 from posttrain.pipelines.services.processes import (
     find,
@@ -30,6 +30,7 @@ from posttrain.pipelines.services.servers import (
     prefect_server,
     runs_in_progress,
     worker,
+    worker_name,
 )
 
 START_SECONDS = 240.0
@@ -82,7 +83,7 @@ def up(home: Path, wanted: Ports, say: Say) -> Ports:
             # The servers migrate their databases at the same time, which takes the most time.
             _start(others[:2], layout, say)
             make_pool(wanted)
-            ended = end_dead_runs(layout, wanted)
+            ended = end_dead_runs(exports(wanted)["PREFECT_API_URL"], worker_name(layout))
             if ended:
                 say(f"{'runs':<9} {ended} whose process was killed: reported as crashed")
             _start(others[2:], layout, say)

@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.runtime.processes import is_left_behind
 from posttrain.pipelines.services.layout import (
     HOST,
     POOL,
@@ -30,6 +31,10 @@ from posttrain.pipelines.services.postgres import ROLE
 from posttrain.pipelines.services.processes import MARK, Launch, find
 
 FILES = "prefect.server.concurrency.lease_storage.filesystem"
+PROCESS = "posttrain.process"
+"""Label of a deployed run: its process, as `owner` gives it."""
+PROCESS_STATE = "posttrain.process.state"
+"""Label of a deployed run: the id of the state in which that process runs it."""
 UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
@@ -121,7 +126,7 @@ def make_pool(ports: Ports) -> None:
     what was set.
     """
     made = {"name": POOL, "type": "process", "concurrency_limit": 1}
-    answer = _post(ports, "/work_pools/", made, timeout=30)
+    answer = _post(_api(ports), "/work_pools/", made, timeout=30)
     if answer.is_error and answer.status_code != HTTPStatus.CONFLICT:
         raise ResourceError(f"the Prefect server could not make a work pool: {answer.text}")
 
@@ -129,7 +134,7 @@ def make_pool(ports: Ports) -> None:
 def _is_online(launch: Launch, ports: Ports, name: str) -> bool:
     """Whether the server has heard of this worker, and not only of one before it."""
     process = find(launch.record)
-    found = _ask(ports, f"/work_pools/{POOL}/workers/filter", {})
+    found = _ask(_api(ports), f"/work_pools/{POOL}/workers/filter", {})
     return process is not None and any(
         item["name"] == name
         and item["status"] == "ONLINE"
@@ -142,23 +147,23 @@ def runs_in_progress(ports: Ports) -> int:
     """How many runs of the pool the server believes to be running; 0 where it does not answer."""
     state = {"state": {"type": {"any_": ["RUNNING"]}}}
     chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
-    return len(_ask(ports, "/flow_runs/filter", chosen))
+    return len(_ask(_api(ports), "/flow_runs/filter", chosen))
 
 
-def end_dead_runs(layout: Layout, ports: Ports) -> int:
-    """Report runs of this home's worker whose process is gone as crashed; returns how many.
+def end_dead_runs(url: str, worker: str = "") -> int:
+    """Report runs of this machine whose process is gone as crashed; returns how many.
 
-    A run that was killed together with its server stays "Running" there and keeps the slot of its
-    deployment, for which each later run of a schedule is cancelled.
+    A run that was killed together with its server, its worker or its `serve` stays "Running" there
+    and keeps the slots of its deployment and pool, for which each later run of a schedule is
+    cancelled. A run says itself which process it is (`PROCESS`); of one that had not come to that
+    the worker named `worker` has noted the process.
     """
-    state = {"state": {"type": {"any_": UNFINISHED}}}
-    chosen = {"flow_runs": state, "work_pools": {"name": {"any_": [POOL]}}}
-    found, name = _ask(ports, "/flow_runs/filter", chosen), worker_name(layout)
-    dead = [run for run in found if _process_is_gone(run, name)]
+    chosen = {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}
+    dead = [run for run in _ask(url, "/flow_runs/filter", chosen) if _process_is_gone(run, worker)]
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process was killed"}
     return sum(
         _post(
-            ports,
+            url,
             f"/flow_runs/{run['id']}/set_state",
             {"state": crashed, "force": True},
             timeout=30,
@@ -168,9 +173,12 @@ def end_dead_runs(layout: Layout, ports: Ports) -> int:
 
 
 def _process_is_gone(run: dict[str, Any], worker: str) -> bool:
-    """Whether a run's process was started by that worker and does not exist."""
+    labels = run.get("labels") or {}
+    # A run that was resumed has the label of an earlier process until it says its own.
+    if PROCESS in labels and labels.get(PROCESS_STATE) == run.get("state_id"):
+        return is_left_behind(str(labels[PROCESS]))
     number = str(run.get("infrastructure_pid") or "").rpartition(":")[2]
-    mine = bool((run.get("labels") or {}).get("prefect.worker.name") == worker)
+    mine = bool(worker) and labels.get("prefect.worker.name") == worker
     return mine and number.isdecimal() and not _is_run(int(number))
 
 
@@ -187,15 +195,18 @@ def _is_run(pid: int) -> bool:
         return True  # it cannot be seen: nothing is known
 
 
-def _ask(ports: Ports, path: str, body: object) -> list[Any]:
+def _api(ports: Ports) -> str:
+    return exports(ports)["PREFECT_API_URL"]
+
+
+def _ask(url: str, path: str, body: object) -> list[Any]:
     """What the Prefect server answers to a filter; nothing where it does not answer."""
     try:
-        return list(_post(ports, path, body, timeout=5).raise_for_status().json())
+        return list(_post(url, path, body, timeout=5).raise_for_status().json())
     except (httpx.HTTPError, ValueError):
         return []
 
 
-def _post(ports: Ports, path: str, body: object, timeout: float) -> httpx.Response:
+def _post(url: str, path: str, body: object, timeout: float) -> httpx.Response:
     # Proxies of the environment must not see requests to this machine.
-    url = f"{exports(ports)['PREFECT_API_URL']}{path}"
-    return httpx.post(url, json=body, timeout=timeout, trust_env=False)
+    return httpx.post(f"{url}{path}", json=body, timeout=timeout, trust_env=False)

@@ -10,11 +10,12 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 
 from posttrain.core.tracking.mlflow_store import prepare_database
@@ -233,3 +234,53 @@ def test_a_run_ends_well_without_mlflow_and_the_next_command_sends_its_record(
     }
     assert linked == recorded
     assert len(client.search_logged_models([experiment])) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("back", ["before_the_kill", "after_the_kill"])
+def test_a_run_killed_after_an_outage_leaves_no_placeholder(
+    server: MlflowServer, tmp_path: Path, back: str
+) -> None:
+    """A stage is stored while MLflow is away; the run is killed in the next one."""
+    home, variables = tmp_path / "home", {"MLFLOW_TRACKING_URI": server.uri}
+    path = config(tmp_path, registers=False)
+    made = yaml.safe_load(path.read_text())
+    stages = made["stages"]
+    stages["longer"] = stages["rl"] | {"steps": 10_000, "inputs": {"model": "rl"}}
+    del stages["evaluate"]
+    write_config(path, made)
+    process = start_command("run", str(path), "--home", str(home), variables=variables)
+    kill_at_step(server, home, process)
+    _until(lambda: bool(journal_lines(home, "longer")), process)
+    (stored,) = (home / "artifacts").glob("rl-*/manifest.json")
+    assert "pending-" in stored.read_text()
+    if back == "before_the_kill":
+        server.start()
+        _until(lambda: not waiting_operations(home), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if back == "after_the_kill":
+        server.start()
+    sent = run_command("send", "--home", str(home), "--json", variables=variables)
+    assert sent.code == 0 and not sent.result["waiting"], sent.text
+    row = json.loads(stored.read_text())
+    client = MlflowClient(server.uri)
+    assert client.get_run(row["mlflow_run_id"]).data.tags["posttrain.stage"] == "rl"
+    for item in row["artifacts"]:
+        if item["mlflow_model_id"]:
+            assert client.get_logged_model(item["mlflow_model_id"]).name == "rl"
+    for record in home.rglob("*.json"):
+        assert "pending-" not in record.read_text(), record
+    assert waiting(home) == []
+
+
+def waiting_operations(home: Path) -> list[Path]:
+    return sorted((home / "runs").glob("*/mlflow-waiting/operations.jsonl"))
+
+
+def _until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 240
+    while not holds():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)

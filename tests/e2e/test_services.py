@@ -286,6 +286,46 @@ def test_a_served_config_runs_and_ends_with_its_server(
     assert "Traceback" not in said, said
 
 
+@pytest.mark.timeout(600)
+def test_a_served_schedule_goes_on_after_its_run_was_killed_with_its_server(
+    services: Services, config: Path, tmp_path: Path
+) -> None:
+    """`serve` and its run are killed at once, so that nobody reports the end of the run."""
+    name = ("--name", "killed", "--home", str(tmp_path / "home"), "--set", "name=killed")
+    served = services.start(
+        "serve", str(config), *name, "--set", "stages.sft.steps=100000", "--cron", "* * * * *"
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            deployment = services.ask("GET", "/deployments/name/train/killed")
+            break
+        except httpx.HTTPStatusError:
+            assert time.monotonic() < deadline and served.poll() is None
+            time.sleep(0.3)
+    wait_for_stage(services, "killed", "RUNNING")
+    family = [psutil.Process(served.pid), *psutil.Process(served.pid).children(recursive=True)]
+    for process in family:
+        process.kill()
+    served.communicate()
+    of_it = {"deployments": {"id": {"any_": [deployment["id"]]}}}
+    running = {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
+    (left,) = services.ask("POST", "/flow_runs/filter", {**of_it, **running})
+    again = services.start("serve", str(config), *name, "--cron", "* * * * *")
+    try:
+        ended = services.flow_run(left["id"], FINAL, seconds=60)
+        assert ended["state_type"] == "CRASHED", ended["state"]
+        done = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+        deadline = time.monotonic() + 300
+        while not services.ask("POST", "/flow_runs/filter", {**of_it, **done}):
+            assert time.monotonic() < deadline, "no later run of the schedule"
+            time.sleep(1)
+    finally:
+        for process in [*psutil.Process(again.pid).children(recursive=True), again]:
+            process.kill()
+        again.communicate()
+
+
 def test_a_request_that_is_no_request_is_refused_before_it_runs(
     services: Services, nightly: str
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from posttrain.pipelines.run.prefect_server import FLUSH_INTERVAL
 from tests.helpers.pipeline import environment, prepared
 
@@ -48,3 +50,45 @@ def test_a_run_s_events_are_stored_when_it_ends(tmp_path: Path) -> None:
     stored = done.stdout.splitlines()[-1]
     assert "posttrain.eval.improved" in stored and "prefect.flow-run.Completed" in stored
     assert "lack" not in done.stderr
+
+
+LATE = """
+import os, signal, sys
+from pathlib import Path
+from posttrain.pipelines.run.prefect_env import configure_prefect
+home = Path(sys.argv[1])
+configure_prefect(home)
+from posttrain.pipelines.run.prefect_server import OwnServer
+server = OwnServer(home)
+server.begin()
+from prefect import flow
+import posttrain.pipelines.rl.prefect_away
+from posttrain.pipelines.cli.__main__ import leave_soon
+from posttrain.pipelines.run.flow_records import announce
+
+@flow
+def reported():
+    for _ in range(200):
+        announce("posttrain.eval.improved", "run", "rl", {})
+
+server.wait()
+reported()
+os.kill(server._process.pid, getattr(signal, sys.argv[2]))
+leave_soon(3)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_server_that_goes_away_at_the_end_holds_no_run(tmp_path: Path, number: str) -> None:
+    """After the last request that would have shown it; Prefect still has events to send."""
+    home = prepared(tmp_path / "home")
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(home), number],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posttrain.core.runtime.processes import Owner, owner
 from posttrain.pipelines.services import servers
-from posttrain.pipelines.services.layout import Layout, Ports
+from posttrain.pipelines.services.layout import Layout
 from posttrain.pipelines.services.processes import MARK
 
 
@@ -35,7 +37,7 @@ def test_only_runs_whose_process_is_gone_are_ended(
     }
     sent: list[tuple[str, Any]] = []
 
-    def post(ports: Ports, path: str, body: Any, timeout: float) -> SimpleNamespace:
+    def post(url: str, path: str, body: Any, timeout: float) -> SimpleNamespace:
         sent.append((path, body))
         return SimpleNamespace(is_success=True)
 
@@ -45,10 +47,19 @@ def test_only_runs_whose_process_is_gone_are_ended(
         {"id": name, "infrastructure_pid": pid, "labels": {"prefect.worker.name": workers[name]}}
         for name, pid in pids.items()
     ]
+    # A run says itself which process it is, in the state that it has then.
+    dead = str(replace(Owner.this(), pid=gone.pid))
+    for name, said, state in (
+        ("said", dead, "s1"),
+        ("said-live", owner(), "s1"),
+        ("resumed", dead, "s0"),
+    ):
+        labels = {servers.PROCESS: said, servers.PROCESS_STATE: state}
+        found.append({"id": name, "state_id": "s1", "labels": labels})
     monkeypatch.setattr(servers, "_ask", lambda *arguments: found)
     monkeypatch.setattr(servers, "_post", post)
     try:
-        assert servers.end_dead_runs(layout, Ports(1, 2, 3)) == 2
+        assert servers.end_dead_runs("http://x/api", servers.worker_name(layout)) == 3
     finally:
         for process in (live, other):
             process.kill()
@@ -56,6 +67,7 @@ def test_only_runs_whose_process_is_gone_are_ended(
     assert [path for path, _ in sent] == [
         "/flow_runs/gone/set_state",
         "/flow_runs/other/set_state",
+        "/flow_runs/said/set_state",
     ]
     assert all(body["force"] and body["state"]["type"] == "CRASHED" for _, body in sent)
 

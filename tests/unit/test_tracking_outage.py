@@ -195,6 +195,118 @@ def test_a_kill_between_send_and_record_repeats_one_operation_and_loses_none(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    "why",
+    [MlflowException("failed with error code 401 != 200"), ResourceError("it was deleted")],
+)
+@pytest.mark.parametrize("before", ["it works", "it is away"])
+def test_a_server_that_refuses_everything_ends_no_training_and_is_named(
+    tmp_path: Path, why: Exception, before: str
+) -> None:
+    """A login that is refused, an experiment that is deleted: each operation fails, and so does
+    the probe."""
+    server = Server()
+    refused: list[Exception] = []
+
+    def probe() -> bool:
+        if refused:
+            raise refused[0]
+        return server.up
+
+    def send(operation: Operation, again: bool) -> str:
+        if refused:
+            raise MlflowException("the run is not active", 3)
+        return server.send(operation, again)
+
+    folder = tmp_path / "run" / "mlflow-waiting"
+    writer = Writer("there", send, Spool(folder, {"uri": "there"}), probe, probe_s=0.02)
+    if before == "it is away":
+        server.up = False
+        writer.submit(numbered(0))
+        writer.flush()
+    refused.append(why)
+    for n in range(1, 6):
+        writer.submit(numbered(n))
+        writer.flush()
+        time.sleep(0.05)
+    assert writer.away and not writer.failed
+    (sentence,) = [line for line in writer.news() if "refuses what" in line]
+    assert str(why) in sentence and str(folder) in sentence
+    refused.clear()
+    server.up = True
+    assert writer.wait(10)
+    assert server.got == [*range(before == "it works", 6)]
+    assert writer.close() == 0
+
+
+def test_a_deleted_experiment_ends_no_training(tmp_path: Path) -> None:
+    uri = mlflow_store.prepare_database(tmp_path)
+    tracker = start(uri, tmp_path / "runs")
+    stage = tracker.stage("rl", "rl", {})
+    client = MlflowClient(uri)
+    stage.log_step(1, {"lr": 0.1})
+    stage.flush()
+    client.delete_experiment(tracker.experiment_id)
+    for step in (2, 3):
+        stage.log_step(step, {"lr": 0.1})
+        stage.flush()
+    (sentence,) = tracker.news()
+    assert "the experiment was deleted" in sentence and "restore" in sentence
+    client.restore_experiment(tracker.experiment_id)
+    assert tracker.wait(30)
+    assert tracker.finish("FINISHED") == ""
+    points = client.get_metric_history(stage.run_id, "lr")
+    assert sorted(point.step for point in points) == [1, 2, 3]
+
+
+KILLED = """
+import json, os, sys
+from pathlib import Path
+from requests.exceptions import ConnectionError
+from posttrain.core.tracking import outage
+from posttrain.core.tracking.writer import Writer
+home, when = Path(sys.argv[1]), sys.argv[2]
+class Away:
+    up = False
+    def __call__(self, operation, again):
+        if not self.up:
+            raise ConnectionError("refused")
+        return "m-" + "1" * 32
+away = Away()
+outage.Sender = lambda *_: away
+outage.probe_of = lambda *_: lambda: away.up
+outage.Writer = lambda *arguments: Writer(*arguments, probe_s=0.01)
+writer = outage.open_writer(None, "http://127.0.0.1:9", "1", "run", home / "runs", home / "store")
+def store(name, identity):
+    folder = home / "store" / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"mlflow_run_id": identity}))
+made = writer.call({"op": "model", "what": "a model", "request": "pending-" + "a" * 32})
+store("sft", made)
+away.up = True
+assert writer.wait(20)
+writer.submit({"op": "n", "what": "n"})
+writer.flush()
+store("rl", made)  # its stage had the placeholder before MLflow was back
+if when == "killed":
+    os._exit(9)
+writer.close()
+"""
+
+
+@pytest.mark.parametrize("when", ["killed", "ended"])
+def test_no_placeholder_stays_when_everything_was_sent(tmp_path: Path, when: str) -> None:
+    """A run that is killed after an outage and before its end; then the next command comes."""
+    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], timeout=60)
+    assert child.returncode == (9 if when == "killed" else 0)
+    if when == "killed":
+        assert send_waiting(tmp_path / "runs") == [], "nothing is left to send"
+    for stage in ("sft", "rl"):
+        manifest = (tmp_path / "store" / stage / "manifest.json").read_text()
+        assert json.loads(manifest) == {"mlflow_run_id": "m-" + "1" * 32}
+    assert waiting_folders(tmp_path / "runs") == []
+
+
 def raised(error: Exception, cause: Exception) -> Exception:
     """`error` as it is when it is raised while `cause` is handled."""
     try:
@@ -406,3 +518,33 @@ def test_a_spool_that_cannot_be_sent_stays_and_is_one_sentence(tmp_path: Path, g
     assert "cannot be read" in sentence
     assert waiting_folders(runs) == [spool.folder]
     assert os.listdir(spool.folder.parent) == ["mlflow-waiting"], "no lock is left"
+
+
+class Refusing(Gone):
+    """A server that is up and takes no login."""
+
+    def do_GET(self) -> None:
+        self.status = 200 if self.path == "/health" else 401
+        super().do_GET()
+
+    do_POST = do_GET
+
+
+def test_a_refused_login_is_named_at_the_start_and_loses_nothing_that_waits(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        about = {"uri": uri, "experiment_id": "1", "run_id": "abc", "artifacts": ""}
+        spool = Spool(runs / "abc" / "mlflow-waiting", about)
+        spool.append([numbered(1)])
+        spool.release(last=True)
+        (sentence,) = send_waiting(runs)
+        assert "1 records of run abc wait in" in sentence and "refuses (" in sentence
+        assert (spool.folder / "operations.jsonl").read_text()
+        assert not (spool.folder / "refused.jsonl").exists()
+        with pytest.raises(ResourceError, match="refuses the login .*MLFLOW_TRACKING_USERNAME"):
+            start(uri, runs)
+        server.shutdown()
