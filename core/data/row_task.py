@@ -239,6 +239,10 @@ class Layout:
     data_source: str | None
     index: str
 
+    def __str__(self) -> str:
+        answer = f"answer in '{self.answer}'" if self.answer else "no answer"
+        return f"{self.format} (prompt in '{self.prompt}', {answer})"
+
 
 MEDIA = ("images", "image", "videos", "audios")
 
@@ -289,10 +293,17 @@ class RowTask(Task[RowConfigT]):
 
     def _read(self, given: Iterable[JsonRow]) -> Found:
         rows: Found = {}
-        layout: Layout | None = None
+        first: tuple[str, Layout] | None = None
         for row in given:
-            layout = layout or self.config.layout(row.values)
+            layout = self.config.layout(row.values)
+            # An error of the row itself says more than that it differs from others.
             problem = problem_of(row, self.config, layout)
+            first = first or (row.where, layout)
+            if layout != first[1]:
+                raise DataError(
+                    f"{first[0]} is {first[1]} and {row.where} is {layout}, expected one format in "
+                    "all rows: put them into two files, or correct one of them"
+                )
             if problem.metadata.get("match", self.config.match) == "none":
                 self._unjudged = self._unjudged or row.where
             known = rows.setdefault(problem.key, (problem, row.where))
@@ -503,7 +514,7 @@ def _text(row: Mapping[str, object], field: str, where: str, *, numbers: bool) -
     if numbers and number and (isinstance(value, int) or math.isfinite(value)):  # type: ignore[arg-type]
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        allowed = "non-empty text or a number" if numbers else "non-empty text"
+        allowed = f"non-empty text or a {'number' if numbers else 'list of messages'}"
         inside = f", or name what is in it, such as {field}.0" if isinstance(value, list) else ""
         raise DataError(
             f"{where}: field '{field}' is {repr(value)[:80]} ({type(value).__name__}), expected "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +61,13 @@ def run_sft(context: StageContext) -> StageOutput:
     """Fine-tune the input model; saves the result as a Hugging Face directory."""
     stage = context.stage
     assert isinstance(stage, SftStage)
+    try:
+        return _run(context, stage)
+    finally:  # they are made again where the stage goes on
+        shutil.rmtree(context.checkpoints / TOKENS, ignore_errors=True)
+
+
+def _run(context: StageContext, stage: SftStage) -> StageOutput:
     tokenizer = context.tokenizer()
     data = _Gathering(context, stage, tokenizer).data()
     with open_trainer(context, len(data.plan)) as trainer:

@@ -149,6 +149,26 @@ def test_wrong_files_are_named_before_anything_runs(config: Path, tmp_path: Path
     wrong = tmp_path / "mixed.jsonl"
     wrong.write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
     found = run_command("validate", str(config), "--set", f"stages.sft.data={wrong}")
-    assert found.code == 2, found.text
+    assert found.code == 3, found.text
     assert f"{wrong}:1 is of the format text" in found.text and f"{wrong}:2" in found.text
     assert "Traceback" not in found.text
+
+
+def test_worked_answers_of_a_task_are_held_out_and_weighted_as_well(tmp_path: Path) -> None:
+    made = tiny_config(make_tiny_model(tmp_path / "model"))
+    stage = {**made["stages"]["sft"], "epochs": 2, "batch_size": 16, "weighting": "dft"}
+    del stage["steps"]
+    made["stages"] = {"sft": {**stage, "held_out_fraction": 0.25, "evaluate_every": 4}}
+    config = write_config(tmp_path / "run.yaml", made)
+    done = run_command("run", str(config), "--home", str(prepared(tmp_path / "home")), "--json")
+    assert done.code == 0, done.text
+    found = metrics(done)
+    trained, unseen = (int(found[f"data/num_{name}"][0][1]) for name in ("rows", "held_out_rows"))
+    assert unseen == round(0.25 * (trained + unseen)) > 0
+    steps = [step for step, _ in found["sft/loss"]]
+    assert steps == list(range(1, 2 * -(-trained // 16) + 1))
+    nll, weighted = dict(found["sft/nll"]), dict(found["sft/loss"])
+    assert all(0 < weighted[step] < nll[step] for step in steps)
+    measured = dict(found["sft/held_out_loss"])
+    assert set(measured) == {0, *steps[3::4], steps[-1]}
+    assert measured[steps[-1]] < measured[0]

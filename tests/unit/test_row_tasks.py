@@ -351,12 +351,32 @@ def test_well_known_data_sources_have_verifiers() -> None:
 
 def test_messages_in_cells_of_a_table_of_texts_are_messages(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "A"}, {"role": "user", "content": 'Say "B", please'}]
-    with (tmp_path / "a.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerows([["prompt", "answer"], [json.dumps(chat), 3], ["[1, 2] has how many?", 2]])
-    first, second = sorted(everything(build(tmp_path / "a.csv")).values(), key=lambda p: p.answer)
+    for name, row in (("a", [json.dumps(chat), 3]), ("b", ["[1, 2] has how many?", 2])):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as stream:
+            csv.writer(stream).writerows([["prompt", "answer"], row])
+    (second,) = everything(build(tmp_path / "a.csv")).values()
+    (first,) = everything(build(tmp_path / "b.csv")).values()
     assert second.messages[0] == Message("system", "A") and second.answer == "3"
     assert first.prompt == "[1, 2] has how many?" and len(first.messages) == 1
+
+
+def test_rows_of_two_formats_are_refused_with_the_first_two_that_differ(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    rows = [{"prompt": "0?", "answer": 0}, {"prompt": "2?", "answer": 2}, verl_row(3)]
+    path = tmp_path / "a.json"
+    for odd, reported in (
+        (verl_row(3), "verl \\(prompt in 'prompt', answer in 'reward_model.ground_truth'\\)"),
+        ({"prompt": chat}, "trl \\(prompt in 'prompt', no answer\\)"),
+        ({"prompt": chat, "answer": 2}, "trl \\(prompt in 'prompt', answer in 'answer'\\)"),
+    ):
+        path.write_text(json.dumps([*rows[:2], odd]))
+        with pytest.raises(
+            DataError, match=rf"a.json:1 is plain \(prompt in .* and .*a.json:3 is {reported}, exp"
+        ):
+            build(path)
+    path.write_text(json.dumps([*rows[:2], {"prompt": chat, "answer": None}]))
+    with pytest.raises(DataError, match=r"a.json:3: field 'answer' is None"):
+        build(path)
 
 
 def test_gsm8k_s_own_rows_have_their_solution_as_worked_answer(tmp_path: Path) -> None:
