@@ -67,7 +67,8 @@ class OwnAnswers:
 
 def pair_from_json(row: Mapping[str, Any]) -> Pair:  # Any: JSON values
     """What `asdict` and JSON made of a pair."""
-    return Pair(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    return Pair(**fields)
 
 
 def sample_pairs(

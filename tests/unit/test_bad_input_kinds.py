@@ -316,6 +316,7 @@ def pair(chosen: str, rejected: str) -> dict[str, Any]:
 def test_rows_that_contradict_repeat_or_prefer_the_lower_score_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     worse = {**pair("c", "d"), "score_chosen": 1, "score_rejected": 3}
+    worse["prompt"] = [{"role": "user", "content": "Say that"}]
     rows = [pair("a", "b"), pair("b", "a"), pair("a", "b"), worse]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     against, again, odd = doubtful(read_preference_rows(path, "data", ("pairs",)).rows)

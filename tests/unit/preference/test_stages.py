@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -46,6 +48,22 @@ def label_rows() -> list[dict[str, Any]]:
     ]
 
 
+def chat_rows() -> list[dict[str, Any]]:
+    """The same preference in whole conversations, whose answers have two turns."""
+    return [
+        {
+            side: [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row[side]},
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": row[side]},
+            ]
+            for side in ("chosen", "rejected")
+        }
+        for row in pair_rows()
+    ]
+
+
 def config(folder: Path, stages: dict[str, Any]) -> ResolvedRun:
     written = {
         "name": "tiny",
@@ -79,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(made / "model")
     write_lines(made / "pairs.jsonl", pair_rows())
     write_lines(made / "labels.jsonl", label_rows())
+    pq.write_table(pa.Table.from_pylist(chat_rows()), made / "chats.parquet")
     alike = [{"prompt": q, "chosen": "xxxa", "rejected": "xxxb"} for q in QUESTIONS]
     write_lines(made / "alike.jsonl", alike)
     return made
@@ -100,6 +119,8 @@ def pipeline(folder: Path) -> Iterator[Pipeline]:
             both_falling_window=3,
         ),
         "rm": stage("reward_model", data=pairs),
+        "chats": stage("preference", data=str(folder / "chats.parquet")),
+        "chats_rm": stage("reward_model", data=str(folder / "chats.parquet")),
         "own": stage("preference", generation={"max_response_length": 4}, **sampled),
         "own_labels": stage(
             "preference",
@@ -155,6 +176,13 @@ def test_a_reward_model_learns_from_a_file(pipeline: Pipeline) -> None:
     metrics = run(pipeline, "rm")
     assert metrics["rm/held_out_pair_accuracy"] == 1.0 and metrics["rm/num_pairs"] == 19
     assert metrics["rm/reward/max"] > metrics["rm/reward_mean"] > metrics["rm/reward/min"]
+
+
+def test_policies_and_reward_models_learn_from_conversations(pipeline: Pipeline) -> None:
+    metrics = run(pipeline, "chats")
+    assert metrics["pref/held_out_pair_accuracy"] == 1.0 and metrics["pref/num_rows"] == 19
+    metrics = run(pipeline, "chats_rm")
+    assert metrics["rm/held_out_pair_accuracy"] == 1.0 and metrics["rm/num_pairs"] == 19
 
 
 @pytest.mark.parametrize("name", ["own", "own_labels"])
