@@ -127,7 +127,6 @@ def read_examples(path: str, setting: str) -> list[Problem]:
 
 Format = Literal["auto", "plain", "trl", "verl"]
 VERL = {
-    "prompt": "prompt",
     "answer": "reward_model.ground_truth",
     "data_source": "data_source",
     "index": "extra_info.index",
@@ -148,7 +147,7 @@ class RowConfig(PluginConfig):
         default="auto",
         description="verl: prompt, reward_model.ground_truth, data_source and extra_info; trl: "
         "prompt, and an answer if there is one; plain: the fields named below; auto: what the "
-        "first row looks like",
+        "rows look like",
     )
     prompt_field: str = Field(
         default="prompt", min_length=1, description="the question: text, or a list of messages"
@@ -198,7 +197,7 @@ class RowConfig(PluginConfig):
         return value
 
     def layout(self, values: Mapping[str, object]) -> Layout:
-        """Where a file's rows have their fields, by its first row."""
+        """Where a row has its fields."""
         prompt = _chat_in(lookup(values, self.prompt_field))
         answer = self.answer_field
         found = self.format
@@ -209,7 +208,7 @@ class RowConfig(PluginConfig):
                 found = "verl"
         if found == "verl":
             own = None if answer is None else VERL["answer"]
-            return Layout("verl", VERL["prompt"], own, VERL["data_source"], VERL["index"])
+            return Layout("verl", self.prompt_field, own, VERL["data_source"], VERL["index"])
         if found == "trl" and answer == RowConfig.model_fields["answer_field"].default:
             # The usual names are looked for; a name that the config gives must be there.
             there = [name for name in TRL_ANSWERS if lookup(values, name) is not MISSING]

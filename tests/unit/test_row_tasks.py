@@ -70,6 +70,14 @@ def verl(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_fields_of_verl_s_rows_can_be_others(verl: Path) -> None:
+    for name in ("rows", "parquet"):
+        problems = everything(build(verl, name, prompt_field="extra_info.question"))
+        assert problems["7 + 1"].answer == "8" and problems["7 + 1"].metadata["index"] == "7"
+        bare = everything(build(verl, name, answer_field=None))
+        assert {p.answer for p in bare.values()} == {""}
+
+
 @pytest.mark.parametrize("name", ["rows", "parquet"])
 def test_verl_s_parquet_is_read_as_it_is(verl: Path, name: str) -> None:
     problems = everything(build(verl, name))

@@ -19,7 +19,7 @@ from posttrain.core.data.transformation import (
 )
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.tracking.metric_names import check_names
-from posttrain.core.types import Problem
+from posttrain.core.types import Message, Problem
 
 MANAGER = PluginManager()
 SHAPE = Problem("shape", "Which shape?", "a square", "a square")
@@ -66,6 +66,15 @@ def test_an_integer_passes_unchanged_and_asks_nobody(task: Task[Any]) -> None:
     problem = Problem("k", "p", "1,080", "so 1,080", {"a": "b"})
     (outcome,) = run(task, [problem], script)
     assert outcome.made == problem and outcome.how == "unchanged" and not script.asked
+
+
+def test_a_conversation_passes_with_its_messages_or_is_dropped(task: Task[Any]) -> None:
+    script = Script()
+    chat = (Message("system", "Be brief."), Message("user", "Find x."))
+    whole, surd = (Problem(a, "p", a, a, messages=chat) for a in ("4", r"11-2\sqrt{6}"))
+    kept, dropped = run(task, [whole, surd], script)
+    assert kept.made == whole and kept.row()["messages"][0]["content"] == "Be brief."  # type: ignore[index]
+    assert (dropped.reason, dropped.made, script.asked) == ("conversation", None, [])
 
 
 def test_a_closed_form_is_rewritten_by_rule_and_judged_by_the_task(task: Task[Any]) -> None:
