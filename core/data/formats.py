@@ -114,7 +114,7 @@ def examples(rows: Iterable[JsonRow]) -> Iterator[tuple[Format, Example]]:
 
 
 def _messages(where: str, values: Values) -> Example:
-    found = messages_from_json(_messages_of(values["messages"]), f"{where}, 'messages'")
+    found = messages_from_json(parsed_cell(values["messages"]), f"{where}, 'messages'")
     return _example(where, values, found)
 
 
@@ -127,7 +127,7 @@ def _prompt_completion(where: str, values: Values) -> Example:
 
 def _side(where: str, values: Values, name: str, role: str) -> tuple[Message, ...]:
     """The messages of a prompt or a completion; text is one message of `role`."""
-    value = _messages_of(values[name])
+    value = parsed_cell(values[name])
     if isinstance(value, Mapping):  # one message without its list
         value = [value]
     if isinstance(value, str):
@@ -139,8 +139,12 @@ def _side(where: str, values: Values, name: str, role: str) -> tuple[Message, ..
 
 def _sharegpt(where: str, values: Values) -> Example:
     name = next(name for name in _CONVERSATIONS if name in values)
-    turns = _messages_of(values[name])
-    place = f"{where}, '{name}'"
+    return _example(where, values, conversation(values[name], f"{where}, '{name}'"))
+
+
+def conversation(value: object, place: str) -> tuple[Message, ...]:
+    """The messages of a list of turns (`from`, `value`), or of chat messages; `place` names it."""
+    turns = parsed_cell(value)
     if not isinstance(turns, list | tuple) or not turns:
         raise DataError(
             f"{place} is {short(turns)}, expected a non-empty list of turns such as {_TURN}: "
@@ -160,7 +164,7 @@ def _sharegpt(where: str, values: Values) -> Example:
             )
         else:
             found.append(message)
-    return _example(where, values, tuple(found))
+    return tuple(found)
 
 
 def _turn(turn: object, where: str) -> Message:
@@ -250,7 +254,7 @@ def _text(where: str, values: Values, name: str) -> str:
     return value
 
 
-def _messages_of(value: Any) -> Any:  # Any: a JSON value
+def parsed_cell(value: Any) -> Any:  # Any: a JSON value
     """The value; a list of messages where it is the JSON text of one, as cells of CSV files are."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

@@ -7,15 +7,20 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
 import yaml
 
-from posttrain.core.data.formats import Format, recognise
-from posttrain.core.data.messages import chat_text, message_to_json, messages_from_json
+from posttrain.core.contracts.preference_rows import PreferenceRow
+from posttrain.core.data.formats import Example, Format, recognise
+from posttrain.core.data.messages import chat_text, message_to_json
+from posttrain.core.data.preference import encode_row
+from posttrain.core.data.preference_files import LISTS, PROMPTS, SCORES, Form, form_of, rows_of
 from posttrain.core.data.row_task import MISSING, VERL, RowConfig, lookup, problem_of
 from posttrain.core.data.rows import data_rows
+from posttrain.core.data.sft_rows import encode_example
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.answers import is_number
@@ -28,7 +33,13 @@ Pieces = tuple[tuple[str, bool], ...]
 """Texts in order, each with whether it is learned."""
 
 QUESTIONS = ("prompt", "question", "problem", "query", "instruction")
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "label")
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target")
+PREFERENCE_COLUMNS = frozenset(
+    {
+        *("chosen", "rejected", "completion", "label", "response", "response_1", "response_2"),
+        *("preference_strength", *PROMPTS, *LISTS, *SCORES),
+    }
+)
 SETTING = "the file that is named"
 MOST_PROBLEMS = 20
 """Rows with problems that are kept; all are counted."""
@@ -36,13 +47,18 @@ MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with whether each is learned, or else a plain `text` that is learned."""
+    """Messages with whether each is learned, or else a plain `text` that is learned.
 
+    Messages before number `answer` are the prompt.
+    """
+
+    where: str
     name: str = ""
     messages: tuple[Message, ...] = ()
     learned: tuple[bool, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     text: str = ""
+    answer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +91,11 @@ def taken_for(row: JsonRow, source: str) -> Taken:
     names = {name for name, value in row.values.items() if value is not None}
     if lookup(row.values, VERL["answer"]) is not MISSING and "prompt" in names:
         return _prompts(RowConfig(), row, source, "it has prompt and reward_model.ground_truth")
-    if {"chosen", "rejected"} <= names:
-        use = _stage("preference", source)
-        return Taken("preference", "pairs", "it has chosen and rejected", use, _pair)
+    preference = _preference_form(row)
+    if preference is not None:
+        columns = ", ".join(sorted(names & PREFERENCE_COLUMNS))
+        use, read = _stage("preference", source), partial(_preference, preference)
+        return Taken("preference", preference.name, f"it has {columns}", use, read)
     try:
         form = recognise(row)
     except DataError as error:
@@ -93,7 +111,15 @@ def taken_for(row: JsonRow, source: str) -> Taken:
         return _prompts(config, row, source, f"it has {question}{also}")
     columns = " and ".join(sorted("/".join(sorted(need & names)) for need in form.needs))
     use = _stage("sft", source)
-    return Taken("sft", form.name, f"it has {columns}", use, lambda one: _example(form, one))
+    return Taken("sft", form.name, f"it has {columns}", use, partial(_example, form))
+
+
+def _preference_form(row: JsonRow) -> Form | None:
+    try:
+        form = form_of(row, "a preference")
+    except DataError:
+        return None
+    return None if form.kind == "completions" else form
 
 
 def _stage(kind: str, source: str) -> str:
@@ -125,7 +151,7 @@ def _prompts(config: RowConfig, row: JsonRow, source: str, why: str) -> Taken:
     def read(one: JsonRow) -> Look:
         problem = problem_of(one, config, layout)
         learned = (False,) * len(problem.messages)
-        said = Conversation("", problem.messages, learned, problem.tools)
+        said = Conversation(one.where, "", problem.messages, learned, problem.tools)
         match = problem.metadata.get("match", config.match)
         return Look(one.where, (said,), problem.key, problem.answer, match)
 
@@ -136,7 +162,7 @@ def _prompts(config: RowConfig, row: JsonRow, source: str, why: str) -> Taken:
 def _example(form: Format, row: JsonRow) -> Look:
     example = form.read(row)
     if example.text:
-        said = Conversation(text=example.text)
+        said = Conversation(row.where, text=example.text)
         return Look(row.where, (said,), text_key(example.text))
     learned = tuple(
         message.role == "assistant" and message.train and number >= example.answer
@@ -144,32 +170,30 @@ def _example(form: Format, row: JsonRow) -> Look:
     )
     if not any(learned):
         raise DataError(f"{row.where} has no assistant message to learn from: it is left out")
-    said = Conversation("", example.messages, learned, example.tools)
+    said = Conversation(
+        row.where, "", example.messages, learned, example.tools, answer=example.answer
+    )
     return Look(row.where, (said,), text_key(chat_text(example.messages, example.tools)))
 
 
-def _pair(row: JsonRow) -> Look:
-    asked = _side(row, "prompt", "user") if row.values.get("prompt") is not None else ()
+def _preference(form: Form, row: JsonRow) -> Look:
+    """The first pair, or the only answer, of the row."""
+    found = rows_of(row, form)[0]
+    if found.label is not None:
+        names = ["desirable" if found.label else "undesirable"]
+    else:
+        names = ["chosen", "rejected"] if len(found.answers) > 1 else ["rated"]
+    first = len(found.prompt)
     made = []
-    for name in ("chosen", "rejected"):
-        answer = _side(row, name, "assistant")
-        shared = 0 if asked else max(0, len(answer) - 1)
-        if asked and answer[: len(asked)] == asked:
-            answer = answer[len(asked) :]
-        learned = (False,) * (len(asked) + shared) + (True,) * (len(answer) - shared)
-        made.append(Conversation(name, (*asked, *answer), learned))
-    chosen, rejected = made
-    if chosen.messages == rejected.messages:
-        raise DataError(f"{row.where}: 'chosen' and 'rejected' are the same: it is left out")
-    key = "\n\n".join(chat_text(side.messages) for side in made)
-    return Look(row.where, (chosen, rejected), text_key(key))
-
-
-def _side(row: JsonRow, name: str, role: str) -> tuple[Message, ...]:
-    value = row.values[name]
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    return messages_from_json(value, f"{row.where}, '{name}'")
+    for name, answer in zip(names, found.answers, strict=True):
+        said = (*found.prompt, *answer)
+        learned = tuple(
+            number >= first and message.role == "assistant" and message.train
+            for number, message in enumerate(said)
+        )
+        made.append(Conversation(row.where, name, said, learned, found.tools, answer=first))
+    key = "\n\n".join((*names, *(chat_text(side.messages, side.tools) for side in made)))
+    return Look(row.where, tuple(made), text_key(key))
 
 
 # --- all rows ------------------------------------------------------------------------------------
@@ -208,11 +232,15 @@ def overview(source: str, rows: int, tokenizer: ChatTokenizer | None) -> Overvie
     first = next(found)
     made = Overview(source, taken_for(first, source))
     seen: dict[bytes, tuple[str, str]] = {}
+    columns: set[frozenset[tuple[str, str]]] = set()
     row: JsonRow | None = first
     while row is not None:
         made.rows += 1
         try:
-            _check_same(made.taken, first, row, source)
+            names = {(n, type(v).__name__) for n, v in row.values.items() if v is not None}
+            if frozenset(names) not in columns:
+                _check_same(made.taken, first, row, source)
+                columns.add(frozenset(names))
             look = made.taken.read(row)
             _count(made, look, tokenizer)
             _compare(made, look, seen)
@@ -287,16 +315,24 @@ Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
 
 def encoded_of(said: Conversation, tokenizer: ChatTokenizer, purpose: Purpose) -> Encoded:
     """The tokens that a stage makes of the conversation."""
-    if said.text:
-        ids = tokenizer.encode_text(said.text, special=True)
-        return ids, (True,) * len(ids)
+    messages, first = said.messages, said.answer
     if purpose == "rl":
-        ids = tokenizer.encode_chat(said.messages, said.tools)
+        try:
+            ids = tokenizer.encode_chat(messages, said.tools)
+        except DataError as error:
+            raise DataError(f"{said.where}: {error}") from error
         return ids, (False,) * len(ids)
-    rendered = tokenizer.encode_conversation(said.messages, said.tools)
-    owners = zip(rendered.sampled, rendered.message, strict=True)
-    mask = tuple(own and said.learned[owner] for own, owner in owners)
-    return rendered.token_ids, mask
+    if purpose == "preference":
+        row = PreferenceRow(said.where, messages[:first], (messages[first:],), tools=said.tools)
+        ids, (answer,) = encode_row(row, tokenizer)
+        learned = answer.learned or (True,) * len(answer.token_ids)
+        return (*ids, *answer.token_ids), (*(False,) * len(ids), *learned)
+    example = Example(said.where, messages, said.tools, said.text, first)
+    encoded = encode_example(tokenizer, example, "assistant")
+    if encoded is None:
+        return (), ()
+    own = encoded.learned or (True,) * len(encoded.response)
+    return (*encoded.prompt, *encoded.response), (*(False,) * len(encoded.prompt), *own)
 
 
 def token_pieces(said: Conversation, tokenizer: ChatTokenizer, purpose: Purpose) -> Pieces:

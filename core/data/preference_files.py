@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,10 +30,11 @@ from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.loading import raise_problems
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
 from posttrain.core.contracts.preference_rows import Answer, Kind, PreferenceRow, answer_text
+from posttrain.core.data.formats import conversation, parsed_cell
 from posttrain.core.data.messages import messages_from_json, short, tools_from_json
 from posttrain.core.data.rows import data_rows
 from posttrain.core.errors import DataError
-from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
+from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.types import Message, ToolSchema
 
 if TYPE_CHECKING:
@@ -141,6 +142,20 @@ def read_preference_rows(
     return PreferenceFile(found, rows, tuple(reader.left_out()))
 
 
+def rows_of(line: JsonRow, form: Form) -> list[PreferenceRow]:
+    """What one line gives by itself; an answer that others are rated against stands alone.
+
+    Raises `DataError` when it gives nothing.
+    """
+    reader = _Reader(form, "best_worst")
+    reader.read(line)
+    alone = [replace(row, answers=(scored[0].answer,)) for row, scored in reader.rated()]
+    rows = alone or reader.finish()
+    if not rows:
+        raise DataError(f"{line.where}: {' '.join(reader.left_out())}")
+    return rows
+
+
 def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
     if form.kind != other.kind:
         parts = f"of the form {EXAMPLES[form.kind]}", f"of the form {EXAMPLES[other.kind]}"
@@ -154,7 +169,7 @@ def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
 
 def form_of(line: JsonRow, wanted: str) -> Form:
     """What a row is by its columns; raises `DataError` if it is nothing known."""
-    values = {name: value for name, value in line.values.items() if value is not None}
+    values = {name: value for name, value in _parsed(line).values.items() if value is not None}
     names = set(values)
     pair = names & {"chosen", "rejected"}
     single = "completion" in names
@@ -188,6 +203,11 @@ def form_of(line: JsonRow, wanted: str) -> Form:
     )
 
 
+def _parsed(line: JsonRow) -> JsonRow:
+    """The row with messages where a cell, as of a CSV file, holds their JSON text."""
+    return JsonRow(line.where, {name: parsed_cell(cell) for name, cell in line.values.items()})
+
+
 def _style(answers: Iterable[object], prompt: object) -> str:
     listed = [value for value in (*answers, prompt) if isinstance(value, list | tuple | Mapping)]
     return "messages" if listed else "text"
@@ -217,6 +237,7 @@ class _Reader:
         self._count = 0
 
     def read(self, line: JsonRow) -> None:
+        line = _parsed(line)
         self._count += 1
         by_form: dict[str, Callable[[JsonRow], None]] = {
             "pairs of Human/Assistant dialogues": self._dialogues,
@@ -228,6 +249,10 @@ class _Reader:
             "completions": self._labelled,
         }
         by_form.get(self._form.name, self._pair)(line)
+
+    def rated(self) -> list[tuple[PreferenceRow, list[_Scored]]]:
+        """Prompts whose answers are rated one row each."""
+        return list(self._rated.values())
 
     def finish(self) -> list[PreferenceRow]:
         """All rows; the pairs of rated answers are made when all have been read."""
@@ -525,24 +550,14 @@ def _checked(answer: Answer, field: str, where: str) -> Answer:
 
 def _chat(value: object, field: str, where: str) -> tuple[Message, ...]:
     """Messages in the form of chat APIs, or of ShareGPT (`from`, `value`)."""
-    if isinstance(value, list | tuple):
-        value = [_as_api(item) for item in value]
-    return messages_from_json(value, f"{where}: field '{field}'")
+    place = f"{where}: field '{field}'"
+    if any(isinstance(item, Mapping) and "from" in item for item in _items(value)):
+        return conversation(value, place)
+    return messages_from_json(value, place)
 
 
-def _as_api(item: object) -> object:
-    if not isinstance(item, Mapping) or item.get("from") is None or item.get("role") is not None:
-        return item
-    rest = {name: part for name, part in item.items() if name not in ("from", "value")}
-    said = item.get("value")
-    if item["from"] == "function_call":
-        try:
-            calls = loads(said) if isinstance(said, str) else said
-        except NotJson:
-            calls = said  # refused as a call that cannot be read
-        calls = calls if isinstance(calls, list) else [calls]
-        return {**rest, "role": "assistant", "tool_calls": calls}
-    return {**rest, "role": item["from"], "content": said}
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _tools(line: JsonRow) -> tuple[ToolSchema, ...]:
@@ -611,7 +626,9 @@ def _finite(value: object) -> float | None:
 
 
 def _number(line: JsonRow, name: str) -> float:
-    found = None if isinstance(line.values.get(name), str) else _finite(line.values.get(name))
+    value = line.values.get(name)
+    is_cell = re.search(r"\.(csv|tsv)(\.gz)?:\d+$", line.where)  # every cell of these is text
+    found = _finite(value) if is_cell or not isinstance(value, str) else None
     if found is None:
         raise DataError(
             f"{line.where}: field '{name}' is {short(line.values.get(name))}, expected a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.data.messages import chat_text, messages_from_json, short, tools_from_json
@@ -34,7 +33,7 @@ from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads, read_json_lines
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.store.artifacts import combine_digests, file_digest
-from posttrain.core.types import Message, Problem, Split, Verdict
+from posttrain.core.types import Message, Problem, Split, ToolSchema, Verdict
 
 
 def training_problems(task: Task[Any], count: int, seed: int, purpose: str) -> list[Problem]:
@@ -190,9 +189,17 @@ class RowConfig(PluginConfig):
         description="of 1000 problems, unless the held-out ones are given apart",
     )
 
+    @field_validator("metadata_fields")
+    @classmethod
+    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        taken = sorted({"match", "source"} & set(value))
+        if taken:
+            raise ValueError(f"'{taken[0]}' is a name that the task itself sets: leave it out")
+        return value
+
     def layout(self, values: Mapping[str, object]) -> Layout:
         """Where a file's rows have their fields, by its first row."""
-        prompt = lookup(values, self.prompt_field)
+        prompt = _chat_in(lookup(values, self.prompt_field))
         answer = self.answer_field
         found = self.format
         if found == "auto":
@@ -231,6 +238,10 @@ class Layout:
     answer: str | None
     data_source: str | None
     index: str
+
+    def __str__(self) -> str:
+        answer = f"answer in '{self.answer}'" if self.answer else "no answer"
+        return f"{self.format} (prompt in '{self.prompt}', {answer})"
 
 
 MEDIA = ("images", "image", "videos", "audios")
@@ -282,10 +293,17 @@ class RowTask(Task[RowConfigT]):
 
     def _read(self, given: Iterable[JsonRow]) -> Found:
         rows: Found = {}
-        layout: Layout | None = None
+        first: tuple[str, Layout] | None = None
         for row in given:
-            layout = layout or self.config.layout(row.values)
+            layout = self.config.layout(row.values)
+            # An error of the row itself says more than that it differs from others.
             problem = problem_of(row, self.config, layout)
+            first = first or (row.where, layout)
+            if layout != first[1]:
+                raise DataError(
+                    f"{first[0]} is {first[1]} and {row.where} is {layout}, expected one format in "
+                    "all rows: put them into two files, or correct one of them"
+                )
             if problem.metadata.get("match", self.config.match) == "none":
                 self._unjudged = self._unjudged or row.where
             known = rows.setdefault(problem.key, (problem, row.where))
@@ -333,14 +351,23 @@ def problem_of(row: JsonRow, config: RowConfig, layout: Layout) -> Problem:
     """The problem of a row. Raises `DataError` that names row, field and what to change."""
     where = row.where
     messages = _prompt(row, layout)
-    given = lookup(row.values, config.tools_field)
-    tools = () if given is MISSING else tools_from_json(given, _place(where, config.tools_field))
+    tools = _tools(row, config.tools_field)
     metadata = _metadata(row, config, layout)
     answer, worked = _answer(row, config, layout, metadata)
     if config.worked_field is not None:
         worked = _text(row.values, config.worked_field, where, numbers=True)
     prompt = chat_text(messages, tools)
     return Problem(text_key(prompt), prompt, answer, worked, metadata, messages, tools)
+
+
+def _tools(row: JsonRow, field: str) -> tuple[ToolSchema, ...]:
+    given = lookup(row.values, field)
+    if given is MISSING:
+        return ()
+    try:
+        return tools_from_json(given, _place(row.where, field))
+    except DataError as error:
+        raise DataError(f"{error}, or name another field as task.tools_field") from error
 
 
 def _metadata(row: JsonRow, config: RowConfig, layout: Layout) -> dict[str, str]:
@@ -365,9 +392,10 @@ def _verifier(row: JsonRow, config: RowConfig, field: str, data_source: str | No
         _found(row.values, field, row.where)
     match = verifier_of(data_source or "", config.verifiers)
     if match is None:
+        named = (data_source or "")[:80]
         raise DataError(
-            f"{row.where}: no verifier is known for the data_source {data_source!r}, expected "
-            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{data_source}: exact}}, or "
+            f"{row.where}: no verifier is known for the data_source {named!r}, expected "
+            f"one of {', '.join(MATCHES)}: set task.verifiers to {{{named}: exact}}, or "
             f"to {{{DEFAULT}: exact}} for every data set without one"
         )
     return match
@@ -435,6 +463,18 @@ def _place(where: str, field: str) -> str:
     return f"{where}, '{field}'"
 
 
+def _chat_in(value: object) -> object:
+    """The value; the messages if it is their JSON text, as cells of CSV files are."""
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value
+    try:
+        found = loads(value)
+    except NotJson:
+        return value
+    chat = isinstance(found, list) and all(isinstance(m, dict) and "role" in m for m in found)
+    return found if chat and found else value
+
+
 def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
     """The prompt as messages; text is one user message."""
     for name in MEDIA if layout.format != "plain" else ():
@@ -443,10 +483,7 @@ def _prompt(row: JsonRow, layout: Layout) -> tuple[Message, ...]:
                 f"{row.where} has '{name}', expected text only: choose rows without them, or "
                 "remove the column if the prompt does not need it"
             )
-    value = _found(row.values, layout.prompt, row.where)
-    if layout.format in ("trl", "verl") and isinstance(value, str) and value.lstrip()[:2] == "[{":
-        with contextlib.suppress(NotJson):
-            value = loads(value)
+    value = _chat_in(_found(row.values, layout.prompt, row.where))
     if not isinstance(value, list | tuple):
         return (Message("user", _text(row.values, layout.prompt, row.where, numbers=False)),)
     messages = messages_from_json(value, _place(row.where, layout.prompt))
@@ -477,7 +514,7 @@ def _text(row: Mapping[str, object], field: str, where: str, *, numbers: bool) -
     if numbers and number and (isinstance(value, int) or math.isfinite(value)):  # type: ignore[arg-type]
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        allowed = "non-empty text or a number" if numbers else "non-empty text"
+        allowed = f"non-empty text or a {'number' if numbers else 'list of messages'}"
         inside = f", or name what is in it, such as {field}.0" if isinstance(value, list) else ""
         raise DataError(
             f"{where}: field '{field}' is {repr(value)[:80]} ({type(value).__name__}), expected "

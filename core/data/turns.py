@@ -1,19 +1,19 @@
 """Renderers of known families of models: conversations composed of turns, token by token.
 
 Text between control tokens is encoded as the family's own chat template would have it encoded, but
-control tokens come from the format alone: in text of users, tools and schemas their names are cut
-in two before it is encoded. A turn ends where no later message can change its tokens.
+control tokens come from the format alone: their names in text of users, tools and schemas are plain
+text. A turn ends where no later message can change its tokens.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from posttrain.core.contracts import ConfigT, Rendered, Renderer
-from posttrain.core.data.chat import special_tokens
+from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.messages import message_to_json
 from posttrain.core.data.tool_calls import (
     ARGS,
@@ -63,6 +63,8 @@ TAGS = frozenset(
     + ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 )
 """Control tokens with which assistants mark reasoning and calls, also in text of data sets."""
+
+ANY_TAG = re.compile(f"({'|'.join(map(re.escape, sorted(TAGS)))})")
 
 
 class Piece(NamedTuple):
@@ -178,15 +180,18 @@ class TurnRenderer(Renderer[ConfigT]):
             text += "" if only_reasoning else close + content
         calls = self.calls_text(message)
         calls += ("\n" if calls and message.malformed else "") + "\n".join(message.malformed)
-        return text + (self.call_gap if calls and content else "") + calls
+        has_gap = not (calls and content) or calls.startswith(self.call_gap)
+        return text + ("" if has_gap else self.call_gap) + calls
 
     # --- the contract -------------------------------------------------------------------------
 
     def setup(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> None:
         """Take the tokenizer; refuse one without the family's control tokens."""
         super().setup(tokenizer, end_token_ids)
-        self.controls = control_tokens(tokenizer)
         wanted = FAMILIES.get(self.name, ((),))
+        self.control = ControlTokens(tokenizer, end_token_ids, TAGS.union(*wanted))
+        self.controls = self.control.ids
+        self._names = re.compile("|".join(map(re.escape, self.controls)) or r"(?!)")
         lacking = min(([n for n in names if n not in self.controls] for names in wanted), key=len)
         if lacking:
             raise ConfigError(
@@ -194,11 +199,7 @@ class TurnRenderer(Renderer[ConfigT]):
                 f"'{tokenizer.name_or_path}', which lacks the control tokens "
                 f"{', '.join(lacking)}: set model.renderer to '{fitting(self.controls)}'"
             )
-        self._names = re.compile(
-            "|".join(map(re.escape, sorted(self.controls, key=len, reverse=True)))
-        )
-        self._control_ids = frozenset(self.controls.values())
-        self._fixed: dict[str, list[int]] = {}
+        self._fixed: dict[str, tuple[int, ...]] = {}
         self.adapt()
         ends = {self.end_of(message) for message in (Message("assistant"), CALLING)}
         self.end_token_ids = tuple(
@@ -361,77 +362,41 @@ class TurnRenderer(Renderer[ConfigT]):
             message += [chunk.message] * len(own)
         return Rendered(tuple(ids), tuple(sampled), tuple(message))
 
-    def _encode(self, chunk: Chunk) -> list[int]:
+    def _encode(self, chunk: Chunk) -> tuple[int, ...]:
         text = "".join(piece.text for piece in chunk.pieces)
         if not text:
-            return []
+            return ()
         if all(piece.by == "format" for piece in chunk.pieces):
             key = f"{chunk.before}\0{text}"
             if key not in self._fixed:
-                self._fixed[key] = self._after(chunk.before, [text])
+                self._fixed[key] = self._after(chunk.before, text, {})
             return self._fixed[key]
-        cuts, controls = self._cuts(chunk.pieces, text)
-        ids = self._after(chunk.before, _split(text, cuts))
-        if sum(token in self._control_ids for token in ids) == controls:
-            return ids
-        # The tokenizer has changed the text to the name of a control token: nothing is joined.
-        cuts, at = [], 0
-        for piece in chunk.pieces:
-            free = piece.by != "format"
-            cuts += range(at, at + len(piece.text) + 1) if free else []
-            at += len(piece.text)
-        return self._after(chunk.before, _split(text, cuts))
+        if not any(self._names.search(p.text) for p in chunk.pieces if p.by != "format"):
+            return self._after(chunk.before, text, {})
+        parts = [part for piece in chunk.pieces for part in _by_format(piece)]
+        plain = [Message("user", text) for text, is_format in parts if not is_format]
+        kept, _, back = self.control.protect(plain, ())
+        safe = iter(kept)
+        text = "".join(part if is_format else next(safe).content for part, is_format in parts)
+        return self._after(chunk.before, text, back)
 
-    def _cuts(self, pieces: Sequence[Piece], text: str) -> tuple[list[int], int]:
-        """Where `text` is cut, so that the only control tokens are the format's; their number."""
-        marks: list[tuple[int, Piece]] = []  # the end of each piece
-        at = 0
-        for piece in pieces:
-            at += len(piece.text)
-            marks.append((at, piece))
-        cuts, kept, at = [], 0, 0
-        while found := self._names.search(text, at):
-            end, piece = next(mark for mark in marks if mark[0] > found.start())
-            whole = found.end() <= end
-            if whole and (piece.by == "format" or (piece.by == "assistant" and found[0] in TAGS)):
-                kept, at = kept + 1, found.end()
-            else:
-                cuts.append(found.start() + 1)
-                at = found.start() + 1
-        return cuts, kept
-
-    def _after(self, before: str, parts: Sequence[str]) -> list[int]:
-        """The parts' ids where `before` stands before them, whose own ids are what they are."""
-        first, *rest = parts
-        ids = self._ids(before + first)
+    def _after(self, before: str, text: str, back: Mapping[str, str]) -> tuple[int, ...]:
+        """The text's ids where `before` stands before it, whose own ids are what they are."""
+        ids = self._ids(before + text, back)
         if before:
-            known = self._ids(before)
-            ids = ids[len(known) :] if ids[: len(known)] == known else self._ids(first)
-        return [*ids, *(token for part in rest for token in self._ids(part))]
+            known = self._encode(Chunk(-1, [fixed(before)]))
+            begins = ids[: len(known)] == known
+            ids = ids[len(known) :] if begins else self._ids(text, back)
+        return ids
 
-    def _ids(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _ids(self, text: str, back: Mapping[str, str]) -> tuple[int, ...]:
+        if back:
+            return self.control.encode(text, back)[0].token_ids
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 CALLING = Message("assistant", malformed=("call",))
 """A message that ends as those with calls do."""
-
-
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids by name of the special tokens, and of added ones that look like tags.
-
-    Models have added tokens such as <think> that are not marked as special; words that were added
-    to a vocabulary are words.
-    """
-    special = set(tokenizer.all_special_tokens)
-    special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    return {
-        name: token
-        for name, token in special_tokens(tokenizer).items()
-        if name in special or re.fullmatch(r"[<\[].+[>\]]", name, re.DOTALL)
-    }
 
 
 def fitting(controls: Iterable[str]) -> str:
@@ -469,6 +434,8 @@ def schema_lines(tools: Sequence[ToolSchema]) -> str:
     return "\n".join(json_text(tool) for tool in tools)
 
 
-def _split(text: str, cuts: Sequence[int]) -> list[str]:
-    points = [0, *sorted({cut for cut in cuts if 0 < cut < len(text)}), len(text)]
-    return [text[a:b] for a, b in zip(points[:-1], points[1:], strict=True)]
+def _by_format(piece: Piece) -> list[tuple[str, bool]]:
+    """The parts of a piece, and of each whether control tokens in it are control tokens."""
+    if piece.by != "assistant":
+        return [(piece.text, piece.by == "format")]
+    return [(part, part in TAGS) for part in ANY_TAG.split(piece.text) if part]

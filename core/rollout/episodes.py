@@ -107,6 +107,7 @@ class EpisodeRunner:
     ) -> None:
         self.environment, self.tokenizer = environment, tokenizer
         self.max_turns, self.max_observation_tokens = max_turns, max_observation_tokens
+        self._answers_fit = False
 
     @property
     def vocabulary_size(self) -> int:
@@ -127,7 +128,12 @@ class EpisodeRunner:
                 own = messages.pop(0)
                 opening = replace(opening, system=f"{own.content}\n\n{opening.system}")
             messages.insert(0, Message("system", opening.system or ""))
-        return self.tokenizer.encode_chat(messages, (*problem.tools, *opening.tools))
+        tools = (*problem.tools, *opening.tools)
+        if opening.tools and not self._answers_fit:
+            # A model whose template takes no results is refused before anything is sampled.
+            self.tokenizer.extend([Message("tool", "1", name="f")], tools, ended=True)
+            self._answers_fit = True
+        return self.tokenizer.encode_chat(messages, tools)
 
     def _tools(self, problem: Problem) -> tuple[ToolSchema, ...]:
         return (*problem.tools, *self.environment.reset(problem).tools)

@@ -162,8 +162,10 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
 
 
 def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> str:
-    """Refuse rewards that need answers where the data have none; returns a note on accuracies."""
+    """Refuse what needs answers where the data have none: rewards, and pairs that the verifier
+    makes; returns a note on accuracies."""
     from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
     from posttrain.core.contracts import Reward
 
     where = task.unjudged()
@@ -179,6 +181,15 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
                     "answer_field), set task.match or task.verifiers, or use rewards that need no "
                     "answer, such as llm_judge, reward_model, format or code_tests"
                 )
+        online = stage.online if isinstance(stage, PreferenceStage) else None
+        by_verifier = online is None or online.ranked_by == "verifier"
+        if isinstance(stage, PreferenceDataStage) and stage.data is None and by_verifier:
+            raise ConfigError(
+                f"stages.{name}: right answers of the model are paired with wrong ones, but "
+                f"{where} has no answer that a verifier reads; add answers (task.answer_field), "
+                "name a file of preferences as `data`, or rank by a model (online.ranked_by: "
+                "reward_model)"
+            )
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 
 

@@ -33,7 +33,8 @@ KEPT = "own_answers.json"
 SHOWN = 200
 """Answers in the table that people see."""
 SHOWN_IN_ROUND = 4
-"""Problems of a round in that table."""
+"""Problems of a round in a table of its own, in at most 50 rounds of a stage."""
+SHOWN_ROUNDS = 50
 RANKING_MODEL = Component.model_validate({"name": "reward_model", "transform": "none"})
 """The reward that reads the stage's reward model; logits rank as well as they are."""
 
@@ -230,8 +231,9 @@ class OnlinePairs:
         self.pairs = [pair for group in ranked for pair in group.pairs(self.stage.pairs_per_prompt)]
         self.number = number
         self.without_pairs += not self.pairs
-        rows = [row for group in ranked[:SHOWN_IN_ROUND] for row in group.table()]
-        self.context.tracker.log_table("answers", step, rows)
+        if (number - 1) % -(-self.section.rounds // SHOWN_ROUNDS) == 0:
+            rows = [row for group in ranked[:SHOWN_IN_ROUND] for row in group.table()]
+            self.context.tracker.log_table("answers", step, rows)
         scores = [score for group in ranked for score in group.scores]
         correct = [value for group in ranked for value in group.correct]
         return {
@@ -274,7 +276,9 @@ class OnlinePairs:
                     )
                     for completion, text, verdict in zip(group, texts, verdicts, strict=True)
                 ]
-                scores = [float(score.value or 0.0) for score in self.reward.score(samples)]
+                values = [score.value for score in self.reward.score(samples)]
+                assert None not in values, "a reward model scores every answer"
+                scores = [float(value) for value in values if value is not None]
             yield _Ranked(prompt, tuple(group), tuple(texts), tuple(scores), tuple(correct))
 
     def state(self) -> dict[str, Any]:  # Any: JSON

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, with its distilled models: <｜User｜> and <｜Assistant｜>, calls in fences."""
+"""DeepSeek-V3, R1 and its distilled models: <｜User｜> and <｜Assistant｜>, calls in fences."""
 
 from __future__ import annotations
 

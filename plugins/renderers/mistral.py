@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from posttrain.core.contracts import NoConfig
-from posttrain.core.data.tool_calls import ARGS, CALL_ID, json_text, write_tool_calls
+from posttrain.core.data.tool_calls import ARGS, json_text, write_tool_calls
 from posttrain.core.data.turns import Layout, Piece, TurnRenderer, fixed, given
 from posttrain.core.runtime.json_files import NotJson, loads
 from posttrain.core.types import Message, ToolSchema

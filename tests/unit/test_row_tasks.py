@@ -13,12 +13,14 @@ from pyarrow import feather, parquet
 
 from posttrain.core.contracts import PromptGroup, Task
 from posttrain.core.data.cursor import row_digest
+from posttrain.core.data.overview import taken_for
 from posttrain.core.data.problems import problem_from_json, problem_to_json
-from posttrain.core.data.row_task import problems_digest, read_problems
+from posttrain.core.data.row_task import RowConfig, problem_of, problems_digest, read_problems
 from posttrain.core.data.verifiers import verdict, verifier_of
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.episodes import prompt_from_json, prompt_to_json
+from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.types import Message, Problem, ToolCall
 
 MANAGER = PluginManager()
@@ -221,7 +223,9 @@ def test_dotted_names_tools_and_turns_reach_the_problem(tmp_path: Path) -> None:
         assert problem.key.startswith('tools: [{"function"') and "tool: 5" in problem.key
     with pytest.raises(DataError, match=r"has no field 'target.value', 'target' is \{'values'"):
         build(path, **(fields | {"answer_field": "target.value"}))
-    with pytest.raises(DataError, match=r"'functions' is text but not JSON"):
+    with pytest.raises(ConfigError, match=r"'match' is a name that the task itself sets"):
+        build(path, **(fields | {"metadata_fields": ["match"]}))
+    with pytest.raises(DataError, match=r"'functions' is text but not JSON .* task.tools_field"):
         path.write_text(json.dumps(row | {"functions": "[add"}) + "\n")
         build(path, **fields)
 
@@ -345,6 +349,36 @@ def test_well_known_data_sources_have_verifiers() -> None:
     assert verifier_of("openai/gsm8k", {"default": "exact"}) == "final_number"
 
 
+def test_messages_in_cells_of_a_table_of_texts_are_messages(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "A"}, {"role": "user", "content": 'Say "B", please'}]
+    for name, row in (("a", [json.dumps(chat), 3]), ("b", ["[1, 2] has how many?", 2])):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as stream:
+            csv.writer(stream).writerows([["prompt", "answer"], row])
+    (second,) = everything(build(tmp_path / "a.csv")).values()
+    (first,) = everything(build(tmp_path / "b.csv")).values()
+    assert second.messages[0] == Message("system", "A") and second.answer == "3"
+    assert first.prompt == "[1, 2] has how many?" and len(first.messages) == 1
+
+
+def test_rows_of_two_formats_are_refused_with_the_first_two_that_differ(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    rows = [{"prompt": "0?", "answer": 0}, {"prompt": "2?", "answer": 2}, verl_row(3)]
+    path = tmp_path / "a.json"
+    for odd, reported in (
+        (verl_row(3), "verl \\(prompt in 'prompt', answer in 'reward_model.ground_truth'\\)"),
+        ({"prompt": chat}, "trl \\(prompt in 'prompt', no answer\\)"),
+        ({"prompt": chat, "answer": 2}, "trl \\(prompt in 'prompt', answer in 'answer'\\)"),
+    ):
+        path.write_text(json.dumps([*rows[:2], odd]))
+        with pytest.raises(
+            DataError, match=rf"a.json:1 is plain \(prompt in .* and .*a.json:3 is {reported}, exp"
+        ):
+            build(path)
+    path.write_text(json.dumps([*rows[:2], {"prompt": chat, "answer": None}]))
+    with pytest.raises(DataError, match=r"a.json:3: field 'answer' is None"):
+        build(path)
+
+
 def test_gsm8k_s_own_rows_have_their_solution_as_worked_answer(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     solution = "48 / 2 = <<48/2=24>>24\n#### 1,024"
@@ -356,3 +390,57 @@ def test_gsm8k_s_own_rows_have_their_solution_as_worked_answer(tmp_path: Path) -
     path.write_text(json.dumps({"question": "How many?", "answer": "#### many"}) + "\n")
     with pytest.raises(DataError, match=r"a.jsonl:1: field 'answer' is '#### many', expected a n"):
         build(path, prompt_field="question", match="final_number")
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1.5, 10**400, "", " ", "x", "[", "{}", "[[1]]", "\x00", "é" * 3000),
+    *([], {}, [[]], [{}], [None], ["x"], {"role": "user"}, {"role": 3}, [{"role": "user"}]),
+    *([{"type": "image", "image": "x"}], [{"type": "text", "text": 3}], {"name": {}}),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
+    return [path, *(place for name, item in inner for place in places(item, (*path, name)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
+    if not path:
+        return odd
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], odd)
+    return copy
+
+
+def test_any_odd_value_anywhere_in_a_row_is_a_problem_or_an_error_that_names_it() -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    whole = verl_row(0) | {
+        "tools": [TOOL],
+        "prompt": [
+            {"role": "system", "content": [{"type": "text", "text": "s"}]},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "1", "tool_call_id": "1", "name": "add"},
+        ],
+    }
+    config = RowConfig()
+    read = refused = 0
+    for path in places(whole)[1:]:
+        for odd in ODD:
+            row = JsonRow("a.json:7", replaced(whole, path, odd))
+            for work in (
+                lambda row=row: problem_of(row, config, config.layout(row.values)),
+                lambda row=row: taken_for(row, "a.json").read(row),
+            ):
+                try:
+                    work()
+                    read += 1
+                except DataError as error:
+                    refused += 1
+                    assert "a.json:7" in str(error) and len(str(error)) < 1500, (path, odd)
+    assert read > 500 and refused > 500

@@ -16,7 +16,7 @@ from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app
-from posttrain.pipelines.run.checks import resolve_configs
+from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 MANAGER = PluginManager()
 PAIR = {"prompt": "P", "chosen": "A", "rejected": "B"}
@@ -225,6 +225,30 @@ def test_validate_refuses_from_the_command_line(folder: Path) -> None:
     assert right.exit_code == 0
 
 
+@pytest.mark.parametrize("online", [None, {"steps": 2}])
+def test_pairs_by_the_verifier_need_answers_and_those_by_a_model_do_not(
+    folder: Path, online: dict[str, Any] | None
+) -> None:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Q{i}"}) + "\n" for i in range(40)))
+    path = write(folder, **({} if online is None else {"online": online}))
+    config = yaml.safe_load(path.read_text())
+    config["task"] = {"name": "rows", "path": str(prompts), "answer_field": None}
+    path.write_text(yaml.safe_dump(config))
+    run, manager = resolve_configs([path], None)
+    with pytest.raises(ConfigError, match="stages.it: right answers .*prompts.jsonl.* no answer"):
+        check_inputs(run, manager)
+    if online is not None:
+        rewards = {"kind": "reward_model", "inputs": {"model": "base"}}
+        rewards["data"] = str(folder / "pairs.jsonl")
+        config["stages"]["rewards"] = rewards
+        config["stages"]["it"]["online"]["ranked_by"] = "reward_model"
+        config["stages"]["it"]["inputs"]["reward_model"] = "rewards"
+        path.write_text(yaml.safe_dump(config))
+        notes = check_inputs(*resolve_configs([path], None)).notes
+        assert any("accuracies count such problems as wrong" in note for note in notes)
+
+
 def test_plan_counts_rows_and_steps(folder: Path) -> None:
     from posttrain.core.estimate.tokens import RunData
     from posttrain.pipelines.cli.plan import arithmetic
@@ -240,3 +264,12 @@ def test_plan_counts_rows_and_steps(folder: Path) -> None:
     text = arithmetic(own.stages["it"], RunData(own, MANAGER))
     assert "64 problems x 8 answers = 512 sampled; at most 128 pairs" in text
     assert re.search(r"at most \d+ optimizer step", text)
+    rounds = {"steps": 7, "refresh_every": 2, "prompts_per_round": 8, "num_generations": 4}
+    online = resolved(folder, online=rounds).config
+    data = RunData(online, MANAGER)
+    text = arithmetic(online.stages["it"], data)
+    assert "4 round(s) x 8 problems x 4 answers = 128 sampled" in text and "7 optimizer" in text
+    stage = online.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    found = data.preferences(stage)
+    assert (found.steps, found.train, found.sampled) == (7, 4 * 8 * 2, 128)

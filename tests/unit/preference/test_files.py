@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -364,6 +365,32 @@ def test_parquet_fills_in_fields_that_are_null_and_means_the_same_rows(tmp_path:
         (folder / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
     several = read_preference_rows(folder, "data", ("pairs",))
     assert preference_digest(several.rows) == preference_digest(lines.rows)
+
+
+def test_cells_of_csv_may_hold_the_json_text_of_messages(tmp_path: Path) -> None:
+    row = {"chosen": [user("Q"), says("a")], "rejected": [user("Q"), says("b")]}
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["chosen", "rejected", "margin"])
+        writer.writerow([json.dumps(row["chosen"]), json.dumps(row["rejected"]), 2.5])
+    found = read_preference_rows(tmp_path / "a.csv", "data", ("pairs",))
+    assert texts(found.rows) == [("Q", "a", "b")] and found.rows[0].margin == 2.5
+    with (tmp_path / "b.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "completion", "label"], ["Q", "[a]", "True"]])
+    labels = read_preference_rows(tmp_path / "b.csv", "data", ("labels",)).rows
+    assert texts(labels) == [("Q", "[a]")] and labels[0].label is True
+
+
+def test_calls_of_sharegpt_are_calls(tmp_path: Path) -> None:
+    turns = [
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "3"},
+    ]
+    row = {"conversations": SHARE[:1], "chosen": turns, "rejected": turns[2]}
+    chosen, rejected = read(tmp_path, row).rows[0].answers
+    assert chosen[0].tool_calls == (ToolCall("add", {"a": 1}),) and chosen[1].role == "tool"
+    assert rejected == (said("3"),)
 
 
 def test_rows_of_texts_keep_their_keys_and_digest() -> None:

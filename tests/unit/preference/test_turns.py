@@ -1,4 +1,4 @@
-"""Answers of several turns, with calls and tools: tokens, what is learned, and where rewards are."""
+"""Answers of several turns, with calls and tools: tokens, what is learned, and the reward."""
 
 from __future__ import annotations
 
