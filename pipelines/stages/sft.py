@@ -292,7 +292,8 @@ class _Gathering:
         shown: list[dict[str, object]] = []
         for number in list(dict.fromkeys(plan.order[: 4 * SHOWN]))[:SHOWN]:
             found = rows.row(number)
-            texts = {"context": decode(found.prompt), "learned from": decode(found.response)}
+            learned = decode(list(found.response))
+            texts = {"context": decode(list(found.prompt)), "learned from": learned}
             shown.append({"row": rows.name(number), **texts})
         context.tracker.log_table("examples", 0, shown)
 
