@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import resolve
 from posttrain.core.contracts import (
     EngineSetup,
     NoConfig,
     PromptGroup,
     SampledGroup,
+    Task,
     Tool,
     ToolResult,
     Turn,
@@ -22,6 +26,7 @@ from posttrain.core.contracts import (
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_batch
 from posttrain.core.errors import DataError
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
     episode_metrics,
@@ -30,9 +35,11 @@ from posttrain.core.rollout.episodes import (
 )
 from posttrain.core.training.forward import forward_only
 from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall
+from posttrain.pipelines.run.data_checks import check_texts
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.environments.tool_calls import ToolCallsConfig, ToolCallsEnvironment
 from posttrain.plugins.tools.calculator import CalculatorConfig, CalculatorTool
+from tests.helpers.pipeline import tiny_config
 from tests.helpers.rollouts import load_tiny
 from tests.helpers.templates import family_tokenizer
 from tests.helpers.tiny import END, make_tiny_model
@@ -252,3 +259,23 @@ def test_the_engine_s_log_probs_are_the_trainer_s_over_turns_of_messages(tmp_pat
             t for t, own in zip(completion.token_ids, completion.sampled, strict=True) if not own
         ]
         assert tuple(shown[:20]) == follows[:20]
+
+
+def test_validate_says_that_a_model_has_no_tools(tmp_path: Path, manager: PluginManager) -> None:
+    folder = make_tiny_model(tmp_path / "m")
+    for renderer, works in (
+        ({"name": "chat_template"}, False),
+        ({"name": "chat_template", "tools_in_system": True}, True),
+    ):
+        values = tiny_config(folder)
+        values["model"] |= {"renderer": renderer, "max_model_len": 4096}
+        values["stages"]["rl"]["environment"] = {"name": "tool_calls", "tools": ["calculator"]}
+        path = tmp_path / "c.yaml"
+        path.write_text(yaml.safe_dump(values))
+        run = resolve(load_config([path]), manager)
+        task: Task[Any] = manager.build(Task, run.config.task.name, run.config.task.fields())
+        if works:
+            assert check_texts(run, task, tmp_path, manager) == []
+        else:
+            with pytest.raises(DataError, match=r"stages\.rl: the model's chat template has no"):
+                check_texts(run, task, tmp_path, manager)
