@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -249,15 +249,15 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         pairs = list(enumerate(plain))
         if self.config.tools_in_system:
             pairs, schemas = _as_text(pairs, schemas), []
-        elif schemas and not self._shows("tools"):
+        elif schemas and not self.shows("tools"):
             raise DataError(f"the model's chat template has no tools: {OTHER_WAY}")
-        elif not self._shows("calls") and any(m.tool_calls for m in plain):
+        elif not self.shows("calls") and any(m.tool_calls for m in plain):
             raise DataError(f"the model's chat template leaves tool calls out: {OTHER_WAY}")
-        elif not self._shows("results") and any(m.role == "tool" for m in plain):
+        elif not self.shows("results") and any(m.role == "tool" for m in plain):
             raise DataError(f"the model's chat template has no messages of tools: {OTHER_WAY}")
-        if any(m.reasoning for m in plain) and not self._shows("reasoning"):
+        if any(m.reasoning for m in plain) and not self.shows("reasoning"):
             # A template may also take reasoning out of contents: then it wants none.
-            shown = not self.has_template or self._shows("inline")
+            shown = not self.has_template or self.shows("inline")
             pairs = [
                 (i, _thought_first(m) if shown else replace(m, reasoning="")) for i, m in pairs
             ]
@@ -270,7 +270,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def _takes_system(self) -> bool:
         return takes_system_messages(self.tokenizer)
 
-    def _shows(self, what: str) -> bool:
+    def shows(self, what: str) -> bool:
         """Whether the template writes tools, calls, results of tools or reasoning."""
         if what not in self._shown:
             user, call = Message("user", "Q"), ToolCall("f", {"x": 1}, DUMMY_ID)
@@ -293,7 +293,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 "reasoning": [user, Message("assistant", "A", reasoning=MARK)],
                 "inline": [user, _thought_first(Message("assistant", "A", reasoning=MARK))],
             }[what]
-            if what == "results" and not self._shows("calls"):
+            if what == "results" and not self.shows("calls"):
                 chat[1] = Message("assistant", "A")
             try:
                 text = self._text(chat, [schema] if what == "tools" else [])
@@ -359,11 +359,20 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def _marks(self, chat: _Chat, text: str, *, goes_on: bool) -> dict[int, int]:
         """Where each message's content ends in `text`, without blanks that follow it.
 
-        {} when the marks change what else the template writes.
-        The mark of a message without content is at its last call's name, or at its reasoning.
+        {} when the marks change what else the template writes. The mark of a message without
+        content is at its last call's name, or at its reasoning.
         """
+        for fits in (_any_content, bool, str.strip):
+            if found := self._marks_where(fits, chat, text, goes_on=goes_on):
+                return found
+        return {}
+
+    def _marks_where(
+        self, fits: Callable[[str], object], chat: _Chat, text: str, *, goes_on: bool
+    ) -> dict[int, int]:
+        """As `_marks`, with marks in contents that fit: a template may test for empty ones."""
         marks = [f"{MARK}{i}End" for i in range(len(chat.messages))]
-        marked = [_marked(m, mark) for m, mark in zip(chat.messages, marks, strict=True)]
+        marked = [_marked(m, mark, fits) for m, mark in zip(chat.messages, marks, strict=True)]
         if goes_on:
             marked[-1] = replace(chat.messages[-1], content=marks[-1])
         last = chat.messages[-1].role
@@ -426,7 +435,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         """Where the assistant's message `i` ends: after the token that ends the turn."""
         message, last = chat.messages[i], i == len(chat.messages) - 1
         known = marks.get(i)
-        if known is None and (message.content or message.tool_calls or message.reasoning):
+        if known is None and (message.content.strip() or message.tool_calls or message.reasoning):
             begin, end = start, self._difference(chat, text, i)
             ends = list(self._ends.finditer(text, begin, end)) if self._end is not None else []
             return ends[-1].end() if ends else end
@@ -438,7 +447,12 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 return found.end()
         if last and text == self._text(chat.messages, chat.tools):
             return len(text)
-        return self._difference(chat, text, i)
+        try:
+            return self._difference(chat, text, i)
+        except DataError:
+            if self._end is not None or known is None or message.tool_calls:
+                raise
+            return known  # without an end, the content is the end
 
     def _difference(self, chat: _Chat, text: str, i: int) -> int:
         """Length of the rendering through message `i`, a prefix of `text`."""
@@ -542,17 +556,24 @@ def _content(message: Message, text: str, end: int | None, place: int) -> list[_
     return []
 
 
-def _marked(message: Message, mark: str) -> Message:
+def _any_content(content: str) -> bool:
+    return True
+
+
+def _marked(message: Message, mark: str, fits: Callable[[str], object]) -> Message:
     """The message with a mark at its end, before blanks, which a template may strip."""
-    if message.content:
-        content = message.content.rstrip()
-        return replace(message, content=content + mark + _blanks_after(message.content))
+    if fits(message.content) and (message.content or not message.tool_calls):
+        return replace(message, content=_before_blanks(message.content, mark))
     if message.tool_calls:
         *others, call = message.tool_calls
         return replace(message, tool_calls=(*others, replace(call, name=call.name + mark)))
-    if message.reasoning:
-        return replace(message, reasoning=message.reasoning + mark)
+    if message.reasoning.strip():
+        return replace(message, reasoning=_before_blanks(message.reasoning, mark))
     return message
+
+
+def _before_blanks(text: str, mark: str) -> str:
+    return text.rstrip() + mark + _blanks_after(text)
 
 
 def _lines(chat: _Chat) -> list[_Part]:
