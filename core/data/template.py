@@ -171,28 +171,31 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             ]
             text = "\n" + "\n".join(said) + "\n"
             return self.control.encode(text, chat.back)[0].token_ids
+        mark = _unused_mark(messages)
         answers = [m for m in messages if m.role == "tool"]
-        calls = [ToolCall(f"{m.name}{MARK}", {}, m.tool_call_id) for m in answers]
+        calls = tuple(ToolCall(f"{m.name}{mark}", {}, m.tool_call_id) for m in answers)
+        turn = Message("assistant", mark, calls)
         try:
-            return self._after(calls, messages, tools, ended=ended)
+            return self._after(turn, messages, tools, ended=ended)
         except DataError:
             if len(calls) < 2:
                 raise
-            return self._after(calls[:1], messages, tools, ended=ended)  # one call a turn
+            turn = replace(turn, tool_calls=calls[:1])  # some templates take one call a turn
+            return self._after(turn, messages, tools, ended=ended)
 
     def _after(
         self,
-        calls: Sequence[ToolCall],
+        turn: Message,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
         *,
         ended: bool,
     ) -> tuple[int, ...]:
-        turn = Message("assistant", MARK, tuple(calls))
+        mark, calls = turn.content, turn.tool_calls
         chat = self._chat([Message("user", "Q"), turn, *messages], tools)
         text = self._text(chat.messages, chat.tools, generation_prompt=True)
-        place = text.rfind(MARK) + len(MARK)  # a template with calls may leave the content out
-        if place < len(MARK):
+        place = text.rfind(mark) + len(mark)  # a template with calls may leave the content out
+        if place < len(mark):
             raise DataError(self._lost("what follows an assistant's turn"))
         if self._end is None:
             number = next(i for i, m in enumerate(chat.messages) if m.role == "assistant")
@@ -371,7 +374,8 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         self, fits: Callable[[str], object], chat: _Chat, text: str, *, goes_on: bool
     ) -> dict[int, int]:
         """As `_marks`, with marks in contents that fit: a template may test for empty ones."""
-        marks = [f"{MARK}{i}End" for i in range(len(chat.messages))]
+        base = _unused_mark(chat.messages)
+        marks = [f"{base}{i}End" for i in range(len(chat.messages))]
         marked = [_marked(m, mark, fits) for m, mark in zip(chat.messages, marks, strict=True)]
         if goes_on:
             marked[-1] = replace(chat.messages[-1], content=marks[-1])
@@ -386,7 +390,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             return {}
         if goes_on:
             found = found[: found.rfind(marks[-1])] + chat.messages[-1].content + marks[-1]
-        either = re.compile(rf"{MARK}(\d+)End")
+        either = re.compile(rf"{base}(\d+)End")
         ends: dict[int, int] = {}
         removed = 0
         for mark in either.finditer(found):
@@ -554,6 +558,14 @@ def _content(message: Message, text: str, end: int | None, place: int) -> list[_
             size = len(blanks) if text.startswith(blanks, end) else 0
             return [_Part(end - len(said), end + size, place, False)]
     return []
+
+
+def _unused_mark(messages: Sequence[Message]) -> str:
+    """A mark that no message holds."""
+    said, mark = repr(messages), MARK
+    while mark in said:
+        mark += "Too"
+    return mark
 
 
 def _any_content(content: str) -> bool:

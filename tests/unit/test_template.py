@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.core.contracts import Rendered
+from posttrain.core.data.chat import MARK
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
@@ -43,7 +44,17 @@ ADD = {
 ENDS = {"mistral": EOS, "llama3": "<|eot_id|>", "none": EOS, "simple": "\n\n" + EOS}
 REFUSE = ("llama3_1", "deepseek_r1", "glm4")
 """One call at a time; a generation prompt that begins to reason, as no turn does; no ends."""
-TEXTS = ("Hello", "two\nlines", "  spaced  ", "{{ x }} {% y %}", "é🙂ß", "assistant: no", "0", '"')
+TEXTS = (
+    "Hello",
+    f"{MARK} {MARK}1End",
+    "two\nlines",
+    "  spaced  ",
+    "{{ x }} {% y %}",
+    "é🙂ß",
+    "assistant: no",
+    "0",
+    '"',
+)
 
 
 def chat_of(name: str, **config: Any) -> ChatTokenizer:
@@ -367,6 +378,14 @@ def test_a_conversation_built_turn_by_turn_has_the_tokens_of_the_whole(name: str
         whole = chat.encode_conversation(messages[:-1])
         assert whole.token_ids[: len(ids)] == ids
         assert list(whole.sampled[: len(ids)]) == sampled
+
+
+def test_a_result_that_holds_the_mark_is_kept_whole() -> None:
+    for name in WITH_TOOLS:
+        chat = chat_of(name)
+        result = Message("tool", f"one {MARK} two {MARK}Too three", name="add")
+        text = str(chat.tokenizer.decode(list(chat.extend([result], [ADD], ended=True))))
+        assert result.content in text and text.count(MARK) == 2
 
 
 def test_ids_of_calls_that_a_template_refuses_are_replaced() -> None:
