@@ -210,7 +210,7 @@ class ControlTokens:
 
 
 def _can_be_kept_apart(name: str) -> bool:
-    """Whether a token's name is no ordinary word or sign (some tokenizers pad with '!')."""
+    """Whether a token's name is not an ordinary word or sign (some tokenizers pad with "!")."""
     return len(name) > 2 and not name.replace("▁", "").isalnum()
 
 

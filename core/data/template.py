@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -171,28 +171,31 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             ]
             text = "\n" + "\n".join(said) + "\n"
             return self.control.encode(text, chat.back)[0].token_ids
+        mark = _unused_mark(messages)
         answers = [m for m in messages if m.role == "tool"]
-        calls = [ToolCall(f"{m.name}{MARK}", {}, m.tool_call_id) for m in answers]
+        calls = tuple(ToolCall(f"{m.name}{mark}", {}, m.tool_call_id) for m in answers)
+        turn = Message("assistant", mark, calls)
         try:
-            return self._after(calls, messages, tools, ended=ended)
+            return self._after(turn, messages, tools, ended=ended)
         except DataError:
             if len(calls) < 2:
                 raise
-            return self._after(calls[:1], messages, tools, ended=ended)  # one call a turn
+            turn = replace(turn, tool_calls=calls[:1])  # some templates take one call a turn
+            return self._after(turn, messages, tools, ended=ended)
 
     def _after(
         self,
-        calls: Sequence[ToolCall],
+        turn: Message,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
         *,
         ended: bool,
     ) -> tuple[int, ...]:
-        turn = Message("assistant", MARK, tuple(calls))
+        mark, calls = turn.content, turn.tool_calls
         chat = self._chat([Message("user", "Q"), turn, *messages], tools)
         text = self._text(chat.messages, chat.tools, generation_prompt=True)
-        place = text.rfind(MARK) + len(MARK)  # a template with calls may leave the content out
-        if place < len(MARK):
+        place = text.rfind(mark) + len(mark)  # a template with calls may leave the content out
+        if place < len(mark):
             raise DataError(self._lost("what follows an assistant's turn"))
         if self._end is None:
             number = next(i for i, m in enumerate(chat.messages) if m.role == "assistant")
@@ -249,14 +252,18 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         pairs = list(enumerate(plain))
         if self.config.tools_in_system:
             pairs, schemas = _as_text(pairs, schemas), []
-        elif schemas and not self._shows("tools"):
+        elif schemas and not self.shows("tools"):
             raise DataError(f"the model's chat template has no tools: {OTHER_WAY}")
-        elif not self._shows("calls") and any(m.tool_calls for m in plain):
+        elif not self.shows("calls") and any(m.tool_calls for m in plain):
             raise DataError(f"the model's chat template leaves tool calls out: {OTHER_WAY}")
-        elif not self._shows("results") and any(m.role == "tool" for m in plain):
+        elif not self.shows("results") and any(m.role == "tool" for m in plain):
             raise DataError(f"the model's chat template has no messages of tools: {OTHER_WAY}")
-        if any(m.reasoning for m in plain) and not self._shows("reasoning"):
-            pairs = [(i, _thought_first(m)) for i, m in pairs]
+        if any(m.reasoning for m in plain) and not self.shows("reasoning"):
+            # A template may also take reasoning out of contents: then it wants none.
+            shown = not self.has_template or self.shows("inline")
+            pairs = [
+                (i, _thought_first(m) if shown else replace(m, reasoning="")) for i, m in pairs
+            ]
         if self.has_template and pairs[0][1].role == "system" and not self._takes_system:
             pairs = _without_system(pairs)
         places, made = zip(*pairs, strict=True)
@@ -266,7 +273,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def _takes_system(self) -> bool:
         return takes_system_messages(self.tokenizer)
 
-    def _shows(self, what: str) -> bool:
+    def shows(self, what: str) -> bool:
         """Whether the template writes tools, calls, results of tools or reasoning."""
         if what not in self._shown:
             user, call = Message("user", "Q"), ToolCall("f", {"x": 1}, DUMMY_ID)
@@ -287,8 +294,9 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                     Message("tool", MARK, name="f", tool_call_id=DUMMY_ID),
                 ],
                 "reasoning": [user, Message("assistant", "A", reasoning=MARK)],
+                "inline": [user, _thought_first(Message("assistant", "A", reasoning=MARK))],
             }[what]
-            if what == "results" and not self._shows("calls"):
+            if what == "results" and not self.shows("calls"):
                 chat[1] = Message("assistant", "A")
             try:
                 text = self._text(chat, [schema] if what == "tools" else [])
@@ -354,11 +362,21 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def _marks(self, chat: _Chat, text: str, *, goes_on: bool) -> dict[int, int]:
         """Where each message's content ends in `text`, without blanks that follow it.
 
-        {} when the marks change what else the template writes.
-        The mark of a message without content is at its last call's name, or at its reasoning.
+        {} when the marks change what else the template writes. The mark of a message without
+        content is at its last call's name, or at its reasoning.
         """
-        marks = [f"{MARK}{i}End" for i in range(len(chat.messages))]
-        marked = [_marked(m, mark) for m, mark in zip(chat.messages, marks, strict=True)]
+        for fits in (_any_content, bool, str.strip):
+            if found := self._marks_where(fits, chat, text, goes_on=goes_on):
+                return found
+        return {}
+
+    def _marks_where(
+        self, fits: Callable[[str], object], chat: _Chat, text: str, *, goes_on: bool
+    ) -> dict[int, int]:
+        """As `_marks`, with marks in contents that fit: a template may test for empty ones."""
+        base = _unused_mark(chat.messages)
+        marks = [f"{base}{i}End" for i in range(len(chat.messages))]
+        marked = [_marked(m, mark, fits) for m, mark in zip(chat.messages, marks, strict=True)]
         if goes_on:
             marked[-1] = replace(chat.messages[-1], content=marks[-1])
         last = chat.messages[-1].role
@@ -372,7 +390,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             return {}
         if goes_on:
             found = found[: found.rfind(marks[-1])] + chat.messages[-1].content + marks[-1]
-        either = re.compile(rf"{MARK}(\d+)End")
+        either = re.compile(rf"{base}(\d+)End")
         ends: dict[int, int] = {}
         removed = 0
         for mark in either.finditer(found):
@@ -421,7 +439,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         """Where the assistant's message `i` ends: after the token that ends the turn."""
         message, last = chat.messages[i], i == len(chat.messages) - 1
         known = marks.get(i)
-        if known is None and (message.content or message.tool_calls or message.reasoning):
+        if known is None and (message.content.strip() or message.tool_calls or message.reasoning):
             begin, end = start, self._difference(chat, text, i)
             ends = list(self._ends.finditer(text, begin, end)) if self._end is not None else []
             return ends[-1].end() if ends else end
@@ -433,7 +451,12 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                 return found.end()
         if last and text == self._text(chat.messages, chat.tools):
             return len(text)
-        return self._difference(chat, text, i)
+        try:
+            return self._difference(chat, text, i)
+        except DataError:
+            if self._end is not None or known is None or message.tool_calls:
+                raise
+            return known  # without an end, the content is the end
 
     def _difference(self, chat: _Chat, text: str, i: int) -> int:
         """Length of the rendering through message `i`, a prefix of `text`."""
@@ -537,17 +560,32 @@ def _content(message: Message, text: str, end: int | None, place: int) -> list[_
     return []
 
 
-def _marked(message: Message, mark: str) -> Message:
+def _unused_mark(messages: Sequence[Message]) -> str:
+    """A mark that no message holds."""
+    said, mark = repr(messages), MARK
+    while mark in said:
+        mark += "Too"
+    return mark
+
+
+def _any_content(content: str) -> bool:
+    return True
+
+
+def _marked(message: Message, mark: str, fits: Callable[[str], object]) -> Message:
     """The message with a mark at its end, before blanks, which a template may strip."""
-    if message.content:
-        content = message.content.rstrip()
-        return replace(message, content=content + mark + _blanks_after(message.content))
+    if fits(message.content) and (message.content or not message.tool_calls):
+        return replace(message, content=_before_blanks(message.content, mark))
     if message.tool_calls:
         *others, call = message.tool_calls
         return replace(message, tool_calls=(*others, replace(call, name=call.name + mark)))
-    if message.reasoning:
-        return replace(message, reasoning=message.reasoning + mark)
+    if message.reasoning.strip():
+        return replace(message, reasoning=_before_blanks(message.reasoning, mark))
     return message
+
+
+def _before_blanks(text: str, mark: str) -> str:
+    return text.rstrip() + mark + _blanks_after(text)
 
 
 def _lines(chat: _Chat) -> list[_Part]:

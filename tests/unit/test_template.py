@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -12,11 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.core.contracts import Rendered
+from posttrain.core.data.chat import MARK
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
+from tests.helpers.renderers import FAMILIES, ODD, TOOLS, random_conversation, tokenizer_of
+from tests.helpers.renderers import TEXTS as ALL_TEXTS
 from tests.helpers.templates import (
     ADDED,
     CHATML,
@@ -38,7 +42,19 @@ ADD = {
     },
 }
 ENDS = {"mistral": EOS, "llama3": "<|eot_id|>", "none": EOS, "simple": "\n\n" + EOS}
-TEXTS = ("Hello", "two\nlines", "  spaced  ", "{{ x }} {% y %}", "é🙂ß", "assistant: no", "0", '"')
+REFUSE = ("llama3_1", "deepseek_r1", "glm4")
+"""One call at a time; a generation prompt that begins to reason, as no turn does; no ends."""
+TEXTS = (
+    "Hello",
+    f"{MARK} {MARK}1End",
+    "two\nlines",
+    "  spaced  ",
+    "{{ x }} {% y %}",
+    "é🙂ß",
+    "assistant: no",
+    "0",
+    '"',
+)
 
 
 def chat_of(name: str, **config: Any) -> ChatTokenizer:
@@ -165,6 +181,41 @@ def test_where_no_mask_is_certain_there_is_none(template: str) -> None:
     with pytest.raises(DataError, match="no loss mask is certain: mark the assistant's turns"):
         chat.encode_conversation([user("abcd"), says("efgh"), user("ijkl"), says("mnop")])
     chat.encode_chat([user("abcd"), says("efgh"), user("ijkl")])  # a prompt needs no mask
+
+
+def with_words(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a word of its own in each content that is not blank, and in each call."""
+    made = []
+    for i, m in enumerate(messages):
+        content = f"{m.content[:3]}word{i}e{m.content[3:]}" if m.content.strip() else m.content
+        calls = tuple(replace(c, arguments={"a": f"word{i}e"}) for c in m.tool_calls)
+        made.append(replace(m, content=content, tool_calls=calls, reasoning=""))
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_span_of_any_family_holds_a_word_of_another_message(family: str) -> None:
+    """Templates in the manner of each known family, contents with blanks and control tokens."""
+    chat = ChatTokenizer(tokenizer_of(family), None)
+    assert isinstance(chat.renderer, TemplateRenderer)
+    numbers, found, refused = random.Random(3), 0, 0
+    tools = list(TOOLS) if chat.renderer.shows("tools") else []
+    for turn in range(60):
+        own = tools if turn % 2 else []
+        drawn = random_conversation(numbers, turns=3, tools=bool(own), texts=ALL_TEXTS + ODD)
+        messages = with_words(drawn)
+        try:
+            made = chat.encode_conversation(messages, own)
+        except DataError:
+            refused += 1
+            continue
+        whole = str(chat.tokenizer.decode(list(made.token_ids)))
+        for place, text in spans(chat, made):
+            assert messages[place].role == "assistant"
+            words = {f"word{i}e" for i in range(len(messages)) if f"word{i}e" in text}
+            assert words == ({f"word{place}e"} if f"word{place}e" in whole else set())
+            found += bool(words)
+    assert found > 60 and refused < (40 if family in REFUSE else 6)
 
 
 # --- text stays text ------------------------------------------------------------------------------
@@ -327,6 +378,14 @@ def test_a_conversation_built_turn_by_turn_has_the_tokens_of_the_whole(name: str
         whole = chat.encode_conversation(messages[:-1])
         assert whole.token_ids[: len(ids)] == ids
         assert list(whole.sampled[: len(ids)]) == sampled
+
+
+def test_a_result_that_holds_the_mark_is_kept_whole() -> None:
+    for name in WITH_TOOLS:
+        chat = chat_of(name)
+        result = Message("tool", f"one {MARK} two {MARK}Too three", name="add")
+        text = str(chat.tokenizer.decode(list(chat.extend([result], [ADD], ended=True))))
+        assert result.content in text and text.count(MARK) == 2
 
 
 def test_ids_of_calls_that_a_template_refuses_are_replaced() -> None:
