@@ -9,6 +9,7 @@ POSTTRAIN_HOME ?= .posttrain
 CONFIG ?= quickstart
 ARGS ?=
 SEEDS ?= 0 1 2
+PRESETS ?=
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
@@ -95,8 +96,9 @@ test: dev ## run all tests except the slow ones, with two workers (WORKERS=2)
 test-slow: dev ## run the tests that take minutes each
 	$(BIN)/pytest -m slow
 
-test-learning: dev ## check that every preset learns, on three seeds (CI: SEEDS="0")
-	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
+test-learning: dev ## check that every preset learns, on three seeds (a part: SEEDS=0 PRESETS="ppo dpo")
+	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" POSTTRAIN_LEARNING_PRESETS="$(PRESETS)" \
+	  $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
 docs: install ## build docs/algorithms.md and docs/microscope/*.html from the installed plugins
 	$(BIN)/python docs/generate_algorithms.py

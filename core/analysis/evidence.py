@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.batch import COLUMN_AXES, RolloutBatch
+from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.types import Problem, RewardSample, Score, StepVerdict, Verdict
 
@@ -144,11 +145,11 @@ def _row(batch: RolloutBatch, index: int) -> dict[str, str]:
     problem = batch.problems[index] if batch.problems else None
     scores = batch.scores[index] if batch.scores else ()
     return {
-        "problem": "" if problem is None else json.dumps(asdict(problem)),
+        "problem": "" if problem is None else json.dumps(problem_to_json(problem)),
         "text": batch.texts[index] if batch.texts else "",
         "transcript": batch.transcripts[index] if batch.transcripts else "",
         "turns": json.dumps(batch.turns[index] if batch.turns else ()),
-        "sample": "" if sample is None else json.dumps(asdict(sample)),
+        "sample": "" if sample is None else json.dumps(_sample_to_json(sample)),
         "scores": json.dumps([asdict(score) for score in scores]),
     }
 
@@ -165,7 +166,9 @@ def _evidence(
     columns: dict[str, Any] = {n: t for n, t in tensors.items() if n in COLUMN_AXES}
     batch = RolloutBatch(
         **columns,
-        problems=tuple(Problem(**json.loads(row["problem"])) for row in rows if row["problem"]),
+        problems=tuple(
+            problem_from_json(json.loads(row["problem"])) for row in rows if row["problem"]
+        ),
         texts=tuple(row["text"] for row in rows),
         transcripts=_if_any(tuple(row["transcript"] for row in rows)),
         turns=_if_any(tuple(tuple(json.loads(row["turns"])) for row in rows)),
@@ -188,11 +191,17 @@ def _if_any(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values if any(values) else ()
 
 
+def _sample_to_json(sample: RewardSample) -> dict[str, Any]:  # Any: JSON
+    # The problem by itself: a mapping in it need not be a dict, and its fields have defaults.
+    rest = asdict(replace(sample, problem=Problem("", "", "", "")))
+    return rest | {"problem": problem_to_json(sample.problem)}
+
+
 def _sample(row: Mapping[str, Any]) -> RewardSample:
     return RewardSample(
         **{
             **row,
-            "problem": Problem(**row["problem"]),
+            "problem": problem_from_json(row["problem"]),
             "prompt_ids": tuple(row["prompt_ids"]),
             "response_ids": tuple(row["response_ids"]),
             "verdict": Verdict(**row["verdict"]),

@@ -1,23 +1,31 @@
-"""Preference losses, options and data that cannot work together, each with what to change."""
+"""Preference losses and options that cannot work together, each with what to change.
+
+The files of preferences are checked by `core.data.preference_files`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
-from posttrain.core.contracts.preference_rows import EXAMPLES, Kind, doubtful, read_preference_rows
-from posttrain.core.errors import DataError
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
 
 # Fields that say how answers are sampled: without effect in addition to a file.
 _SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation")
+# Fields of a fixed set of pairs: without effect where each round makes its own.
+_WITHOUT_ROUNDS = {
+    "num_prompts": "set online.prompts_per_round",
+    "num_generations": "set online.num_generations",
+    "epochs": "set online.steps",
+    "held_out_fraction": "no pair is held out; measure with a stage of kind 'evaluate'",
+    "max_length": "set generation.max_response_length",
+    "evaluate_every": "no pair is held out; measure with a stage of kind 'evaluate'",
+}
 # Options of pairs, with the value that leaves them off.
 _PAIR_OPTIONS: dict[str, object] = {
     "f_divergence": "reverse_kl",
@@ -27,22 +35,12 @@ _PAIR_OPTIONS: dict[str, object] = {
 }
 
 
-@dataclass(slots=True)
-class Checked:
-    """Problems of a stage, a line each, and what is wrong with its data, if anything is."""
-
-    problems: list[str]
-    data_error: DataError | None = field(default=None)
-    notes: list[str] = field(default_factory=list)
-    """What can be trained on and is probably a mistake."""
-
-
 def check_preference(
     name: str, stage: PreferenceStage, loaded: LoadedConfig, manager: PluginManager
-) -> Checked:
+) -> list[str]:
     """What cannot work in a preference stage whose plugins are all known."""
     check = _Check(name, stage, loaded, manager)
-    problems = [
+    return [
         *check.trains("policy", stage.loss_terms),
         *check.one_kind_of_data(stage),
         *check.some_factor(stage),
@@ -50,17 +48,21 @@ def check_preference(
         *check.reads_scores(stage),
         *check.two_prompts(stage),
         *check.sampling(),
+        *check.online(stage),
+        *check.task_brings_pairs(stage.loss_terms[0]),
     ]
-    return check.with_data(problems, stage.loss_terms[0])
 
 
 def check_reward_model(
     name: str, stage: RewardModelStage, loaded: LoadedConfig, manager: PluginManager
-) -> Checked:
+) -> list[str]:
     """What cannot work in a reward-model stage whose plugins are all known."""
     check = _Check(name, stage, loaded, manager)
-    problems = [*check.trains("reward_model", (stage.preference_loss,)), *check.sampling()]
-    return check.with_data(problems, stage.preference_loss)
+    return [
+        *check.trains("reward_model", (stage.preference_loss,)),
+        *check.sampling(),
+        *check.task_brings_pairs(stage.preference_loss),
+    ]
 
 
 class _Check:
@@ -159,8 +161,31 @@ class _Check:
                     "says how answers are sampled, but `data` gives them; remove one of the two",
                 )
 
+    def online(self, stage: PreferenceStage) -> Iterator[str]:
+        """Settings that pairs of the current policy leave without effect, and losses of labels."""
+        if stage.online is None:
+            return
+        if stage.data is not None:
+            yield self.line(
+                "online",
+                "makes pairs of the policy's own answers, but `data` gives them; remove one of the "
+                "two",
+            )
+        loss = stage.loss_terms[0]
+        if self.loss(loss).data != "pairs":
+            yield self.line(
+                "online",
+                f"makes pairs, and '{loss.name}' reads labelled answers; choose one of "
+                f"{self.losses_like('policy', 'pairs')}",
+            )
+        for name, instead in _WITHOUT_ROUNDS.items():
+            if getattr(stage, name) != type(stage).model_fields[name].default:
+                yield self.line(name, f"has no effect with `online`; {instead}")
+
     def task_brings_pairs(self, leading: Component) -> Iterator[str]:
         """A task without preferences, or a loss that reads no pairs."""
+        if self.stage.data != TASK_DATA:
+            return
         task = self.loaded.config.task.name
         known: list[Any] = [*self.manager.entries("task")]
         fits = [entry.name for entry in known if entry.cls.gives_preferences]
@@ -176,38 +201,3 @@ class _Check:
                 f"a task brings pairs, and '{leading.name}' reads labelled answers; choose one of "
                 f"{self.losses_like('policy', 'pairs')}, or name a file",
             )
-
-    def with_data(self, problems: list[str], leading: Component) -> Checked:
-        """The problems so far, with those of the file of preferences."""
-        if self.stage.data is None:
-            return Checked(problems)
-        if self.stage.data == TASK_DATA:
-            return Checked([*problems, *self.task_brings_pairs(leading)])
-        place = f"stages.{self.name}.data"
-        setting = f"{place} ({self.loaded.where(place)})"
-        wanted: Kind = self.loss(leading).data
-        try:
-            kind, rows = read_preference_rows(
-                Path(self.stage.data), setting, ("pairs", "labels", "completions")
-            )
-        except DataError as error:
-            return Checked(problems, error)
-        if kind != wanted:
-            trained = "policy" if "policy" in self.loss(leading).trains else "reward_model"
-            fits = [] if kind == "completions" else self.losses_like(trained, kind)
-            choose = f", or choose one of {fits}" if fits else ""
-            reported = self.line(
-                "data",
-                f"'{leading.name}' reads {EXAMPLES[wanted]}, but {rows[0].where} is of the form "
-                f"{EXAMPLES[kind]}; give another file{choose}",
-            )
-            return Checked([*problems, reported])
-        if len({row.key for row in rows}) < 2:
-            return Checked(
-                problems,
-                DataError(
-                    f"{setting}: {self.stage.data} has answers to one prompt only, and some "
-                    "prompts are held out to measure on: add rows with other prompts"
-                ),
-            )
-        return Checked(problems, notes=[f"stages.{self.name}: {line}" for line in doubtful(rows)])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
-from posttrain.core.config.base import NO_TASK, Component
+from posttrain.core.config.base import NO_TASK, TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
@@ -35,7 +35,7 @@ from posttrain.core.config.stages import (
     SftStage,
 )
 from posttrain.core.contracts import Reward
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -138,12 +138,8 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)
-    if resolver.data_errors:
-        raise resolver.data_errors[0]
     config = RunConfig.model_validate(values)
-    return ResolvedRun(
-        config, dag.topological_order(config.stages), plugins, loaded, tuple(resolver.notes)
-    )
+    return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
 
 
 @dataclass(slots=True)
@@ -153,9 +149,7 @@ class _Resolver:
     loaded: LoadedConfig
     manager: PluginManager
     problems: list[str] = field(default_factory=list)
-    data_errors: list[DataError] = field(default_factory=list)
     reward_roles: dict[str, set[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     def component(
         self, kind: str, value: Component, loc: Loc, preset: str = ""
@@ -198,8 +192,8 @@ class _Resolver:
         loss, used = self.component("preference_loss", stage.preference_loss, loc)
         filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
         if len(self.problems) == before:
-            self._keep(
-                preference_checks.check_reward_model(name, filled, self.loaded, self.manager)
+            self.problems += preference_checks.check_reward_model(
+                name, filled, self.loaded, self.manager
             )
         return filled, used
 
@@ -218,16 +212,12 @@ class _Resolver:
             used += use
         filled_stage = PreferenceStage.model_validate(values)
         if len(self.problems) == before:  # plugins that could not be built cannot be compared
-            self._keep(
-                preference_checks.check_preference(name, filled_stage, self.loaded, self.manager)
+            self.problems += preference_checks.check_preference(
+                name, filled_stage, self.loaded, self.manager
             )
+        if filled_stage.online is not None and filled_stage.online.ranked_by == "reward_model":
+            self.reward_roles.setdefault(name, set()).add("reward_model")
         return filled_stage, used
-
-    def _keep(self, checked: preference_checks.Checked) -> None:
-        self.problems += checked.problems
-        self.notes += checked.notes
-        if checked.data_error is not None:
-            self.data_errors.append(checked.data_error)
 
     def rl_stage(self, name: str) -> tuple[RlStage, list[PluginUse]]:
         """The stage with its preset expanded under what the user wrote, every plugin checked."""
@@ -314,13 +304,19 @@ def _check_task(loaded: LoadedConfig, stages: Mapping[str, Stage]) -> Iterable[s
     if loaded.config.task.name != NO_TASK:
         return
     for name, stage in stages.items():
-        has_file = isinstance(stage, PreferenceDataStage) and bool(stage.outside_paths())
+        has_file = isinstance(stage, PreferenceDataStage | SftStage) and stage.data not in (
+            None,
+            TASK_DATA,
+        )
         if not has_file and not isinstance(stage, RegisterStage | ApproveStage | PromoteStage):
             needs = "problems, or a file of preferences as its `data`"
+            if isinstance(stage, SftStage):
+                needs = "problems, or a file as its `data`"
             yield loaded.problem(
                 ("stages", name),
                 f"a stage of kind '{dag.stage_kind(stage)}' needs "
-                f"{needs if isinstance(stage, PreferenceDataStage) else 'problems'}, and the "
+                f"{needs if isinstance(stage, PreferenceDataStage | SftStage) else 'problems'}, "
+                "and the "
                 "config has no `task`; add one, such as `task: gsm8k` (posttrain plugins list)",
             )
 

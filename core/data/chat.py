@@ -63,16 +63,17 @@ def _rendered(
     generation_prompt: bool,
     turns: list[tuple[int, int]] | None,
 ) -> str:
-    schemas = [dict(tool) for tool in tools] or None
+    schemas: Any = [dict(tool) for tool in tools] or None  # Any: transformers' own union
     if turns is None:
         return str(
             tokenizer.apply_chat_template(
                 chat, tools=schemas, add_generation_prompt=generation_prompt, tokenize=False
             )
         )
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
-    (text,), (found,) = render_jinja_template(
+    render: Any = chat_template_utils.render_jinja_template  # Any: its types are too narrow
+    (text,), (found,) = render(
         conversations=[chat],
         tools=schemas,
         chat_template=tokenizer.get_chat_template(None, schemas),
@@ -84,15 +85,15 @@ def _rendered(
     return str(text)
 
 
-def _with_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages with an id for each call and answer that has none, of nine characters."""
+def _with_ids(messages: Sequence[Message], *, keep: bool = True) -> list[Message]:
+    """The messages with an id of nine characters for calls and answers that have none, or all."""
     made, calls, answers = [], 0, 0
     for message in messages:
         given = []
         for call in message.tool_calls:
-            given.append(replace(call, id=call.id or f"call{calls:05d}"))
+            given.append(replace(call, id=(call.id if keep else "") or f"call{calls:05d}"))
             calls += 1
-        answer = message.tool_call_id
+        answer = message.tool_call_id if keep else ""
         if message.role == "tool":
             answer, answers = answer or f"call{answers:05d}", answers + 1
         made.append(replace(message, tool_calls=tuple(given), tool_call_id=answer))
@@ -117,6 +118,7 @@ _FORMS: tuple[Callable[[Sequence[Message]], list[Json]], ...] = (
     _as_json,
     lambda messages: _as_json(_with_ids(messages)),
     _with_texts,
+    lambda messages: _as_json(_with_ids(messages, keep=False)),
 )
 """Tool calls in the ways that templates want them, the first that is not refused is taken."""
 
@@ -145,8 +147,13 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
         return None
     names = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
     end = names.search(after)
+    opener = next(iter(reversed(list(names.finditer(before)))), None)
     # A template without an end may begin the next turn at once: that token also opened this one.
-    if end is None or end[0] in names.findall(before)[-1:]:
+    if end is None or (
+        opener is not None
+        and end[0] == opener[0]
+        and after[end.end() :].strip() == before[opener.end() :].strip()
+    ):
         return None
     return TurnEnd(after[: end.start()], special[end[0]])
 

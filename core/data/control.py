@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-USUAL_FORM = re.compile(r"<[|｜].*[|｜]>|\[/?[A-Z_]{3,}\]")
+USUAL_FORM = re.compile(r"<[|｜].*[|｜]>|</?\w+>|\[/?[A-Z_]{3,}\]")
 """Added tokens that control a model, although not all tokenizers mark them as special."""
+MARKUP = re.compile(
+    r"</?(table|caption|t[rhd]|thead|tbody|tfoot|h\d|[ou]l|li|[bius]|em|su[bp]|"
+    r"strong|code|blockquote)>"
+)
+"""Added tokens that are ordinary text (Gemma has them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class ControlTokens:
         special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         strict = {n for n, i in known.items() if n in special or i in end_token_ids}
         template = str(tokenizer.chat_template or "")
-        written = {n for n in known if n in template or n in names or USUAL_FORM.fullmatch(n)}
+        written = {n for n in known if n in template or n in names or _usual(n)}
         self.ids = {name: known[name] for name in strict | written}
         self._of_assistants, self._of_others = _any_of(strict), _any_of(self.ids)
 
@@ -184,7 +189,7 @@ class ControlTokens:
 
         key = secrets.token_hex(8)  # nobody can write these names; no token depends on them
         nonces = {name: f"\ue000{key}{i}\ue001" for i, name in enumerate(sorted(self.ids))}
-        values = json.loads(self.tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        values = json.loads(self.tokenizer.backend_tokenizer.to_str())
         for token in values["added_tokens"]:
             token["content"] = nonces.get(token["content"], token["content"])
         model = values["model"]
@@ -207,6 +212,10 @@ class ControlTokens:
 def _can_be_kept_apart(name: str) -> bool:
     """Whether a token's name is no ordinary word or sign (some tokenizers pad with '!')."""
     return len(name) > 2 and not name.replace("▁", "").isalnum()
+
+
+def _usual(name: str) -> bool:
+    return bool(USUAL_FORM.fullmatch(name)) and not MARKUP.fullmatch(name)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from posttrain.core.data.problems import problem_content
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.types import Problem
@@ -66,7 +67,7 @@ class Cursor:
 
 def row_digest(problem: Problem) -> str:
     """What makes a row this row: its content, and not its place in a file."""
-    text = json.dumps([problem.key, problem.prompt, problem.answer, problem.worked])
+    text = json.dumps(problem_content(problem))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 

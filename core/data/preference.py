@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from posttrain.core.contracts.preference_rows import PreferenceRow
+from posttrain.core.contracts.preference_rows import Answer, PreferenceRow
 from posttrain.core.data.lengths import Ids, LengthRule
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import held_out_keys, loose_key
 from posttrain.core.runtime.json_files import JsonRow
+from posttrain.core.types import Message
 
 if TYPE_CHECKING:
     from posttrain.core.data.tokens import ChatTokenizer
@@ -73,9 +74,9 @@ def marked_pairs(
             continue
         right = list(dict.fromkeys(restyle(s.solution) for s in solutions if s.correct))
         wrong = list(dict.fromkeys(restyle(s.solution) for s in solutions if not s.correct))
-        prompt = ({"role": "user", "content": template.replace("{question}", question)},)
+        prompt = template.replace("{question}", question)
         for chosen, rejected in _diagonal(right, wrong, per_question):
-            pairs.append(PreferenceRow(row.where, prompt, (chosen, rejected)))
+            pairs.append(PreferenceRow.of_texts(row.where, prompt, chosen, rejected))
     if not pairs:
         raise DataError(
             f"{rows[0].where.rpartition(':')[0]} gives no pair of a right and a wrong solution: "
@@ -95,6 +96,8 @@ def _diagonal(right: list[str], wrong: list[str], count: int) -> Iterator[tuple[
     yield from combinations[:count]
 
 
+Learned = tuple[bool, ...]
+
 PAIR_PROMPTS_PER_CALL = 16
 """Problems that a stage samples answers to at once, to make pairs of them."""
 
@@ -104,7 +107,8 @@ class Pair:
     """Token ids of a prompt and of two answers to it, the better one first.
 
     `key` names the prompt; `margin` is by how much chosen is better, in the data's own unit (0 =
-    not said).
+    not said). `*_learned` say of each token of an answer whether it is learned from, in answers of
+    several turns; empty = all are.
     """
 
     key: str
@@ -112,16 +116,22 @@ class Pair:
     chosen_ids: Ids
     rejected_ids: Ids
     margin: float = 0.0
+    chosen_learned: Learned = ()
+    rejected_learned: Learned = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledAnswer:
-    """Token ids of a prompt and of one answer, and whether the answer is wanted."""
+    """Token ids of a prompt and of one answer, and whether the answer is wanted.
+
+    `answer_learned` as in `Pair`.
+    """
 
     key: str
     prompt_ids: Ids
     answer_ids: Ids
     desirable: bool
+    answer_learned: Learned = ()
 
 
 class _Keyed(Protocol):
@@ -138,9 +148,18 @@ def tokenise_pairs(
     """Token ids of pairs, those that are too long cut or left out by `rule`."""
     pairs = []
     for row in rows:
-        prompt = _prompt_ids(row, tokenizer)
-        chosen, rejected = (tokenizer.encode_response(text) for text in row.answers)
-        pairs.append(Pair(row.key, prompt, chosen, rejected, row.margin))
+        prompt, (chosen, rejected) = encode_row(row, tokenizer)
+        pairs.append(
+            Pair(
+                row.key,
+                prompt,
+                chosen.token_ids,
+                rejected.token_ids,
+                row.margin,
+                chosen.learned,
+                rejected.learned,
+            )
+        )
     return fitting_pairs(pairs, rule)
 
 
@@ -152,11 +171,20 @@ def fitting_pairs(pairs: Sequence[Pair], rule: LengthRule) -> list[Pair]:
         room = rule.answer_room(f"{pair.key[:60]!r}", len(pair.prompt_ids), longer)
         if room is None:
             continue
-        chosen, rejected = pair.chosen_ids[:room], pair.rejected_ids[:room]
-        if room < longer and chosen == rejected:
+        cut = replace(
+            pair,
+            chosen_ids=pair.chosen_ids[:room],
+            rejected_ids=pair.rejected_ids[:room],
+            chosen_learned=pair.chosen_learned[:room],
+            rejected_learned=pair.rejected_learned[:room],
+        )
+        says_nothing = cut.chosen_ids == cut.rejected_ids or not (
+            _any_learned(cut.chosen_learned) and _any_learned(cut.rejected_learned)
+        )
+        if room < longer and says_nothing:
             rule.leave_out()
             continue
-        found.append(replace(pair, chosen_ids=chosen, rejected_ids=rejected))
+        found.append(cut)
     return found
 
 
@@ -166,8 +194,10 @@ def tokenise_labelled(
     """Token ids of labelled answers, those that are too long cut or left out by `rule`."""
     answers = []
     for row in rows:
-        prompt, answer = _prompt_ids(row, tokenizer), tokenizer.encode_response(row.answers[0])
-        answers.append(LabelledAnswer(row.key, prompt, answer, bool(row.label)))
+        prompt, (answer,) = encode_row(row, tokenizer)
+        answers.append(
+            LabelledAnswer(row.key, prompt, answer.token_ids, bool(row.label), answer.learned)
+        )
     return fitting_labelled(answers, rule)
 
 
@@ -176,16 +206,54 @@ def fitting_labelled(rows: Sequence[LabelledAnswer], rule: LengthRule) -> list[L
     found = []
     for row in rows:
         room = rule.answer_room(f"{row.key[:60]!r}", len(row.prompt_ids), len(row.answer_ids))
-        if room is not None:
-            found.append(replace(row, answer_ids=row.answer_ids[:room]))
+        if room is None:
+            continue
+        learned = row.answer_learned[:room]
+        if room < len(row.answer_ids) and not _any_learned(learned):
+            rule.leave_out()
+            continue
+        found.append(replace(row, answer_ids=row.answer_ids[:room], answer_learned=learned))
     return found
 
 
-def _prompt_ids(row: PreferenceRow, tokenizer: ChatTokenizer) -> Ids:
+def _any_learned(learned: Learned) -> bool:
+    return not learned or any(learned)
+
+
+class EncodedAnswer(NamedTuple):
+    """Tokens of an answer; `learned` is empty where all are learned from."""
+
+    token_ids: Ids
+    learned: Learned = ()
+
+
+def encode_row(
+    row: PreferenceRow, tokenizer: ChatTokenizer
+) -> tuple[Ids, tuple[EncodedAnswer, ...]]:
+    """Token ids of the prompt, and of each answer with its end, as the chat template has them."""
     try:
-        return tokenizer.encode_chat(row.prompt)
+        prompt = tokenizer.encode_chat(row.prompt, row.tools)
+        return prompt, tuple(_encode_answer(row, answer, tokenizer) for answer in row.answers)
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from error
+
+
+def _encode_answer(row: PreferenceRow, answer: Answer, tokenizer: ChatTokenizer) -> EncodedAnswer:
+    """An answer's turns one after another, as a rollout would have them: earlier tokens stay."""
+    said, ids, learned = list(row.prompt), list[int](), list[bool]()
+    others: list[Message] = []
+    for message in answer:
+        if message.role != "assistant":
+            others.append(message)
+            continue
+        if others:
+            more = tokenizer.extend(others, row.tools, ended=True)
+            ids, learned = [*ids, *more], [*learned, *[False] * len(more)]
+            said, others = [*said, *others], []
+        own = tokenizer.encode_answer(said, message, row.tools)
+        ids, learned = [*ids, *own], [*learned, *[message.train] * len(own)]
+        said.append(message)
+    return EncodedAnswer(tuple(ids), () if all(learned) else tuple(learned))
 
 
 def split_by_prompt(
@@ -203,15 +271,16 @@ def batches(num_rows: int, batch_size: int, generator: torch.Generator) -> list[
     return [part.tolist() for part in order.tensor_split(-(-num_rows // batch_size))]
 
 
-def mismatched_answers(rows: Sequence[LabelledAnswer]) -> list[Ids]:
-    """For each row an answer to another prompt of the mini-batch: KTO's z_ref is measured on these.
+def mismatched_answers(rows: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
+    """For each row a row with an answer to another prompt of the mini-batch: KTO's z_ref is
+    measured on these answers.
 
     Prompts are taken in order of appearance, and each row gets an answer to the next prompt. Raises
     `DataError` when all rows have one prompt.
     """
-    answers: dict[str, list[Ids]] = {}
+    answers: dict[str, list[LabelledAnswer]] = {}
     for row in rows:
-        answers.setdefault(row.key, []).append(row.answer_ids)
+        answers.setdefault(row.key, []).append(row)
     if len(answers) < 2:
         raise DataError(
             f"a mini-batch of {len(rows)} row(s) holds one prompt only, but KTO's reference point "
@@ -246,6 +315,26 @@ def make_pairs(
     ]
 
 
+def scored_pairs(
+    key: str,
+    prompt_ids: Sequence[int],
+    answers: Sequence[tuple[Ids, float]],
+    max_pairs: int,
+) -> list[Pair]:
+    """The best of the distinct answers with the worst, the second best with the second worst, ...
+
+    At most `max_pairs`, each of two answers whose scores differ, by which the margin says how much.
+    Of answers with one score those that come first count as better, so that each is used once.
+    """
+    ranked = sorted(dict(answers).items(), key=lambda one: -one[1])
+    pairs = []
+    for i in range(min(max_pairs, len(ranked) // 2)):
+        (chosen, high), (rejected, low) = ranked[i], ranked[-1 - i]
+        if high > low:
+            pairs.append(Pair(key, tuple(prompt_ids), chosen, rejected, high - low))
+    return pairs
+
+
 def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterator[tuple[Ids, Ids]]:
     """Up to `count` (right, wrong) combinations that reuse each answer as evenly as possible."""
     limit = min(count, len(right) * len(wrong))
@@ -265,8 +354,11 @@ def _balanced(count: int, right: Sequence[Ids], wrong: Sequence[Ids]) -> Iterato
 
 def as_labelled(pairs: Sequence[Pair]) -> list[LabelledAnswer]:
     rows = [
-        LabelledAnswer(pair.key, pair.prompt_ids, ids, desirable)
+        LabelledAnswer(pair.key, pair.prompt_ids, ids, desirable, learned)
         for pair in pairs
-        for ids, desirable in ((pair.chosen_ids, True), (pair.rejected_ids, False))
+        for ids, desirable, learned in (
+            (pair.chosen_ids, True, pair.chosen_learned),
+            (pair.rejected_ids, False, pair.rejected_learned),
+        )
     ]
     return list(dict.fromkeys(rows))

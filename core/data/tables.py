@@ -1,21 +1,21 @@
-"""Rows of Parquet files and of data sets on a hub, read through the library `datasets`.
+"""Rows of Parquet and Arrow files, and of data sets on a hub through the library `datasets`.
 
 No code of a data set is ever run: `datasets` 4 and later has no loading scripts, and what is asked
 for here are files of data. Nothing is sent anywhere for files on this machine. Importing this
-module needs no torch; `datasets` itself is imported when rows are read, which takes two seconds.
+module needs no torch; `datasets` itself is imported when a hub is read, which takes two seconds.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import DataError, ResourceError
+from posttrain.core.runtime.files import irregular
 from posttrain.core.runtime.json_files import JsonRow
 
 HUB_TIMEOUT = 15.0
@@ -35,65 +35,131 @@ def expand(path: Path, suffix: str, setting: str) -> list[Path]:
     return found
 
 
+BATCH = 64
+"""Rows of a table that are Python objects at a time."""
+
+
 def parquet_rows(path: Path, columns: Sequence[str] | None, setting: str) -> Iterator[JsonRow]:
-    """The rows of a Parquet file, or of all in a folder, streamed, with these columns (None: all)."""
-    library = _library()
-    import numpy
+    """The rows of a Parquet file or of all in a folder, streamed; `columns` None means all."""
+    for file in expand(path, ".parquet", setting):
+        yield from _table_rows(file, "Parquet", setting, columns, _parquet_batches)
+
+
+def arrow_rows(file: Path, setting: str) -> Iterator[JsonRow]:
+    """The rows of an Arrow file in the file (Feather) or the stream format, streamed."""
+    return _table_rows(file, "Arrow", setting, None, _arrow_batches)
+
+
+Batches = tuple[Any, Iterator[Any]]  # Any: Arrow's schema and record batches, which are untyped
+
+
+def _parquet_batches(file: Path, columns: Sequence[str] | None) -> Batches:
+    from pyarrow import parquet
+
+    found = parquet.ParquetFile(file, memory_map=True)
+    return found.schema_arrow, found.iter_batches(BATCH, columns=columns)
+
+
+def _arrow_batches(file: Path, columns: Sequence[str] | None) -> Batches:
     import pyarrow
 
-    for file in expand(path, ".parquet", setting):
-        try:
-            found = pyarrow.parquet.read_metadata(file)
-            schema = pyarrow.parquet.read_schema(file)
-            known = schema.names
-        except (pyarrow.ArrowException, OSError) as error:
-            reported = str(error).splitlines()[0]
+    with file.open("rb") as stream:
+        is_file = stream.read(6) == b"ARROW1"
+    mapped = pyarrow.memory_map(str(file))
+    if not is_file:
+        reader = pyarrow.ipc.open_stream(mapped)
+        return reader.schema, iter(reader)
+    table = pyarrow.ipc.open_file(mapped)
+    return table.schema, (table.get_batch(i) for i in range(table.num_record_batches))
+
+
+def _table_rows(
+    file: Path,
+    kind: str,
+    setting: str,
+    columns: Sequence[str] | None,
+    opened: Callable[[Path, Sequence[str] | None], Batches],
+) -> Iterator[JsonRow]:
+    import pyarrow
+
+    if not file.exists() or irregular(file):
+        what = irregular(file) if file.exists() else "not there"
+        raise DataError(
+            f"cannot read {file}, which is {what}, expected a {kind} file: correct {setting}; "
+            f"relative paths start at {Path.cwd()}"
+        )
+    damaged = (pyarrow.ArrowException, OSError, ValueError, TypeError, OverflowError)
+    try:
+        schema, batches = opened(file, columns)
+    except damaged as error:
+        reported = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{file} is not a {kind} file ({reported}): correct {setting}, or use the task that "
+            "reads its format"
+        ) from error
+    _check_columns(file, schema.names, columns)
+    rounded = {field.name: _as_written(field.type) for field in schema}
+    number = 0
+    try:
+        for batch in batches:
+            # Arrow files are not checked by their reader, which would read beyond damaged offsets.
+            batch.validate(full=True)
+            for start in range(0, batch.num_rows, BATCH):
+                for values in batch.slice(start, BATCH).to_pylist(maps_as_pydicts="strict"):
+                    number += 1
+                    for name in values:
+                        if (change := rounded[name]) is not None:
+                            values[name] = change(values[name])
+                    yield JsonRow(f"{file}:{number}", values)
+    except damaged as error:
+        reported = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
+            "write or download it again"
+        ) from error
+    if number == 0:
+        raise DataError(f"{file} has no rows, expected one a problem: give another file")
+
+
+def _check_columns(file: Path, known: Sequence[str], wanted: Sequence[str] | None) -> None:
+    twice = [name for name in known if known.count(name) > 1]
+    if twice:
+        raise DataError(f"{file} has two columns '{twice[0]}': rename one of them")
+    for column in wanted or ():
+        if column not in known:
             raise DataError(
-                f"{file} is not a Parquet file ({reported}): correct {setting}, or use the task "
-                "that "
-                "reads its format"
-            ) from error
-        for column in columns or ():
-            if column not in known:
-                raise DataError(
-                    f"{file} has no column '{column}', only {sorted(known)}: name another field in "
-                    "the task's settings"
-                )
-        if found.num_rows == 0:
-            raise DataError(f"{file} has no rows, expected one a problem: give another file")
-        kinds = {"float": numpy.float32, "halffloat": numpy.float16}
-        short = {f.name: kinds[str(f.type)] for f in schema if str(f.type) in kinds}
-        number = 0
-        with tempfile.TemporaryDirectory() as cache:
-            try:
-                rows = library.Dataset.from_parquet(
-                    str(file),
-                    streaming=True,
-                    columns=None if columns is None else list(columns),
-                    cache_dir=cache,
-                )
-                for number, values in enumerate(rows, start=1):
-                    yield JsonRow(f"{file}:{number}", _as_written(dict(values), short))
-            except (
-                pyarrow.ArrowException,
-                library.exceptions.DatasetsError,
-                OSError,
-                ValueError,
-                TypeError,
-            ) as error:
-                reported = " ".join(str(error).split())[:200]
-                raise DataError(
-                    f"{file} cannot be read after row {number} ({reported}): the file is damaged; "
-                    "write or download it again"
-                ) from error
+                f"{file} has no column '{column}', only {sorted(known)}: name another field in "
+                "the task's settings"
+            )
 
 
-def _as_written(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of less than double precision as they were written: 0.1, not 0.10000000149."""
-    for name, kind in short.items():
-        if isinstance(values.get(name), float):
-            values[name] = float(str(kind(values[name])))
-    return values
+Change = Callable[[Any], Any]  # Any: a cell's value
+
+
+def _as_written(kind: Any) -> Change | None:  # Any: an Arrow type
+    """Makes numbers of less than double precision what was written: 0.1, not 0.10000000149.
+
+    None for types that hold no such numbers.
+    """
+    import numpy
+    from pyarrow import types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        small = numpy.float32 if types.is_float32(kind) else numpy.float16
+        return lambda value: value if value is None else float(str(small(value)))
+    if types.is_struct(kind):
+        made = {kind.field(i).name: _as_written(kind.field(i).type) for i in range(kind.num_fields)}
+        changes = {name: change for name, change in made.items() if change is not None}
+        if not changes:
+            return None
+        return lambda value: (
+            value
+            and {name: changes.get(name, lambda same: same)(item) for name, item in value.items()}
+        )
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _as_written(kind.value_type)
+        return None if inner is None else lambda value: value and [inner(item) for item in value]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

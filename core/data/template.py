@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]  # Any: JSON values
 
+SPEAKING = re.compile("tool|python|think|call|args", re.IGNORECASE)
+"""Names of special tokens that are a part of what the assistant says."""
 DUMMY_ID = "call00000"
 """A call's id of the form that the strictest templates take."""
 TOOLS_AS_TEXT = """# Tools
@@ -164,23 +166,42 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         """What the template writes after an assistant's turn, of a conversation made for this."""
         if not self.has_template:
             chat = self._chat(messages, tools)
-            text = "\n" + self._whole(chat, generation_prompt=True)
+            said = [
+                m.content for m, place in zip(chat.messages, chat.places, strict=True) if place >= 0
+            ]
+            text = "\n" + "\n".join(said) + "\n"
             return self.control.encode(text, chat.back)[0].token_ids
         answers = [m for m in messages if m.role == "tool"]
-        calls = tuple(ToolCall(m.name or "tool", {}, m.tool_call_id or DUMMY_ID) for m in answers)
-        turn = Message("assistant", MARK, calls)
+        calls = [ToolCall(f"{m.name}{MARK}", {}, m.tool_call_id) for m in answers]
+        try:
+            return self._after(calls, messages, tools, ended=ended)
+        except DataError:
+            if len(calls) < 2:
+                raise
+            return self._after(calls[:1], messages, tools, ended=ended)  # one call a turn
+
+    def _after(
+        self,
+        calls: Sequence[ToolCall],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        ended: bool,
+    ) -> tuple[int, ...]:
+        turn = Message("assistant", MARK, tuple(calls))
         chat = self._chat([Message("user", "Q"), turn, *messages], tools)
-        known = next(i for i, m in enumerate(chat.messages) if MARK in m.content)
         text = self._text(chat.messages, chat.tools, generation_prompt=True)
-        place = text.find(MARK)
+        place = text.rfind(MARK) + len(MARK)  # a template with calls may leave the content out
+        if place < len(MARK):
+            raise DataError(self._lost("what follows an assistant's turn"))
         if self._end is None:
-            before = self._text(chat.messages[: known + 1], chat.tools)
-            if place < 0 or not text.startswith(before):
+            number = next(i for i, m in enumerate(chat.messages) if m.role == "assistant")
+            before = self._text(chat.messages[: number + 1], chat.tools) if calls else text[:place]
+            if not text.startswith(before):
                 raise DataError(self._lost("what follows an assistant's turn"))
-            rest = text[len(before) :] if calls else text[place + len(MARK) :]
-            return self.control.encode(rest, chat.back)[0].token_ids
+            return self.control.encode(text[len(before) :], chat.back)[0].token_ids
         found = self._ends.search(text, place)
-        if place < 0 or found is None:
+        if found is None:
             raise DataError(self._lost("the end of an assistant's turn before other messages"))
         # With the end token in front, so that nothing is taken for the beginning of a text.
         made, _ = self.control.encode(text[found.start() :], chat.back)
@@ -189,15 +210,26 @@ class TemplateRenderer(Renderer[TemplateConfig]):
     def parse(self, token_ids: Sequence[int]) -> Message:
         """The message that the tokens write, tool calls in the form of the config."""
         # Special tokens are left out, but those that tell calls and reasoning from other text.
-        hidden = set(self.tokenizer.all_special_ids) | set(self.end_token_ids)
-        hidden -= {
-            i for name, i in self.control.ids.items() if re.search("tool|python|think", name, re.I)
-        }
-        hidden |= set(self.end_token_ids)
+        speaking = {i for name, i in self.control.ids.items() if SPEAKING.search(name)}
+        hidden = set(self.tokenizer.all_special_ids) - speaking | set(self.end_token_ids)
         own = [token for token in token_ids if token not in hidden]
         text = str(self.tokenizer.decode(own, skip_special_tokens=False))
         opened = (self._tail("user") or "").rstrip().endswith("<think>")
+        lead = self._lead
+        text = text[len(lead) :] if lead and text.startswith(lead) else text
         return parse_assistant(text, self.form, opened=opened)
+
+    @cached_property
+    def _lead(self) -> str:
+        """Blanks that the template writes between the generation prompt and a content."""
+        chat = [Message("user", "Q"), Message("assistant", MARK)]
+        try:
+            text = self._text(chat, ()).partition(MARK)[0]
+            prompt = self._text(chat[:1], (), generation_prompt=True)
+        except DataError:
+            return ""
+        lead = text[len(prompt) :] if self.has_template and text.startswith(prompt) else ""
+        return "" if lead.strip() else lead
 
     @cached_property
     def form(self) -> str:
@@ -307,17 +339,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         parts = [] if turns is None else turns
         for i, message in enumerate(chat.messages):
             if message.role != "assistant":
-                end = marks.get(i)
-                size = next(
-                    (
-                        len(said)
-                        for said in (message.content, message.content.strip())
-                        if end is not None and said and text[:end].endswith(said)
-                    ),
-                    0,
-                )
-                if end is not None and size:
-                    parts.append(_Part(end - size, end, chat.places[i], False))
+                parts += _content(message, text, marks.get(i), chat.places[i])
             elif turns is None:
                 last = goes_on and i == len(chat.messages) - 1
                 start = self._start(chat, text, marks, i)
@@ -330,8 +352,9 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         return parts
 
     def _marks(self, chat: _Chat, text: str, *, goes_on: bool) -> dict[int, int]:
-        """Where each message's content ends in `text`; {} when the template changes with marks.
+        """Where each message's content ends in `text`, without blanks that follow it.
 
+        {} when the marks change what else the template writes.
         The mark of a message without content is at its last call's name, or at its reasoning.
         """
         marks = [f"{MARK}{i}End" for i in range(len(chat.messages))]
@@ -370,8 +393,11 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         """Where the assistant's message `i` begins: after the generation prompt."""
         before = marks.get(i - 1)
         tail = self._tail(chat.messages[i - 1].role) if i else None
-        if before is not None and tail is not None and text.startswith(tail, before):
-            return before + len(tail)
+        if before is not None and tail is not None:
+            blanks = _blanks_after(chat.messages[i - 1].content)
+            for between in (tail, blanks + tail):
+                if text.startswith(between, before):
+                    return before + len(between)
         if i:
             try:
                 prompt = self._text(chat.messages[:i], chat.tools, generation_prompt=True)
@@ -385,9 +411,8 @@ class TemplateRenderer(Renderer[TemplateConfig]):
             at = text.find(opening, before or 0, end) if opening else -1
             if at >= 0:
                 return at + len(opening)
-            said = (
-                message.content if text[:end].endswith(message.content) else message.content.strip()
-            )
+            said = message.content.rstrip()
+            said = said if text[:end].endswith(said) else said.lstrip()
             if said and not message.reasoning and text[:end].endswith(said):
                 return end - len(said)
         raise DataError(self._lost(f"the assistant's message {chat.places[i]}"))
@@ -497,9 +522,26 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         )
 
 
+def _blanks_after(content: str) -> str:
+    return content[len(content.rstrip()) :]
+
+
+def _content(message: Message, text: str, end: int | None, place: int) -> list[_Part]:
+    """The place of a content that ends at `end`, but for blanks, if the template writes it."""
+    content = message.content.rstrip()
+    for said in (content, content.lstrip()):
+        if end is not None and said and text[:end].endswith(said):
+            blanks = _blanks_after(message.content)
+            size = len(blanks) if text.startswith(blanks, end) else 0
+            return [_Part(end - len(said), end + size, place, False)]
+    return []
+
+
 def _marked(message: Message, mark: str) -> Message:
+    """The message with a mark at its end, before blanks, which a template may strip."""
     if message.content:
-        return replace(message, content=message.content + mark)
+        content = message.content.rstrip()
+        return replace(message, content=content + mark + _blanks_after(message.content))
     if message.tool_calls:
         *others, call = message.tool_calls
         return replace(message, tool_calls=(*others, replace(call, name=call.name + mark)))

@@ -114,14 +114,19 @@ class ChatTokenizer:
         """
         chat = self._chat(messages)
         made = self.renderer.render(chat, tools)
-        if chat[-1].role != "assistant" or not made.token_ids or not made.sampled[-1]:
-            return made
-        if made.token_ids[-1] in self.end_token_ids:
-            return made
-        place = len(chat) - 1
-        return Rendered(
-            (*made.token_ids, self.turn_end.token), (*made.sampled, True), (*made.message, place)
-        )
+        ids, sampled, last = list(made.token_ids), list(made.sampled), len(chat) - 1
+        owners = list(made.message)
+        if chat[-1].role == "assistant":
+            own = [i for i, m, s in zip(ids, owners, sampled, strict=True) if s and m == last]
+            if not own or own[-1] not in self.end_token_ids:
+                ids, sampled, owners = (
+                    [*ids, self.turn_end.token],
+                    [*sampled, True],
+                    [*owners, last],
+                )
+        if len(chat) > len(messages):  # the run's system prompt is not among the messages
+            owners = [max(owner - 1, -1) for owner in owners]
+        return Rendered(tuple(ids), tuple(sampled), tuple(owners))
 
     def _chat(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         chat = [

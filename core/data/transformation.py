@@ -11,16 +11,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.core.contracts import Task
+from posttrain.core.data.problems import is_plain, problem_to_json
 from posttrain.core.math.closed_forms import integer_question, plain_integer
 from posttrain.core.math.splits import loose_key
 from posttrain.core.types import Problem
 
 How = Literal["unchanged", "rule", "model"]
 REASONS: dict[str, str] = {
+    "conversation": "its prompt is more than one user message, and only plain texts are rewritten",
     "no_rule": "its answer is not a closed form that a rule knows, and no model may rewrite it",
     "unparsed": "the model's reply is not of the form that was asked for",
     "not_integer": "the answer that the model claims is not an integer",
@@ -68,8 +70,7 @@ class Outcome:
         if self.made is None:
             return {"reason": self.reason, "detail": self.detail, "original": before}
         return {
-            **asdict(self.made),
-            "metadata": dict(self.made.metadata),
+            **problem_to_json(self.made),
             "how": self.how,
             "detail": self.detail,
             "agreement": self.agreement,
@@ -103,6 +104,8 @@ class Transformer:
         """Integers and closed forms; None for what is left to the model."""
         if plain_integer(problem.answer) is not None:
             return Outcome(problem, problem)
+        if not is_plain(problem):
+            return Outcome(problem, reason="conversation")
         found = integer_question(problem.answer) if self.settings.by_rule else None
         if found is not None:
             question = self.task.question(problem)

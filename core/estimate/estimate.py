@@ -109,19 +109,25 @@ class Estimator:
         """Rows of one step of a stage that trains; a pair is two rows."""
         if isinstance(stage, SftStage):
             worked = self.lengths.worked or (64.0, 64)
-            return self._rows(stage.batch_size, 1, stage.micro_batch_size, worked)
+            rows = self.data.supervised(stage, self.lengths.prompt + worked[0])
+            if stage.data is None:
+                return self._rows(rows.batch, 1, stage.micro_batch_size, worked)
+            # A row of a file is a response as a whole, since most of a chat may be learned.
+            return Rows(rows.batch, 1, stage.micro_batch_size, 0, rows.tokens, rows.longest, 0)
         limit = stage.generation.max_response_length
         response = self.lengths.response(self.data.config, stage, limit)
         if isinstance(stage, RlStage):
-            group, rows = stage.num_generations, stage.prompts_per_step * stage.num_generations
-            micro = min(stage.micro_batch_size, rows // stage.num_mini_batches)
+            group, count = stage.num_generations, stage.prompts_per_step * stage.num_generations
+            micro = min(stage.micro_batch_size, count // stage.num_mini_batches)
             if stage.max_tokens_per_microbatch is not None:
                 tokens = response[0] + self.lengths.prompt / group
                 micro = min(micro, max(1, int(stage.max_tokens_per_microbatch / tokens)))
-            return self._rows(rows, group, micro, response)
+            return self._rows(count, group, micro, response)
         found = self.data.preferences(stage)
         response = (found.answer, found.answer) if found.answer else response
         pairs = math.ceil(stage.epochs * found.train / max(1, found.steps))
+        if isinstance(stage, PreferenceStage) and stage.online is not None:
+            pairs = min(pairs, stage.batch_size)  # a round's pairs beyond its steps are not used
         return self._rows(2 * pairs, 2, 2 * stage.micro_batch_size, response)
 
     def sampled(self, stage: Stage) -> tuple[list[Rows], float]:
@@ -133,6 +139,10 @@ class Estimator:
             section = stage.evaluation or data.config.evaluation
             count, batch = data.count("held_out", section.num_problems), section.batch_size
             groups, limit = [1, section.num_samples], section.max_response_length
+        elif isinstance(stage, PreferenceStage) and stage.online is not None:
+            online, limit = stage.online, stage.generation.max_response_length
+            count, groups = online.rounds * online.prompts_per_round, [online.num_generations]
+            batch = min(PAIR_PROMPTS_PER_CALL, online.prompts_per_round)
         elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             count, batch, groups = stage.num_prompts, PAIR_PROMPTS_PER_CALL, [stage.num_generations]
             limit = stage.generation.max_response_length
@@ -189,7 +199,9 @@ class Estimator:
         if isinstance(stage, RlStage):
             return self._rl(stage, sampling / stage.steps)
         if isinstance(stage, SftStage):
-            return stage.steps, {"update": self.train(self.trained(stage), stage.lora)}, 0.0
+            worked = self.lengths.worked or (64.0, 64)
+            steps = self.data.supervised(stage, self.lengths.prompt + worked[0]).steps
+            return steps, {"update": self.train(self.trained(stage), stage.lora)}, 0.0
         if isinstance(stage, RewardModelStage | PreferenceStage):
             found, rows = self.data.preferences(stage), self.trained(stage)
             head, reference = isinstance(stage, PreferenceStage), self._has_reference(stage)

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import PreferenceDataStage, SftStage
+from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, SftStage
 from posttrain.core.contracts import Renderer, Task
-from posttrain.core.contracts.preference_rows import read_preference_rows
+from posttrain.core.data.formats import examples
+from posttrain.core.data.messages import chat_text
+from posttrain.core.data.preference_files import read_preference_rows
+from posttrain.core.data.rows import data_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import PosttrainError
 from posttrain.core.estimate.shape import KnownModel
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.sampling import common_start
+from posttrain.core.runtime.config_model import LARGEST
 from posttrain.core.types import Split
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,16 @@ class Preferences(NamedTuple):
     answer: int = 0
 
 
+class Supervised(NamedTuple):
+    """Rows that are learned from, of `tokens` in the mean, and steps of at most `batch` of them."""
+
+    rows: int
+    steps: int
+    batch: int
+    tokens: float
+    longest: int
+
+
 class RunData:
     """What the task and the files of a run hold."""
 
@@ -51,6 +64,7 @@ class RunData:
         self.config, self.manager = config, manager
         self.task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
         self._preferences: dict[str, Preferences] = {}
+        self._sizes: dict[str, list[int]] = {}
 
     def count(self, split: Split, wanted: int) -> int:
         """`wanted` problems of a split, or all it holds if those are fewer."""
@@ -64,8 +78,34 @@ class RunData:
             self._preferences[key] = self._read(stage)
         return self._preferences[key]
 
+    def supervised(self, stage: SftStage, worked: float = ASSUMED_TOKENS) -> Supervised:
+        """The rows of a stage; those of the task have `worked` tokens. A file is read once."""
+        sizes = [size for source in stage.data or () for size in self._sizes_of(source.path)]
+        tokens = sum(sizes) / len(sizes) if sizes else worked
+        batch = stage.batch_size or max(1, int((stage.max_tokens_per_batch or 1) / tokens))
+        rows = len(sizes)
+        if stage.data is None:
+            rows = self.count("train", stage.steps * batch if stage.steps else LARGEST)
+        rows -= round(rows * stage.held_out_fraction)
+        steps = stage.steps or (stage.epochs or 1) * math.ceil(rows / batch)
+        return Supervised(rows, steps, batch, tokens, max(sizes, default=math.ceil(worked)))
+
+    def _sizes_of(self, path: str) -> list[int]:
+        """Tokens of each row, by its characters."""
+        if path not in self._sizes:
+            self._sizes[path] = [
+                max(1, _tokens(example.text or chat_text(example.messages, example.tools)))
+                for _, example in examples(data_rows(path, "data"))
+            ]
+        return self._sizes[path]
+
     def _read(self, stage: PreferenceDataStage) -> Preferences:
         sampled = answer = 0
+        online = stage.online if isinstance(stage, PreferenceStage) else None
+        if online is not None:
+            prompts = online.rounds * online.prompts_per_round
+            pairs = min(stage.pairs_per_prompt, online.num_generations // 2)
+            return Preferences(prompts * pairs, 0, online.steps, prompts * online.num_generations)
         if stage.data is None:
             sampled = stage.num_prompts * stage.num_generations
             problems = self.count("train", stage.num_prompts)
@@ -73,8 +113,10 @@ class RunData:
         else:
             rows = self.task.preferences() if stage.data == TASK_DATA else []
             if stage.data != TASK_DATA:
-                _, rows = read_preference_rows(Path(stage.data), "data", ("pairs", "labels"))
-            answers = [_tokens(text) for row in rows for text in row.answers]
+                rows = read_preference_rows(
+                    stage.data, "data", ("pairs", "labels"), stage.pairs_from_scores
+                ).rows
+            answers = [_tokens(text) for row in rows for text in row.texts()]
             answer = math.ceil(sum(answers) / max(1, len(answers)))
             keys = [row.key for row in rows]
         kept_out = held_out_keys(keys, stage.held_out_fraction)

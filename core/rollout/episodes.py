@@ -6,7 +6,7 @@ What the policy sampled is never tokenised again: each turn continues the token 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from posttrain.core.contracts import (
@@ -18,10 +18,11 @@ from posttrain.core.contracts import (
     Turn,
 )
 from posttrain.core.contracts.rollout import Episode, Segment
+from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolCall, ToolSchema
+from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolSchema
 
 
 def generate_groups(
@@ -47,25 +48,15 @@ T = TypeVar("T")
 
 
 def prompt_to_json(prompt: PromptGroup) -> Json:
-    return {"problem": _plain(prompt.problem), "prompt_ids": list(prompt.prompt_ids)}
+    return {"problem": problem_to_json(prompt.problem), "prompt_ids": list(prompt.prompt_ids)}
 
 
 def prompt_from_json(value: Mapping[str, Any]) -> PromptGroup:
-    given = dict(value["problem"])
-    messages = []
-    for message in given.get("messages", ()):
-        calls = tuple(_made(ToolCall, call) for call in message.get("tool_calls", ()))
-        messages.append(_made(Message, {**message, "tool_calls": calls}))
-    problem = _made(Problem, {**given, "messages": messages})
+    try:
+        problem = problem_from_json(value["problem"])
+    except (TypeError, ValueError) as error:
+        raise _other_version(error) from error
     return PromptGroup(problem, tuple(value["prompt_ids"]))
-
-
-def _plain(value: Any) -> Any:  # Any: a value of dataclasses, mappings and lists, as JSON
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def groups_to_json(groups: Sequence[SampledGroup]) -> list[Json]:
@@ -94,10 +85,14 @@ def _made(cls: type[T], value: Mapping[str, Any]) -> T:
     try:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
     except TypeError as error:
-        raise RunError(
-            f"a stored rollout does not fit this version ({error}): run with --fresh to start the "
-            "stage again"
-        ) from error
+        raise _other_version(error) from error
+
+
+def _other_version(error: Exception) -> RunError:
+    return RunError(
+        f"a stored rollout does not fit this version ({error}): run with --fresh to start the "
+        "stage again"
+    )
 
 
 class EpisodeRunner:
@@ -112,6 +107,7 @@ class EpisodeRunner:
     ) -> None:
         self.environment, self.tokenizer = environment, tokenizer
         self.max_turns, self.max_observation_tokens = max_turns, max_observation_tokens
+        self._answers_fit = False
 
     @property
     def vocabulary_size(self) -> int:
@@ -132,7 +128,12 @@ class EpisodeRunner:
                 own = messages.pop(0)
                 opening = replace(opening, system=f"{own.content}\n\n{opening.system}")
             messages.insert(0, Message("system", opening.system or ""))
-        return self.tokenizer.encode_chat(messages, (*problem.tools, *opening.tools))
+        tools = (*problem.tools, *opening.tools)
+        if opening.tools and not self._answers_fit:
+            # A model whose template takes no results is refused before anything is sampled.
+            self.tokenizer.extend([Message("tool", "1", name="f")], tools, ended=True)
+            self._answers_fit = True
+        return self.tokenizer.encode_chat(messages, tools)
 
     def _tools(self, problem: Problem) -> tuple[ToolSchema, ...]:
         return (*problem.tools, *self.environment.reset(problem).tools)

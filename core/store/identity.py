@@ -77,8 +77,9 @@ def stage_parts(
     shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
     if "engine" in shared:
         shared["engine"] = engine
-    # Supervised learning on a data set reads no row of the task itself.
-    reads_task = "task" in shared and not (kind == "sft" and "dataset" in input_digests)
+    # Supervised learning on a data set, or on files, reads no row of the task itself.
+    own_rows = "dataset" in input_digests or stage.get("data") is not None
+    reads_task = "task" in shared and not (kind == "sft" and own_rows)
     if reads_task and task_fingerprint:
         shared["task_data"] = task_fingerprint
     settings = {**shared, **{k: v for k, v in stage.items() if k != "kind"}}

@@ -240,6 +240,13 @@ METRICS: dict[str, Metric] = {
     "pref/held_out_margin": Metric("reward", "mean held-out reward margin"),
     "pref/num_rows": Metric("count", "training pairs or labelled rows"),
     "pref/num_held_out_rows": Metric("count", "held-out pairs or labelled rows"),
+    # answers of the policy that a round of `online` pairs
+    "online/accuracy": Metric("fraction", "mean verdict on the answers of a round"),
+    "online/reward_mean": Metric("reward", "mean of the scores that rank a round's answers"),
+    "online/num_pairs": Metric("count", "pairs of a round"),
+    "online/prompts_with_pairs": Metric("fraction", "prompts of a round that gave a pair"),
+    "online/response_length": Metric("tokens", "mean length of a round's answers"),
+    "online/rounds_without_pairs": Metric("count", "rounds so far whose steps were skipped"),
     "kto/z_ref": Metric("nats", "KTO's reference point: estimated KL from the reference"),
     # a data set rewritten for integer answers
     "transform/num_problems": Metric("count", "problems that were looked at"),
@@ -272,6 +279,17 @@ METRICS: dict[str, Metric] = {
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),
+    "sft/nll": Metric("nats", "the same without the weights of `weighting: dft`"),
+    "sft/held_out_loss": Metric("nats", "negative log-likelihood per held-out token"),
+    "sft/held_out_perplexity": Metric("ratio", "exp of the held-out loss"),
+    "sft/best_step": Metric("step", "optimizer step of the lowest held-out loss"),
+    "sft/stopped_early": Metric("flag", "1 when the held-out loss ended training"),
+    "data/num_rows": Metric("count", "training rows of all sources"),
+    "data/num_held_out_rows": Metric("count", "held-out rows"),
+    "data/num_tokens": Metric("tokens", "of the training rows"),
+    "data/num_learned_tokens": Metric("tokens", "of the training rows, those that take loss"),
+    "data/nothing_to_learn": Metric("count", "rows left out, without a message to learn from"),
+    "data/also_held_out": Metric("count", "training rows left out that are held out as well"),
     # where the time goes
     "time/rollout_s": Metric("s", "sampling responses"),
     "time/rollout_wait_s": Metric("s", "waiting for rollouts sampled next to the update"),

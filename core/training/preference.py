@@ -51,6 +51,7 @@ class PairMini:
             group_ids=[number for number in range(len(pairs)) for _ in range(2)],
             pad_token_id=pad_token_id,
             problems=(),
+            sampled=[own for pair in pairs for own in (pair.chosen_learned, pair.rejected_learned)],
         )
         return cls(batch, torch.tensor([pair.margin for pair in pairs], dtype=torch.float64))
 
@@ -87,7 +88,7 @@ class LabelMini:
 
     @classmethod
     def of(cls, rows: Sequence[LabelledAnswer], pad_token_id: int) -> LabelMini:
-        batch = answer_batch(rows, [row.answer_ids for row in rows], pad_token_id)
+        batch = answer_batch(rows, rows, pad_token_id)
         return cls(batch, torch.tensor([row.desirable for row in rows]))
 
     def counts(self) -> MiniCounts:
@@ -105,16 +106,17 @@ Mini = PairMini | LabelMini
 
 
 def answer_batch(
-    rows: Sequence[LabelledAnswer], answers: Sequence[Sequence[int]], pad_token_id: int
+    rows: Sequence[LabelledAnswer], answers: Sequence[LabelledAnswer], pad_token_id: int
 ) -> RolloutBatch:
-    """The rows' prompts with `answers`; rows of one prompt share it."""
+    """The rows' prompts with the answers of `answers`; rows of one prompt share it."""
     numbers = {row.prompt_ids: number for number, row in enumerate(rows)}
     return response_batch(
         prompts=[row.prompt_ids for row in rows],
-        responses=answers,
+        responses=[row.answer_ids for row in answers],
         group_ids=[numbers[row.prompt_ids] for row in rows],
         pad_token_id=pad_token_id,
         problems=(),
+        sampled=[row.answer_learned for row in answers],
     )
 
 

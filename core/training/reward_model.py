@@ -36,7 +36,10 @@ def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
 
 
 def score_pairs(model: PreTrainedModel, pairs: Sequence[Pair]) -> PairScores:
-    """Rewards [B] of the pairs' answers, whose prompt is computed once, with their own margins."""
+    """Rewards [B] of the pairs' answers, whose prompt is computed once, with their own margins.
+
+    An answer's reward is read at its end, which is that of its last turn.
+    """
     answers = [answer for pair in pairs for answer in (pair.chosen_ids, pair.rejected_ids)]
     batch = response_batch(
         prompts=[pair.prompt_ids for pair in pairs for _ in range(2)],

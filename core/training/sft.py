@@ -1,12 +1,14 @@
 """Supervised fine-tuning, and the same loss as a pre-training term of an RL update.
 
-Source: InstructGPT (PPO-ptx), arXiv:2203.02155, eq. 2.
+Sources: InstructGPT (PPO-ptx), arXiv:2203.02155, eq. 2; DFT, arXiv:2508.05629, eq. 9.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -16,13 +18,15 @@ from posttrain.core.data.lengths import LengthRule, shown
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.finite import note_suspects
-from posttrain.core.training.forward import response_logprobs
+from posttrain.core.training.forward import forward_only, response_logprobs
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
+
+Weighting = Literal["none", "dft"]
 
 
 def worked_batch(
@@ -66,10 +70,14 @@ def sft_step(
     batch: RolloutBatch,
     *,
     micro_batch_size: int,
+    weighting: Weighting = "none",
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> dict[str, float]:
-    """One optimizer step on the mean over all response tokens of `batch`, however it is split."""
+    """One optimizer step on the mean over all response tokens of `batch`, however it is split.
+
+    With the weighting `dft` the loss of a token is -stop_gradient(p) log p, p its probability.
+    """
     num_tokens = float(batch.mask.sum())
     sums = MetricSums()
     for rows, counts in ranks.share(micro_rows(batch, micro_batch_size, None, ranks.size)):
@@ -77,6 +85,10 @@ def sft_step(
         micro = batch.select(rows)
         out = response_logprobs(model, micro, temperature=1.0)
         loss = -out.logprobs.sum() / num_tokens  # log-probs are 0 outside the response
+        if weighting == "dft":
+            if counts:
+                sums.add_scalar("sft/nll", loss.detach())
+            loss = -(out.logprobs.detach().exp() * out.logprobs).sum() / num_tokens
         if counts:
             sums.add_scalar("sft/loss", loss.detach())
             note_suspects(sums, loss, rows.tolist(), out.logprobs)
@@ -86,6 +98,40 @@ def sft_step(
     rows_of_loss = sums.suspects or range(len(batch))
     report = optimizer.step(loss=sums.mean("sft/loss", default=0.0), rows=rows_of_loss)
     return {**sums.result(), **report.metrics(), "tokens/response": num_tokens}
+
+
+def negative_log_likelihood(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    *,
+    micro_batch_size: int,
+    check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
+) -> tuple[float, float]:
+    """The sum over all response tokens of `batch`, in nats, and their number; no gradient."""
+    out = forward_only(model, batch, micro_batch_size, 1.0, check, ranks=ranks)
+    return -float(out.logprobs.double().sum()), float(batch.mask.sum())
+
+
+@dataclass(slots=True)
+class BestLoss:
+    """The lowest held-out loss so far, and how many evaluations in a row did not improve it.
+
+    An improvement lowers it by more than `min_improvement`.
+    """
+
+    min_improvement: float = 0.0
+    loss: float = math.inf
+    step: int = 0
+    since: int = 0
+
+    def after(self, step: int, loss: float) -> bool:
+        """Take the loss after `step`; whether it is the lowest."""
+        self.since = 0 if loss < self.loss - self.min_improvement else self.since + 1
+        lowest = loss < self.loss
+        if lowest:
+            self.loss, self.step = loss, step
+        return lowest
 
 
 @dataclass(frozen=True, slots=True)

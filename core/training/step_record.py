@@ -243,8 +243,8 @@ def preference_tensors(rows: Sequence[Pair | LabelledAnswer]) -> dict[str, Tenso
 
 
 def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
-    values = (getattr(row, name) for name in type(row).__dataclass_fields__)
-    return [value for value in values if isinstance(value, tuple)]
+    names = (name for name in type(row).__dataclass_fields__ if name.endswith("_ids"))
+    return [getattr(row, name) for name in names]
 
 
 def weight_tensors(

@@ -10,6 +10,7 @@ import typer
 from posttrain.pipelines.cli import (
     blame,
     compare,
+    data,
     deployments,
     doctor,
     forensics,
@@ -68,6 +69,7 @@ app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
+app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
 app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)

@@ -129,15 +129,25 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 "tokens"
             )
         case "sft":
-            examples = stage.steps * stage.batch_size
-            problems = data.count("train", examples)
-            again = f", {examples / problems:.1f} passes over {problems} problems"
-            micro = -(-stage.batch_size // stage.micro_batch_size)
+            given = data.supervised(stage)
+            count = given.steps * given.batch
+            what = "problems" if stage.data is None else "rows"
+            again = f", {count / max(1, given.rows):.1f} passes over {given.rows} {what}"
+            micro = -(-given.batch // stage.micro_batch_size)
+            about = "" if stage.max_tokens_per_batch is None else "about "
             return (
-                f"{stage.steps} steps x {stage.batch_size} examples = {examples} examples"
-                f"{again if 0 < problems < examples else ''}; {micro} micro-batch(es) a step"
+                f"{about}{given.steps} steps x {given.batch} examples = {count} examples"
+                f"{again if 0 < given.rows < count else ''}; {micro} micro-batch(es) a step"
             )
         case "reward_model" | "preference":
+            if stage.kind == "preference" and (online := stage.online) is not None:
+                answers = online.prompts_per_round * online.num_generations
+                return (
+                    f"{online.rounds} round(s) x {online.prompts_per_round} problems x "
+                    f"{online.num_generations} answers = {online.rounds * answers} sampled; "
+                    f"batches of at most {stage.batch_size} pairs, {online.steps} optimizer "
+                    "step(s) in all"
+                )
             found = data.preferences(stage)  # at most: rows that are too long are left out
             where = "task '" + config.task.name + "'" if stage.data == "task" else stage.data
             rows = f"{found.train + found.held_out} rows of {where}"

@@ -27,7 +27,7 @@ from posttrain.core.training.preference_objective import (
     Scoring,
 )
 from posttrain.core.training.reward_model import pair_hits, reward_step
-from posttrain.core.training.sft import sft_step
+from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.rl.build import build_critic, build_learner
 from posttrain.pipelines.stage.inputs import StageInputs
@@ -92,20 +92,31 @@ def reward_head(inputs: StageInputs) -> PreTrainedModel:
     return model
 
 
-def sft(inputs: StageInputs) -> Trained:
-    """Supervised steps on batches of worked answers."""
+def sft(inputs: StageInputs, num_steps: int) -> Trained:
+    """Supervised steps on batches of rows, and the likelihood of rows that are not trained on."""
     stage = inputs.stage
     assert isinstance(stage, SftStage)
     model = policy_model(inputs)
-    optimizer = MasterOptimizer(model, stage.optimizer, stage.steps, seed=_seed(inputs))
+    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+    size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
     def step(batch: RolloutBatch) -> dict[str, float]:
-        size, check = stage.micro_batch_size, inputs.check
         return sft_step(
-            model, optimizer, batch, micro_batch_size=size, check=check, ranks=inputs.ranks
+            model,
+            optimizer,
+            batch,
+            micro_batch_size=size,
+            weighting=stage.weighting,
+            check=check,
+            ranks=ranks,
         )
 
-    return Trained(model, {ONLY: optimizer}, {"step": step})
+    def likelihood(batch: RolloutBatch) -> tuple[float, float]:
+        return negative_log_likelihood(
+            model, batch, micro_batch_size=size, check=check, ranks=ranks
+        )
+
+    return Trained(model, {ONLY: optimizer}, {"step": step, "likelihood": likelihood})
 
 
 def reward_model(inputs: StageInputs, num_steps: int) -> Trained:

@@ -105,6 +105,7 @@ class RankTrainer:
 
     def __init__(self, stage: StageInputs, *args: object) -> None:
         self.stage = stage
+        self._copy: PreTrainedModel | None = None
         size = stage.run.limits.learner_ranks
         cores = stage.run.limits.num_threads or len(os.sched_getaffinity(0))
         threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
@@ -142,10 +143,11 @@ class RankTrainer:
         self.call("finish")
 
     def trained_model(self) -> PreTrainedModel:
-        """As in `Trainer`; a copy."""
-        model = UNTRAINED[type(self.stage.stage)](self.stage)
-        self.refresh(model)
-        return model
+        """As in `Trainer`; a copy, the same model each time."""
+        if self._copy is None:
+            self._copy = UNTRAINED[type(self.stage.stage)](self.stage)
+        self.refresh(self._copy)
+        return self._copy
 
     def close(self) -> None:
         """End the ranks; may be called twice."""

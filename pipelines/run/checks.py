@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,13 @@ def resolve_configs(
     from posttrain.core.config.resolve import resolve
 
     loaded = load_config(configs, overrides or [])
+    from posttrain.core.data.preference_files import check_files
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
-    return resolve(loaded, manager), manager
+    resolved = resolve(loaded, manager)
+    notes = (*resolved.notes, *check_files(resolved, manager))
+    return replace(resolved, notes=notes), manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,8 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     if task.name != NO_TASK:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))
-    not_checked = unchecked(config.model)
-    notes = (*([not_checked] if not_checked else ()), *resolved.notes)
+    unjudged = check_answers(resolved, manager, task)
+    notes = (*filter(None, (unchecked(config.model), unjudged)), *resolved.notes)
     return Inputs(task, problems, notes)
 
 
@@ -134,12 +137,21 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     from posttrain.core.config.base import TASK_DATA
     from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.config.stages import PreferenceDataStage, SftStage
+    from posttrain.core.data.formats import examples
     from posttrain.core.data.row_task import check_worked, read_examples
+    from posttrain.core.data.rows import data_rows
     from posttrain.core.rewards.judge import api_key
 
     for name, stage in resolved.config.stages.items():
-        if problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
+        if isinstance(stage, SftStage) and stage.data is not None:
+            for source in stage.data:
+                for _ in examples(data_rows(source.path, f"stages.{name}.data")):
+                    pass
+        elif problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
             check_worked(task, [problem])
+        if isinstance(stage, SftStage) and stage.held_out is not None:
+            for _ in examples(data_rows(stage.held_out, f"stages.{name}.held_out")):
+                pass
         if isinstance(stage, PreferenceDataStage) and stage.data == TASK_DATA:
             task.preferences()
         if isinstance(stage, RlStage) and stage.ptx.path is not None:
@@ -147,6 +159,38 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
         for reward in stage.rewards if isinstance(stage, RlStage) else ():
             key = reward.fields().get("api_key_env")
             api_key(None if key is None else str(key))
+
+
+def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> str:
+    """Refuse what needs answers where the data have none: rewards, and pairs that the verifier
+    makes; returns a note on accuracies."""
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
+    from posttrain.core.contracts import Reward
+
+    where = task.unjudged()
+    if not where:
+        return ""
+    for name, stage in resolved.config.stages.items():
+        for index, reward in enumerate(stage.rewards if isinstance(stage, RlStage) else ()):
+            cls = manager.find("reward", reward.name).cls
+            if issubclass(cls, Reward) and cls.needs_answer:
+                raise ConfigError(
+                    f"stages.{name}.rewards.{index}: '{reward.name}' compares with the problem's "
+                    f"answer, and {where} has none that a verifier reads; add answers (task."
+                    "answer_field), set task.match or task.verifiers, or use rewards that need no "
+                    "answer, such as llm_judge, reward_model, format or code_tests"
+                )
+        online = stage.online if isinstance(stage, PreferenceStage) else None
+        by_verifier = online is None or online.ranked_by == "verifier"
+        if isinstance(stage, PreferenceDataStage) and stage.data is None and by_verifier:
+            raise ConfigError(
+                f"stages.{name}: right answers of the model are paired with wrong ones, but "
+                f"{where} has no answer that a verifier reads; add answers (task.answer_field), "
+                "name a file of preferences as `data`, or rank by a model (online.ranked_by: "
+                "reward_model)"
+            )
+    return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 
 
 def check_training(resolved: ResolvedRun) -> None:

@@ -20,10 +20,12 @@ from posttrain.core.config.stages import (
     SftStage,
 )
 from posttrain.core.contracts import Task
-from posttrain.core.contracts.preference_rows import Kind, read_preference_rows
+from posttrain.core.contracts.preference_rows import Kind
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
+from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.row_task import check_worked, held_out_problems, training_problems
+from posttrain.core.data.sft_rows import SourceReport, encoded_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder
@@ -64,8 +66,10 @@ def _checked(
 ) -> Iterator[LengthRule]:
     """The rules of a stage, applied to what it would read."""
     model, made = config.model, "dataset" in stage.inputs
-    if isinstance(stage, SftStage) and not made:
-        count = min(stage.steps * stage.batch_size, MOST)
+    if isinstance(stage, SftStage) and stage.data is not None:
+        yield from _supervised(config, name, stage, tokenizer)
+    elif isinstance(stage, SftStage) and not made:
+        count = min((stage.steps or 1) * (stage.batch_size or 1), MOST)
         problems = training_problems(task, count, config.seed, name)
         check_worked(task, problems)
         rule = LengthRule.of(model, "worked answers with their prompt")
@@ -90,6 +94,22 @@ def _checked(
         yield rule
 
 
+def _supervised(
+    config: RunConfig, name: str, stage: SftStage, tokenizer: ChatTokenizer
+) -> Iterator[LengthRule]:
+    """The first rows of each source and of the held-out file."""
+    sources = {f"stages.{name}.data": [source.path for source in stage.data or ()]}
+    sources[f"stages.{name}.held_out"] = [] if stage.held_out is None else [stage.held_out]
+    for setting, paths in sources.items():
+        for path in paths:
+            rule = LengthRule.of(config.model, f"rows of {path}")
+            report = SourceReport(path)
+            for _ in encoded_rows(report, setting, tokenizer, stage.loss_on, rule, MOST):
+                pass
+            yield rule
+            report.check()
+
+
 def _preferences(
     config: RunConfig,
     name: str,
@@ -103,7 +123,9 @@ def _preferences(
     else:
         kinds: tuple[Kind, ...] = ("pairs", "labels")
         allowed = kinds[:1] if isinstance(stage, RewardModelStage) else kinds
-        kind, rows = read_preference_rows(Path(str(stage.data)), f"stages.{name}.data", allowed)
+        setting = f"stages.{name}.data"
+        found = read_preference_rows(str(stage.data), setting, allowed, stage.pairs_from_scores)
+        kind, rows = found.kind, found.rows
     rule = LengthRule.of(config.model, "rows", stage.max_length)
     tokenise = tokenise_pairs if kind == "pairs" else tokenise_labelled
     tokenise(rows[:MOST], tokenizer, rule)

@@ -30,6 +30,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     "acc/mean": ("accuracy", "{:.1%}"),
     "eval/greedy_accuracy": ("held-out", "{:.1%}"),
     "sft/loss": ("loss", "{:.4f}"),
+    "sft/held_out_loss": ("held-out loss", "{:.4f}"),
     "rm/pair_accuracy": ("pairs right", "{:.1%}"),
     "rewards/accuracy": ("pairs right", "{:.1%}"),
     "pref/held_out_pair_accuracy": ("held-out pairs", "{:.1%}"),

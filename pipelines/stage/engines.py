@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig, TransformStage
-from posttrain.core.config.stages import EvaluateStage, PreferenceDataStage
+from posttrain.core.config.stages import EvaluateStage, PreferenceDataStage, PreferenceStage
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.tokens import ChatTokenizer
@@ -53,6 +53,8 @@ def largest_request(config: RunConfig) -> int:
     for stage in config.stages.values():
         if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
             sizes.append(stage.evaluation.batch_size)
+        elif isinstance(stage, PreferenceStage) and stage.online is not None:
+            sizes.append(PAIR_PROMPTS_PER_CALL * stage.online.num_generations)
         elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
         elif isinstance(stage, TransformStage):
@@ -63,9 +65,14 @@ def largest_request(config: RunConfig) -> int:
 
 
 def adapter_rank(config: RunConfig) -> int | None:
-    """Rank of the largest adapter that an rl stage gives its engine; None when none does."""
-    stages = [stage for stage in config.stages.values() if isinstance(stage, RlStage)]
-    return max((stage.lora.rank for stage in stages if stage.lora is not None), default=None)
+    """Rank of the largest adapter that a stage gives its engine; None when none does."""
+    loras = [
+        stage.lora
+        for stage in config.stages.values()
+        if isinstance(stage, RlStage)
+        or (isinstance(stage, PreferenceStage) and stage.online is not None)
+    ]
+    return max((lora.rank for lora in loras if lora is not None), default=None)
 
 
 def engine_fields(config: RunConfig, manager: PluginManager, name: str) -> dict[str, object]:

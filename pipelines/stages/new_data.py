@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from posttrain.core.config.stages import NewDataStage
+from posttrain.core.data.problems import problem_to_json
 from posttrain.pipelines.stage.context import StageContext, StageOutput
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 
@@ -18,7 +18,7 @@ def run_new_data(context: StageContext) -> StageOutput:
     folder.mkdir()
     with (folder / PROBLEMS_FILE).open("w", encoding="utf-8") as stream:
         for problem in context.rows:
-            stream.write(json.dumps(asdict(problem)) + "\n")
+            stream.write(json.dumps(problem_to_json(problem)) + "\n")
     metrics = {"new_data/rows": float(len(context.rows))}
     context.tracker.log_summary(metrics)
     context.reporter.step_done(context.name, 1, {})

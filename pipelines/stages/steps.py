@@ -18,12 +18,16 @@ from posttrain.core.training.checkpoint import (
 from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
+from posttrain.pipelines.rl.step import Stateful
 from posttrain.pipelines.stage.context import StageContext
 
 
 @dataclass
 class Steps:
-    """Counts and records a stage's steps; `history` has the metrics of each one so far."""
+    """Counts and records a stage's steps; `history` has the metrics of each one so far.
+
+    `kept` is what a checkpoint keeps in addition to model, optimizer and history.
+    """
 
     context: StageContext
     trainer: Trainer
@@ -32,18 +36,28 @@ class Steps:
     guard: FiniteGuard
     history: list[dict[str, float]] = field(default_factory=list)
     first: int = 1
+    kept: Mapping[str, Stateful] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, context: StageContext, trainer: Trainer, total: int) -> Steps:
+    def begin(
+        cls,
+        context: StageContext,
+        trainer: Trainer,
+        total: int,
+        kept: Mapping[str, Stateful] | None = None,
+    ) -> Steps:
         """From the context's checkpoint on, if an interrupted run of the stage has left one."""
         stage = context.stage
         assert isinstance(stage, SftStage | PreferenceStage | RewardModelStage)
         guard = FiniteGuard(context.name, stage.optimizer, context.warn)
-        steps = cls(context, trainer, total, context.keeper(total, stage.checkpoint_every), guard)
+        keeper = context.keeper(total, stage.checkpoint_every)
+        steps = cls(context, trainer, total, keeper, guard, kept=kept or {})
         found = context.resume_from
         if found is not None:
             state = load_checkpoint(found, trainer.stored)
             steps.history, steps.first = list(state.history), state.step + 1
+            for name, part in steps.kept.items():
+                part.load_state(state.parts[name])
             context.reporter.say(f"{context.name}: continues after step {state.step} ({found})")
         context.started(total)
         return steps
@@ -81,7 +95,8 @@ class Steps:
         self.context.log_step(step, metrics)
         self.history.append({"step": float(step), **metrics})
         if self.checkpoints.is_due(step):
-            state = LoopState(step, {}, self.history)
+            parts = {name: part.state() for name, part in self.kept.items()}
+            state = LoopState(step, parts, self.history)
 
             def save(folder: Path) -> None:
                 save_checkpoint(folder, self.trainer.stored, state)

@@ -17,6 +17,7 @@ class AccuracyReward(Reward[NoConfig]):
 
     name = "accuracy"
     Config = NoConfig
+    needs_answer = True
     runs_in = "host"
     is_verdict = True
 

@@ -37,6 +37,7 @@ class ArpoRuleReward(Reward[ArpoRuleConfig]):
 
     name = "arpo_rule"
     Config = ArpoRuleConfig
+    needs_answer = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order; never unscored."""

@@ -18,6 +18,7 @@ class DapoRuleReward(Reward[NoConfig]):
 
     name = "dapo_rule"
     Config = NoConfig
+    needs_answer = True
     runs_in = "host"
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:

@@ -47,6 +47,7 @@ class ExactMatchReward(Reward[ExactMatchConfig]):
 
     name = "exact_match"
     Config = ExactMatchConfig
+    needs_answer = True
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """1.0 or 0.0 per sample, in order; None where there is no reference."""

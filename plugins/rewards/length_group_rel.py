@@ -31,6 +31,7 @@ class LengthGroupRelReward(Reward[LengthGroupRelConfig]):
 
     name = "length_group_rel"
     Config = LengthGroupRelConfig
+    needs_answer = True
     runs_in = "host"
     after_clip = True
 

@@ -79,6 +79,7 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
 
     name = "math_accuracy"
     Config = MathAccuracyConfig
+    needs_answer = True
 
     @classmethod
     def preload(cls) -> None:

@@ -41,6 +41,7 @@ class StopProperlyReward(Reward[StopProperlyConfig]):
 
     name = "stop_properly"
     Config = StopProperlyConfig
+    needs_answer = True
     runs_in = "host"
     after_clip = True
 

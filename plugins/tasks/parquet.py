@@ -26,12 +26,12 @@ class ParquetConfig(RowConfig):
 
 
 class ParquetTask(RowTask[ParquetConfig]):
-    """Problems of Parquet files. Formula: key = the prompt, in Unicode's NFC.
+    """Problems of Parquet files, verl's among them. Formula: key = the prompt, in Unicode's NFC.
 
     Rows are streamed, a row group at a time and without the columns that no field names. Held out
     are the problems of `held_out_path`, or without one those with sha256(key) mod 1000 <
     held_out_permille.
-    Source: own; the format is that of https://parquet.apache.org, read through `datasets`.
+    Source: own; the format is that of https://parquet.apache.org, read through pyarrow.
     """
 
     name = "parquet"
@@ -39,10 +39,14 @@ class ParquetTask(RowTask[ParquetConfig]):
 
     def read(self) -> tuple[Iterator[JsonRow], Iterator[JsonRow] | None]:
         """The rows of both places."""
-        fields, held_out = self.config.fields(), self.config.held_out_path
-        apart = None if held_out is None else parquet_rows(held_out, fields, "task.held_out_path")
-        rows = parquet_rows(self.config.path, fields, "task.path")
-        return itertools.islice(rows, self.config.limit), apart
+        held_out = self.config.held_out_path
+        apart = None if held_out is None else self._rows(held_out, "task.held_out_path")
+        return itertools.islice(self._rows(self.config.path, "task.path"), self.config.limit), apart
+
+    def _rows(self, path: Path, setting: str) -> Iterator[JsonRow]:
+        """The rows with the columns that are used; all of them if one that is needed is missing."""
+        first = next(parquet_rows(path, None, setting))
+        return parquet_rows(path, self.config.columns(first.values) or None, setting)
 
     def files(self) -> list[Path]:
         """Every file of both places."""

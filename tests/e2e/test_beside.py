@@ -26,6 +26,7 @@ RUNS = ("seed=0", "seed=0", "seed=1")
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_three_runs_at_once_in_a_new_home(tmp_path: Path) -> None:
     """Two of one config, one with another seed; even the databases are made by whoever is first."""
     config = write_config(tmp_path / "run.yaml", tiny_config(make_tiny_model(tmp_path / "model")))

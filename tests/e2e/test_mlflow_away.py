@@ -191,6 +191,7 @@ def test_an_mlflow_that_comes_back_has_everything_exactly_once(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_run_ends_well_without_mlflow_and_the_next_command_sends_its_record(
     server: MlflowServer, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.learning import (
     SLOW,
     Budget,
     Learned,
+    chosen,
     final,
     start,
     start_preferences,
@@ -31,6 +32,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 Runs = dict[str, Future[Learned]]
+
+
+def only_with(name: str) -> pytest.MarkDecorator:
+    """For what is read from the run of one preset."""
+    return pytest.mark.skipif(
+        not chosen({name: Budget()}), reason=f"POSTTRAIN_LEARNING_PRESETS leaves {name} out"
+    )
+
+
 each_seed = pytest.fixture(scope="module", params=SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
 
 
@@ -41,8 +51,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         found: Runs = {}
         for seed in SEEDS:
             name = f"learned{seed}"
-            found[name] = start(pool, tmp_path_factory.mktemp(name), BUDGETS, seed)
-        found["controlled"] = start(pool, tmp_path_factory.mktemp("controlled"), CONTROLLED, 0)
+            found[name] = start(pool, tmp_path_factory.mktemp(name), chosen(BUDGETS), seed)
+        folder = tmp_path_factory.mktemp("controlled")
+        found["controlled"] = start(pool, folder, chosen(CONTROLLED), 0)
         for seed in SEEDS:
             name = f"preferred{seed}"
             found[name] = start_preferences(pool, tmp_path_factory.mktemp(name), seed)
@@ -55,7 +66,7 @@ def learned(request: pytest.FixtureRequest, runs: Runs) -> Learned:
     return runs[f"learned{request.param}"].result()
 
 
-@pytest.mark.parametrize("preset", BUDGETS)
+@pytest.mark.parametrize("preset", chosen(BUDGETS))
 def test_a_preset_learns(learned: Learned, preset: str) -> None:
     rewards = learned.history(preset, BUDGETS[preset].metric)
     assert len(rewards) == BUDGETS[preset].steps
@@ -68,7 +79,7 @@ def preferred(request: pytest.FixtureRequest, runs: Runs) -> Learned:
     return runs[f"preferred{request.param}"].result()
 
 
-@pytest.mark.parametrize("preset", PREFERENCES)
+@pytest.mark.parametrize("preset", chosen(PREFERENCES))
 def test_a_preference_preset_learns_to_rank_and_to_answer(preferred: Learned, preset: str) -> None:
     """Pairs are ranked right, of the prompts it is shown and of unseen ones, and the right answer
     is the likeliest one to most unseen prompts (1 in 100 at random)."""
@@ -78,6 +89,7 @@ def test_a_preference_preset_learns_to_rank_and_to_answer(preferred: Learned, pr
     assert preferred.metric(f"evaluate_{preset}", "eval/greedy_accuracy") > 0.5
 
 
+@only_with("trpo")
 def test_trpo_keeps_its_measured_kl_within_the_bound(learned: Learned) -> None:
     delta = BUDGETS["trpo"].fields["policy_loss"]["delta"]
     kl, rejected = (learned.history("trpo", f"trpo/{name}") for name in ("kl", "rejected"))
@@ -86,6 +98,7 @@ def test_trpo_keeps_its_measured_kl_within_the_bound(learned: Learned) -> None:
     assert all(k == 0 for k, gone in zip(kl, rejected, strict=True) if gone)
 
 
+@only_with("dapo")
 def test_dapo_trains_on_no_group_without_advantage(learned: Learned) -> None:
     """They are replaced by others, or the batch is smaller; what was dropped is counted."""
     assert not any(learned.history("dapo", "group/zero_adv_frac"))
@@ -93,6 +106,7 @@ def test_dapo_trains_on_no_group_without_advantage(learned: Learned) -> None:
     assert dropped[0] > 0 and max(learned.history("dapo", "sampling/dropped_all_right")) > 0
 
 
+@only_with("ahead")
 def test_a_preset_learns_from_rollouts_sampled_ahead_and_carried_over(controlled: Learned) -> None:
     verdicts = controlled.history("ahead", AHEAD.metric)
     assert verdicts[0] < 0.2 and final(verdicts) >= REACHED
@@ -100,6 +114,7 @@ def test_a_preset_learns_from_rollouts_sampled_ahead_and_carried_over(controlled
     assert max(controlled.history("ahead", "sampling/carried_in")) > 0
 
 
+@only_with("adapted")
 def test_an_adapter_learns_beside_frozen_weights(controlled: Learned) -> None:
     """With a KL to the model without it."""
     rewards = controlled.history("adapted", "reward/mean")
@@ -107,6 +122,7 @@ def test_an_adapter_learns_beside_frozen_weights(controlled: Learned) -> None:
     assert controlled.history("adapted", "kl/ref_token")[-1] > 0.1
 
 
+@only_with("vapo")
 def test_vapo_trains_its_critic_alone_first(learned: Learned) -> None:
     alone = BUDGETS["vapo"].fields["critic"]["pretrain_steps"]
     phases = learned.history("vapo", "value/pretraining")
@@ -115,6 +131,7 @@ def test_vapo_trains_its_critic_alone_first(learned: Learned) -> None:
     assert max(rewards[:alone]) < 0.3, "the policy stands still meanwhile"
 
 
+@only_with("ppo_penalty")
 def test_ppo_penalty_adapts_its_coefficient(learned: Learned) -> None:
     beta = learned.history("ppo_penalty", "kl/penalty_beta")
     assert len(set(beta)) > 1
@@ -197,7 +214,7 @@ def controlled(runs: Runs) -> Learned:
     return runs["controlled"].result()
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", chosen(CONTROLLERS))
 def test_a_kl_controller_brings_the_run_to_its_target(controlled: Learned, name: str) -> None:
     target = 2 * TARGET if name == "ppo" else TARGET
     last = controlled.history(name, "kl/ref_sequence")[-30:]
@@ -206,6 +223,7 @@ def test_a_kl_controller_brings_the_run_to_its_target(controlled: Learned, name:
     assert max(coefficients) > 2 * coefficients[0], "the start was far too weak"
 
 
+@only_with("ppo")
 def test_ppos_critic_explains_the_returns(controlled: Learned) -> None:
     """While the KL keeps the policy from being always right, so that there is a variance."""
     explained = controlled.history("ppo", "value/ev")[-30:]

@@ -110,6 +110,7 @@ def replay(home: Path, run: Finished, step: str) -> Finished:
     )
 
 
+@pytest.mark.slow
 def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Path) -> None:
     made = yaml.safe_load(config.read_text())
     rl = made["stages"]["rl"] | {"inputs": {"model": "base"}, "rewards": ["accuracy"], "steps": 8}

@@ -130,6 +130,7 @@ def test_a_changed_weight_and_a_changed_record_are_named(workspace: Path, first:
     assert any("changed after the run" in note for note in done.result["notes"])
 
 
+@pytest.mark.slow
 def test_two_homes_share_finished_stages(workspace: Path, first: Finished) -> None:
     """The second home's own MLflow knows none of the models: they are entered there once."""
     home = prepared(workspace / "two")

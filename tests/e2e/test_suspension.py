@@ -90,6 +90,7 @@ def test_a_suspended_run_waits_without_a_process_and_goes_on_with_the_answer(
     assert planned(services, run) == [], "it was answered"
 
 
+@pytest.mark.slow
 def test_a_rejection_ends_the_run_and_what_was_computed_stays(
     services: Services, deployment: str
 ) -> None:

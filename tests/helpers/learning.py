@@ -21,6 +21,8 @@ from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokeniz
 REACHED = 0.9
 LAST_STEPS = 5  # the final reward is the mean over these
 SEEDS = tuple(int(seed) for seed in os.environ.get("POSTTRAIN_LEARNING_SEEDS", "0 1 2").split())
+CHOSEN = os.environ.get("POSTTRAIN_LEARNING_PRESETS", "").split()
+"""Presets and settings to try; empty = all."""
 AT_ONCE = 2  # runs: each keeps one core busy, Prefect's server included one and a half
 NO_KL = {"controller": {"name": "fixed", "coef": 0.0}}
 
@@ -111,6 +113,13 @@ PREFERENCES: dict[str, Budget] = {
     "ipo": Budget(3, {"data": "pairs.jsonl"}),
     "kto": Budget(4, {"data": "labels.jsonl", "preference_loss": {"beta": BETA}}),
 }
+
+
+def chosen(budgets: dict[str, Budget]) -> dict[str, Budget]:
+    """Those that `CHOSEN` names."""
+    return {name: budget for name, budget in budgets.items() if not CHOSEN or name in CHOSEN}
+
+
 PREFERENCE_TASK = {"places": 3, "repeats": 2, "held_out_permille": 300}
 
 
@@ -139,7 +148,7 @@ def learning_config(model_dir: Path, budgets: Mapping[str, Budget], seed: int) -
 def preference_config(folder: Path, model_dir: Path, seed: int) -> dict[str, Any]:
     """A run with one preference stage per preset, each followed by an evaluation."""
     stages: dict[str, Any] = {}
-    for name, budget in PREFERENCES.items():
+    for name, budget in chosen(PREFERENCES).items():
         stages[name] = {
             "kind": "preference",
             "inputs": {"model": "base"},

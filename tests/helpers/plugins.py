@@ -23,6 +23,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("task", "jsonl"): {"path": "problems.jsonl"},
     ("tool", "search"): {"path": "texts"},
     ("task", "parquet"): {"path": "problems.parquet"},
+    ("task", "rows"): {"path": "problems.jsonl"},
     ("task", "gsm8k"): {"path": "gsm8k"},
     ("task", "hub"): {"dataset": "somebody/something"},
 }

@@ -19,7 +19,7 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.config.spec import parse_spec
 from posttrain.core.contracts import CONTRACTS
-from posttrain.core.contracts.preference_rows import doubtful, read_preference_rows
+from posttrain.core.data.preference_files import doubtful, read_preference_rows
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.models.source import check_source
 from posttrain.core.runtime.json_files import read_json_lines
@@ -308,21 +308,22 @@ def test_a_margin_is_a_number_of_sane_size(tmp_path: Path, margin: str) -> None:
     assert len(str(refused.value)) < 400
 
 
-def pair(chosen: str, rejected: str, role: str = "user") -> dict[str, Any]:
-    prompt = [{"role": role, "content": "Say it"}]
+def pair(chosen: str, rejected: str) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": "Say it"}]
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def test_rows_that_contradict_repeat_or_have_odd_roles_are_counted(tmp_path: Path) -> None:
+def test_rows_that_contradict_repeat_or_prefer_the_lower_score_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
-    rows = [pair("a", "b"), pair("b", "a"), pair("a", "b"), pair("c", "d", "wizard")]
+    worse = {**pair("c", "d"), "score_chosen": 1, "score_rejected": 3}
+    rows = [pair("a", "b"), pair("b", "a"), pair("a", "b"), worse]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    against, again, odd = doubtful(read_preference_rows(path, "data", ("pairs",))[1])
+    against, again, odd = doubtful(read_preference_rows(path, "data", ("pairs",)).rows)
     assert (
         against.startswith("1 of 4 rows say the opposite") and f"{path}:2 and {path}:1" in against
     )
     assert again.startswith("1 of 4 rows occur again") and f"{path}:3" in again
-    assert odd.startswith("1 of 4 rows have messages of roles") and "'wizard'" in odd
+    assert odd.startswith("1 of 4 rows give the rejected answer the higher score") and ":4" in odd
     stage = {"kind": "preference", "data": str(path), "inputs": {"model": "base"}}
     code, output = validate(tmp_path, {"task": "arithmetic", "stages": {"dpo": stage}})
     assert code == 0 and f"note: stages.dpo: {against}" in output
@@ -332,7 +333,7 @@ def test_labels_that_contradict_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     rows = [{"prompt": "p", "completion": "a", "label": label} for label in (True, False, True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = doubtful(read_preference_rows(path, "data", ("labels",))[1])
+    found = doubtful(read_preference_rows(path, "data", ("labels",)).rows)
     assert [line.split(" such")[0] for line in found] == [
         "1 of 3 rows say the opposite of an earlier row about the same answers,",
         "1 of 3 rows occur again as they are,",

@@ -24,7 +24,7 @@ from posttrain.core.models.loading import load_policy
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.vllm_server import read_completion
 from posttrain.core.training.sft import worked_batch
-from posttrain.core.types import Completion, Problem, SamplingParams
+from posttrain.core.types import Completion, Message, Problem, SamplingParams
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
@@ -111,7 +111,7 @@ def test_what_is_taught_is_what_the_template_writes_after_an_answer(
         return
     batch = worked_batch(chat, [Problem("k", "2 + 2", "4", "4")])
     assert shown(chat, batch.response_ids[0].tolist()) == answer
-    row = PreferenceRow("f:1", (user("2 + 2"),), ("4", "5"))
+    row = PreferenceRow.of_texts("f:1", "2 + 2", "4", "5")
     (pair,) = tokenise_pairs([row], chat, LengthRule("drop", 999, "pairs"))
     assert shown(chat, pair.chosen_ids) == answer
     assert shown(chat, pair.rejected_ids) == answer.replace("4", "5")
@@ -275,7 +275,8 @@ def test_messages_that_a_template_refuses_are_named_with_the_way_out() -> None:
     twice = [user("a"), user("b")]
     with pytest.raises(DataError, match="roles user, user.*must alternate: correct their roles"):
         chat.encode_chat(twice)
-    row = PreferenceRow("f.jsonl:3", tuple(twice), ("a", "b"))
+    answers = tuple((Message("assistant", text),) for text in "ab")
+    row = PreferenceRow("f.jsonl:3", (Message("user", "a"), Message("user", "b")), answers)
     with pytest.raises(DataError, match="f.jsonl:3: the model's chat template refuses"):
         tokenise_pairs([row], chat, LengthRule("drop", 999, "pairs"))
     forgets = ChatTokenizer(tokenizer_of("{{ messages[0]['content'] }}"), None)

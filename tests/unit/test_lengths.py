@@ -49,8 +49,7 @@ def sft(rule: LengthRule) -> list[tuple[int, int]]:
 
 def preference(rule: LengthRule) -> list[tuple[int, int]]:
     rows = [
-        PreferenceRow(f"f:{i}", ({"role": "user", "content": p.prompt},), (p.worked or "x", "y"))
-        for i, p in enumerate(SFT)
+        PreferenceRow.of_texts(f"f:{i}", p.prompt, p.worked or "x", "y") for i, p in enumerate(SFT)
     ]
     found = tokenise_pairs(rows, tokenizer(), rule)
     return [(len(pair.prompt_ids), len(pair.chosen_ids)) for pair in found]
@@ -58,9 +57,7 @@ def preference(rule: LengthRule) -> list[tuple[int, int]]:
 
 def labelled(rule: LengthRule) -> list[tuple[int, int]]:
     rows = [
-        PreferenceRow(
-            f"f:{i}", ({"role": "user", "content": p.prompt},), (p.worked or "x",), label=True
-        )
+        PreferenceRow.of_texts(f"f:{i}", p.prompt, p.worked or "x", label=True)
         for i, p in enumerate(SFT)
     ]
     found = tokenise_labelled(rows, tokenizer(), rule)
@@ -107,7 +104,7 @@ def test_prompts_keep_their_end_and_room_for_the_response() -> None:
 
 
 def test_a_pair_that_is_alike_once_it_was_cut_teaches_nothing() -> None:
-    row = PreferenceRow("f:1", ({"role": "user", "content": "ab"},), ("x" * 20 + "y", "x" * 30))
+    row = PreferenceRow.of_texts("f:1", "ab", "x" * 20 + "y", "x" * 30)
     rule = LengthRule("truncate", LIMIT, "pairs")
     assert tokenise_pairs([row], tokenizer(), rule) == []
     assert (rule.dropped, rule.truncated) == (1, 0)

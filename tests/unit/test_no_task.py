@@ -60,3 +60,28 @@ def test_preferences_of_a_file_need_no_task(tmp_path: Path) -> None:
 def test_a_stage_that_needs_problems_says_so(tmp_path: Path, stage: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"needs problems.*no `task`; add one, such as `task: "):
         resolved(tmp_path, mine=stage)
+
+
+def test_rewards_that_need_answers_are_refused_where_the_rows_have_none(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"Tell {n}."}]} for n in range(40)]
+    data = tmp_path / "prompts.json"
+    data.write_text(json.dumps(rows))
+    path = tmp_path / "run.yaml"
+
+    def inputs(*rewards: object) -> tuple[str, ...]:
+        model = {"source": str(tmp_path / "model"), "dtype": "float32"}
+        stage = {"kind": "rl", "inputs": {"model": "base"}, "rewards": list(rewards)}
+        task = {"name": "rows", "path": str(data)}
+        path.write_text(yaml.safe_dump({"model": model, "task": task, "stages": {"rl": stage}}))
+        return check_inputs(resolve(load_config([path]), MANAGER), MANAGER).notes
+
+    for reward in ("accuracy", "exact_match", "math_accuracy", "dapo_rule"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"stages.rl.rewards.1: '{reward}' compares with .*"
+            r"prompts.json:1 has none that a verifier reads; add answers",
+        ):
+            inputs({"name": "format", "pattern": "a"}, reward)
+    notes = inputs({"name": "format", "pattern": "a"})
+    assert any("accuracies count such problems as wrong" in note for note in notes)

@@ -95,7 +95,7 @@ def test_held_out_rows_can_be_given_apart(files: Path) -> None:
 
 
 def test_what_is_wrong_with_a_parquet_file_is_told(files: Path) -> None:
-    with pytest.raises(DataError, match=r"a.parquet has no column 'prompt', only \['a', 'q', 'un"):
+    with pytest.raises(DataError, match=r"a.parquet:1 has no field 'prompt', only \['a', 'q', 'un"):
         MANAGER.build(Task, "parquet", {"path": str(files / "a.parquet")})
     with pytest.raises(DataError, match=r"a.jsonl is not a Parquet file .*use the task that reads"):
         build("parquet", files / "a.jsonl")
@@ -215,10 +215,15 @@ def hub(files: Path) -> Iterator[str]:
 
 def read_hub(home: Path, endpoint: str, *wanted: tuple[str, bool, str]) -> list[dict[str, Any]]:
     """Read (name, streaming, split) one by one, in a process whose hub is `endpoint`."""
+    return run_hub(home, endpoint, READ, json.dumps(wanted))
+
+
+def run_hub(home: Path, endpoint: str, program: str, *arguments: str) -> list[Any]:
+    """The lines of JSON that `program` prints."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
     env |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", READ, json.dumps(wanted)],
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         env=env,
@@ -264,6 +269,34 @@ def test_a_hub_is_read_at_one_commit_and_what_was_read_is_found_without_it(
     (cached,) = read_hub(home, hub, (name, False, "train"))
     assert cached["rows"] == ROWS[:3]
     assert set(StandIn.seen) == {API}
+
+
+READ_SOURCE = """
+import json
+from posttrain.core.contracts import Task
+from posttrain.core.data.rows import data_digest, data_files, data_rows
+from posttrain.core.errors import PosttrainError
+from posttrain.core.plugin_manager import PluginManager
+rows = list(data_rows("hub:somebody/sums", "s"))
+fields = {"path": "hub:somebody/sums#train", "prompt_field": "q", "answer_field": "a"}
+task = PluginManager().build(Task, "rows", fields)
+try:
+    next(data_rows("hub:somebody/sums#tset", "s"))
+except PosttrainError as error:
+    print(json.dumps([len(rows), rows[0].values, data_digest("hub:somebody/sums", "s"),
+                      len(data_files("hub:somebody/sums", "s")), task.source(),
+                      (task.available("train") or 0) + (task.available("held_out") or 0),
+                      task.fingerprint(), str(error)]))
+"""
+
+
+def test_a_hub_s_data_set_is_a_source_of_rows_like_a_file(hub: str, tmp_path: Path) -> None:
+    found = [run_hub(tmp_path / name, hub, READ_SOURCE)[0] for name in ("one", "two")]
+    assert found[0] == found[1], "the digests are those of the content"
+    count, first, digest, files, source, problems, fingerprint, error = found[0]
+    assert (count, first, files, problems) == (200, ROWS[0], 0, 200)
+    assert len(digest) == len(fingerprint) == 64 and source == "hub:somebody/sums#train"
+    assert "split 'tset' cannot be read" in error
 
 
 def test_the_hub_task_names_its_fields_and_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,12 +227,12 @@ def test_a_right_solution_is_preferred_to_a_wrong_one_of_the_same_question(folde
     pairs = task.preferences()
     counts = Counter(row.key for row in pairs)
     assert max(counts.values()) == 3 and len(set(counts)) >= 8
-    assert len({(row.key, row.answers) for row in pairs}) == len(pairs)
+    assert len({(row.key, row.texts()) for row in pairs}) == len(pairs)
     for row in pairs:
-        assert not any("<<" in answer or "A:" in answer[-20:] for answer in row.answers)
-        question = task.question(Problem("", row.prompt[0]["content"], "", ""))
+        assert not any("<<" in answer or "A:" in answer[-20:] for answer in row.texts())
+        question = task.question(Problem("", row.prompt[0].content, "", ""))
         known = marks[" ".join(question.split())]
-        for answer, correct in zip(row.answers, (True, False), strict=True):
+        for answer, correct in zip(row.texts(), (True, False), strict=True):
             last = answer.rpartition("#### ")[2]
             if last in known:
                 assert known[last].correct == correct
@@ -244,7 +244,7 @@ def test_held_out_questions_give_no_preferences() -> None:
     asked = {" ".join(solutions_of(r)[0].split()) for r in read_json_lines(solutions, "s", "{}")}
     assert held_out & asked, "the sample must have such a question"
     pairs = build(solutions=str(solutions)).preferences()
-    questions = {TASK.question(Problem("", row.prompt[0]["content"], "", "")) for row in pairs}
+    questions = {TASK.question(Problem("", row.prompt[0].content, "", "")) for row in pairs}
     assert questions and not held_out & {" ".join(q.split()) for q in questions}
 
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from posttrain.core.config.loading import load_config
-from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app
+from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 MANAGER = PluginManager()
 PAIR = {"prompt": "P", "chosen": "A", "rejected": "B"}
@@ -47,7 +47,7 @@ def write(folder: Path, kind: str = "preference", **fields: Any) -> Path:
 
 
 def resolved(folder: Path, kind: str = "preference", **fields: Any) -> ResolvedRun:
-    return resolve(load_config([write(folder, kind, **fields)]), MANAGER)
+    return resolve_configs([write(folder, kind, **fields)], None)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_presets_expand_and_fit_their_data(
     assert (term.name, term.coef, term.fields()[field]) == (loss, 1.0, value)
     used = {(use.kind, use.name) for use in run.plugins["it"]}
     assert {("algorithm", algorithm), ("preference_loss", loss)} <= used
-    assert resolve(load_config([save(folder, run)]), MANAGER).config == run.config
+    assert resolve_configs([save(folder, run)], None)[0].config == run.config
 
 
 def save(folder: Path, run: ResolvedRun) -> Path:
@@ -157,6 +157,34 @@ def test_fields_of_a_preset_are_overridden_one_by_one(folder: Path) -> None:
             {"data": "pairs", "num_prompts": 9},
             "it.num_prompts: says how answers are sampled, but `data` gives them",
         ),
+        (
+            "preference",
+            {"online": {}, "data": "pairs"},
+            "it.online: makes pairs of the policy's own answers, but `data` gives them; remove one",
+        ),
+        (
+            "preference",
+            {"online": {}, "algorithm": "kto"},
+            r"it.online: makes pairs, and 'kto' reads labelled answers; choose one of \['",
+        ),
+        (
+            "preference",
+            {"online": {}, "num_generations": 4},
+            "it.num_generations: has no effect with `online`; set online.num_generations",
+        ),
+        ("preference", {"online": {}, "epochs": 2}, "it.epochs: has no .* set online.steps"),
+        (
+            "preference",
+            {"online": {}, "evaluate_every": 2},
+            "it.evaluate_every: has no .*measure with a stage of kind 'evaluate'",
+        ),
+        (
+            "preference",
+            {"online": {"ranked_by": "reward_model"}},
+            "stage kind 'preference' reads 'reward_model', which its rewards need; add",
+        ),
+        ("preference", {"online": {"ranked_by": "judge"}}, "online.ranked_by.*'verifier'"),
+        ("preference", {"online": {"num_generations": 1}}, "online.num_generations.*2"),
         ("preference", {"algorithm": "grpo"}, "'grpo' is an algorithm for a stage of kind 'rl'"),
         ("rl", {"algorithm": "dpo"}, "'dpo' is an algorithm for a stage of kind 'preference', not"),
         (
@@ -180,7 +208,7 @@ def test_a_combination_that_cannot_work_is_refused_with_a_mend(
 @pytest.mark.parametrize("kind", ["preference", "reward_model"])
 def test_a_missing_or_broken_file_is_a_data_error_that_names_it(folder: Path, kind: str) -> None:
     with pytest.raises(
-        DataError, match=r"cannot read .*none.jsonl .*correct stages.it.data .*yaml"
+        DataError, match=r"cannot read .*none.jsonl, .*correct stages.it.data .*yaml"
     ):
         resolved(folder, kind, data="none")
     with pytest.raises(DataError, match=r"broken.jsonl:1 has the fields \['chosen', 'prompt'\]"):
@@ -195,6 +223,30 @@ def test_validate_refuses_from_the_command_line(folder: Path) -> None:
     assert missing.exit_code == 3 and "cannot read" in missing.output
     right = runner.invoke(app, ["validate", str(write(folder, data="pairs"))])
     assert right.exit_code == 0
+
+
+@pytest.mark.parametrize("online", [None, {"steps": 2}])
+def test_pairs_by_the_verifier_need_answers_and_those_by_a_model_do_not(
+    folder: Path, online: dict[str, Any] | None
+) -> None:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Q{i}"}) + "\n" for i in range(40)))
+    path = write(folder, **({} if online is None else {"online": online}))
+    config = yaml.safe_load(path.read_text())
+    config["task"] = {"name": "rows", "path": str(prompts), "answer_field": None}
+    path.write_text(yaml.safe_dump(config))
+    run, manager = resolve_configs([path], None)
+    with pytest.raises(ConfigError, match="stages.it: right answers .*prompts.jsonl.* no answer"):
+        check_inputs(run, manager)
+    if online is not None:
+        rewards = {"kind": "reward_model", "inputs": {"model": "base"}}
+        rewards["data"] = str(folder / "pairs.jsonl")
+        config["stages"]["rewards"] = rewards
+        config["stages"]["it"]["online"]["ranked_by"] = "reward_model"
+        config["stages"]["it"]["inputs"]["reward_model"] = "rewards"
+        path.write_text(yaml.safe_dump(config))
+        notes = check_inputs(*resolve_configs([path], None)).notes
+        assert any("accuracies count such problems as wrong" in note for note in notes)
 
 
 def test_plan_counts_rows_and_steps(folder: Path) -> None:
@@ -212,3 +264,12 @@ def test_plan_counts_rows_and_steps(folder: Path) -> None:
     text = arithmetic(own.stages["it"], RunData(own, MANAGER))
     assert "64 problems x 8 answers = 512 sampled; at most 128 pairs" in text
     assert re.search(r"at most \d+ optimizer step", text)
+    rounds = {"steps": 7, "refresh_every": 2, "prompts_per_round": 8, "num_generations": 4}
+    online = resolved(folder, online=rounds).config
+    data = RunData(online, MANAGER)
+    text = arithmetic(online.stages["it"], data)
+    assert "4 round(s) x 8 problems x 4 answers = 128 sampled" in text and "7 optimizer" in text
+    stage = online.stages["it"]
+    assert isinstance(stage, PreferenceStage)
+    found = data.preferences(stage)
+    assert (found.steps, found.train, found.sampled) == (7, 4 * 8 * 2, 128)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, read_preference_rows
+from posttrain.core.contracts.preference_rows import Kind, PreferenceRow
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import (
     LabelledAnswer,
@@ -22,10 +22,12 @@ from posttrain.core.data.preference import (
     split_by_prompt,
     tokenise_pairs,
 )
+from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.runtime.json_files import read_json_lines
+from posttrain.core.types import Message
 from tests.helpers.tiny import make_tiny_tokenizer
 
 ANY: tuple[Kind, ...] = ("pairs", "labels", "completions")
@@ -39,6 +41,10 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def asks(text: str) -> Message:
+    return Message("user", text)
+
+
 def limit(tokens: int) -> LengthRule:
     return LengthRule("drop", tokens, "rows")
 
@@ -50,7 +56,8 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def read(path: Path, kinds: tuple[Kind, ...] = ANY) -> tuple[Kind, list[PreferenceRow]]:
-    return read_preference_rows(path, "stages.dpo.data", kinds)
+    found = read_preference_rows(path, "stages.dpo.data", kinds)
+    return found.kind, found.rows
 
 
 def read_one(folder: Path, row: object, kinds: tuple[Kind, ...] = ANY) -> PreferenceRow:
@@ -74,16 +81,16 @@ def read_one(folder: Path, row: object, kinds: tuple[Kind, ...] = ANY) -> Prefer
 )
 def test_all_forms_of_a_pair_say_the_same(tmp_path: Path, row: dict[str, object]) -> None:
     found = read_one(tmp_path, row)
-    assert found.prompt == (user("Why?"),)
-    assert found.answers == ("So.", "No.") and found.margin == 0.0
+    assert found.prompt == (asks("Why?"),)
+    assert found.texts() == ("So.", "No.") and found.margin == 0.0
     assert found.where.endswith("a.jsonl:1")
 
 
 def test_an_implicit_prompt_does_not_cut_a_word(tmp_path: Path) -> None:
     found = read_one(tmp_path, {"chosen": "It is a cat", "rejected": "It is a car"})
-    assert found.prompt == (user("It is a"),) and found.answers == ("cat", "car")
+    assert found.prompt == (asks("It is a"),) and found.texts() == ("cat", "car")
     longer = read_one(tmp_path, {"chosen": "Say yes", "rejected": "Say yes please"})
-    assert longer.prompt == (user("Say"),) and longer.answers == ("yes", "yes please")
+    assert longer.prompt == (asks("Say"),) and longer.texts() == ("yes", "yes please")
 
 
 def test_margins_labels_and_whole_conversations(tmp_path: Path) -> None:
@@ -91,7 +98,8 @@ def test_margins_labels_and_whole_conversations(tmp_path: Path) -> None:
     assert read_one(tmp_path, row).margin == 2.0
     chat = [{"role": "system", "content": "S"}, user("P"), assistant("Q?"), user("R")]
     found = read_one(tmp_path, {"prompt": chat, "completion": [assistant("A")], "label": False})
-    assert found.label is False and found.prompt == tuple(chat) and found.answers == ("A",)
+    wanted = (Message("system", "S"), asks("P"), Message("assistant", "Q?"), asks("R"))
+    assert found.label is False and found.prompt == wanted and found.texts() == ("A",)
     assert read(tmp_path / "a.jsonl")[0] == "labels"
     assert read_one(tmp_path, {"prompt": "P", "completion": "A"}).label is None
 
@@ -107,15 +115,15 @@ def test_one_prompt_has_one_key_as_text_or_chat_and_white_space_is_part_of_it(
     for changed in ("def f():\n  return 1", text + "\n", " " + text, text.replace(" ", "\t")):
         row = read_one(tmp_path, {"prompt": changed, "completion": " A\n"})
         assert row.key != plain.key
-        assert row.prompt == (user(changed),) and row.answers == (" A\n",)
+        assert row.prompt == (asks(changed),) and row.texts() == (" A\n",)
 
 
 def test_one_character_separates_an_implicit_prompt_from_its_answers(tmp_path: Path) -> None:
     start = "\n\nWrite a line:\n"
     row = {"chosen": start + "    a = 1 ", "rejected": start + "    b = 1\n"}
     found = read_one(tmp_path, row)
-    assert found.prompt == (user("\n\nWrite a line:"),)
-    assert found.answers == ("    a = 1 ", "    b = 1\n")
+    assert found.prompt == (asks("\n\nWrite a line:"),)
+    assert found.texts() == ("    a = 1 ", "    b = 1\n")
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -137,15 +145,20 @@ GOOD = {"prompt": "P", "chosen": "A", "rejected": "B"}
         (GOOD | {"rejected": "A"}, "are the same answer 'A'"),
         (GOOD | {"prompt": "  "}, "field 'prompt' is '  ' .str., expected non-empty text"),
         (GOOD | {"prompt": []}, "field 'prompt' is .. .list."),
-        (GOOD | {"prompt": [{"role": "user"}]}, "field 'prompt', message 0, is .*nothing else"),
+        (GOOD | {"prompt": [{"role": "user"}]}, "field 'prompt', message 0, has no 'content'"),
         (GOOD | {"prompt": ["P"]}, "field 'prompt', message 0, is 'P'"),
+        (
+            GOOD | {"prompt": [{"role": "wizard", "content": "P"}]},
+            "message 0, has the role 'wizard' .str., expected system, user, assistant or tool",
+        ),
         (GOOD | {"chosen": [user("A")]}, r"messages of \['user'\] .*expected one assistant"),
         (GOOD | {"chosen": [assistant("A"), user("B")]}, "expected one assistant message"),
         (GOOD | {"margin": "1"}, "field 'margin' is '1' .str., expected a number"),
         (GOOD | {"margin": True}, "field 'margin' is True .bool., expected a number"),
         ({"chosen": "A", "rejected": "B"}, "a.jsonl:2 has no 'prompt', .*begin differently"),
         ({"chosen": "A", "rejected": [user("A")]}, "expected two texts or two lists"),
-        ({"prompt": "P", "completion": "A", "label": 1}, "field 'label' is 1 .int., expected true"),
+        ({"prompt": "P", "completion": "A", "label": 2}, "field 'label' is 2 .int., expected true"),
+        ({"prompt": "P", "completion": "A", "label": "?"}, "field 'label' is '.' .str., expected"),
         ({"prompt": "P", "completion": "A", "label": None}, "field 'label' is null"),
         (
             {"prompt": "P", "completion": "A", "label": True},
@@ -170,13 +183,13 @@ def test_a_file_of_the_wrong_form_is_refused_with_the_right_one(tmp_path: Path) 
 def test_an_unreadable_file_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*: correct stages.dpo.data; relative paths"):
         read(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="has no data file .*correct stages.dpo.data"):
         read(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="is not UTF-8 .line 1, byte 0."):
         read(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match="has no rows, expected at least one line such as"):
+    with pytest.raises(DataError, match="has no rows, expected at least one such as"):
         read(tmp_path / "a.jsonl")
 
 
@@ -195,7 +208,7 @@ def test_a_line_may_hold_line_breaks_of_unicode_and_the_file_a_byte_order_mark(
 
 def test_rows_become_the_ids_that_a_rollout_would_have() -> None:
     tokenizer = ChatTokenizer(make_tiny_tokenizer(), system_prompt=None)
-    row = PreferenceRow("f:1", (user("Why?"),), ("So.", "No."), margin=1.5)
+    row = PreferenceRow.of_texts("f:1", "Why?", "So.", "No.", margin=1.5)
     (pair,) = tokenise_pairs([row], tokenizer, limit(200))
     assert pair.margin == 1.5 and pair.key == "user: Why?"
     text = tokenizer.tokenizer.decode(list(pair.prompt_ids))
@@ -215,7 +228,7 @@ def test_the_runs_system_prompt_gives_way_to_the_rows_own() -> None:
 def test_a_template_that_refuses_the_messages_is_blamed_on_the_line() -> None:
     raw = make_tiny_tokenizer()
     raw.chat_template = "{{ raise_exception('roles must alternate') }}"
-    row = PreferenceRow("f.jsonl:9", (user("P"),), ("a", "b"))
+    row = PreferenceRow.of_texts("f.jsonl:9", "P", "a", "b")
     with pytest.raises(DataError, match="f.jsonl:9: the model's chat template refuses .*alternate"):
         tokenise_pairs([row], ChatTokenizer(raw, None), limit(99))
 
@@ -262,12 +275,12 @@ def test_mismatched_answers_belong_to_other_prompts(keys: list[str]) -> None:
         return
     found = mismatched_answers(rows)
     owners = {row.answer_ids: row.key for row in rows}
-    assert all(owners[ids] != row.key for ids, row in zip(found, rows, strict=True))
+    assert all(owners[other.answer_ids] != row.key for other, row in zip(found, rows, strict=True))
 
 
 def test_between_distinct_prompts_answers_are_rolled_by_one() -> None:
     rows = [answer(key, i) for i, key in enumerate("abc")]
-    assert mismatched_answers(rows) == [(1,), (2,), (0,)]
+    assert [row.answer_ids for row in mismatched_answers(rows)] == [(1,), (2,), (0,)]
 
 
 def test_pairs_join_distinct_right_and_wrong_answers() -> None:

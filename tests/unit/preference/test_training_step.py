@@ -150,9 +150,9 @@ def test_ktos_reference_point_is_the_mean_over_mismatched_answers(
     assert made.reference is not None
     with torch.no_grad():
         gaps = [
-            plain_logp(made.model, row.prompt_ids, answer)
-            - plain_logp(made.reference, row.prompt_ids, answer)
-            for row, answer in zip(rows, mismatched_answers(rows), strict=True)
+            plain_logp(made.model, row.prompt_ids, other.answer_ids)
+            - plain_logp(made.reference, row.prompt_ids, other.answer_ids)
+            for row, other in zip(rows, mismatched_answers(rows), strict=True)
         ]
     mean = float(torch.stack(gaps).mean())
     assert metrics["kto/z_ref"] == pytest.approx(max(0.0, mean), abs=1e-6)

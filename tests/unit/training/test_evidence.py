@@ -18,13 +18,26 @@ from posttrain.core.analysis.evidence import (
     write_step,
 )
 from posttrain.core.errors import RunError
-from posttrain.core.types import Problem, RewardSample, Score, StepVerdict, Verdict
+from posttrain.core.types import (
+    Message,
+    Problem,
+    RewardSample,
+    Score,
+    StepVerdict,
+    ToolCall,
+    Verdict,
+)
 from tests.helpers.rollouts import ragged_batch
 
 
 def evidence(step: int = 3) -> StepEvidence:
     batch = ragged_batch([3, 2], group_size=2)
-    problem = Problem("k", "2+2", "4", "2+2=4", {"level": "1"})
+    said = Message(
+        "assistant", "", (ToolCall("add", {"a": [2]}, "1"),), reasoning="hm", train=False
+    )
+    chat = (Message("system", "s"), Message("user", "2+2"), said, Message("tool", "4"))
+    tool = {"type": "function", "function": {"name": "add"}}
+    problem = Problem("k", "2+2", "4", "2+2=4", {"level": "1"}, chat, (tool,))
     verdict = StepVerdict(2, 1.0)
     sample = RewardSample(
         problem, (1, 2), (3,), "4", False, Verdict(1.0, "4"), (verdict,), "4 é", ("4",)

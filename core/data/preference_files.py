@@ -1,0 +1,739 @@
+"""Files of preferences in the forms that people have, recognised by their columns.
+
+| form | columns |
+|---|---|
+| pairs | `prompt`, `chosen`, `rejected`; maybe `margin`, or a score of each answer |
+| pairs, implicit prompt | `chosen`, `rejected`: the prompt is what both begin with |
+| dialogues | `chosen`, `rejected` as texts of "\\n\\nHuman:" and "\\n\\nAssistant:" turns |
+| compared answers | `prompt`, `response_1`, `response_2`, `preference_strength` |
+| scored answers | `prompt`, `completions`: a list of `response` and `overall_score` |
+| rated answers | `prompt`, `response` and a score, a row for each answer |
+| labels | `prompt`, `completion`, `label`, or `messages`, `label` |
+| completions | `prompt`, `completion`: no preference, for supervised learning |
+
+A prompt is text (one user message) or a list of chat messages, an answer text or messages. `tools`,
+`system` and other names of the prompt's column are read too; further columns are ignored.
+Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from posttrain.core.config.base import TASK_DATA
+from posttrain.core.config.loading import raise_problems
+from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
+from posttrain.core.contracts.preference_rows import Answer, Kind, PreferenceRow, answer_text
+from posttrain.core.data.formats import conversation, parsed_cell
+from posttrain.core.data.messages import messages_from_json, short, tools_from_json
+from posttrain.core.data.rows import data_rows
+from posttrain.core.errors import DataError
+from posttrain.core.runtime.json_files import JsonRow
+from posttrain.core.types import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.plugin_manager import PluginManager
+
+Pairing = Literal["best_worst", "all"]
+"""Which answers of one prompt make a pair, where each has a score."""
+
+EXAMPLES: dict[str, str] = {
+    "pairs": '{"prompt": ..., "chosen": ..., "rejected": ...}',
+    "labels": '{"prompt": ..., "completion": ..., "label": true}',
+    "completions": '{"prompt": ..., "completion": ...}',
+}
+LARGEST_MARGIN = 1_000_000
+PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
+ASKED = PROMPTS[:3]
+"""Those that hold nothing but the prompt; some sets keep the chosen conversation in `messages`."""
+SCORES = ("overall_score", "score", "rating", "helpfulness")
+ANSWERS = ("response", "completion", "text", "content")
+LISTS = ("completions", "generations", "responses")
+SCORE_PAIRS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
+LABELS: dict[str, bool] = {
+    **{name: True for name in ("true", "1", "+1", "good", "desirable", "chosen")},
+    **{name: False for name in ("false", "0", "-1", "bad", "undesirable", "rejected")},
+}
+HUMAN = "\n\nHuman:"
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+class Form(NamedTuple):
+    """What a file was taken for; all of its rows are of one form."""
+
+    kind: Kind
+    name: str
+    prompt: str
+    style: str
+
+    def __str__(self) -> str:
+        prompt = f"prompt in '{self.prompt}'" if self.prompt else "prompt not given apart"
+        return f"{self.name} ({prompt}, {self.style})"
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceFile:
+    """The rows of a file or folder. `left_out` counts the rows from which nothing can be learned,
+    a sentence for each reason."""
+
+    form: Form
+    rows: list[PreferenceRow]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return self.form.kind
+
+    def report(self) -> str:
+        """One line about what the file was taken for."""
+        return f"read as {self.form}: {len(self.rows)} {self.kind}"
+
+    def notes(self) -> list[str]:
+        """What is left out, and what can be trained on and is probably a mistake."""
+        return [*self.left_out, *doubtful(self.rows)]
+
+
+def read_preference_rows(
+    source: str | Path,
+    setting: str,
+    kinds: Sequence[Kind],
+    pairing: Pairing = "best_worst",
+) -> PreferenceFile:
+    """All rows of the file or folder, whose kind must be one of `kinds`.
+
+    Raises `DataError` that names file and row, and the first two rows that differ in form.
+    """
+    wanted = " or ".join(EXAMPLES[kind] for kind in kinds)
+    first: JsonRow | None = None
+    found: Form | None = None
+    reader: _Reader | None = None
+    for line in data_rows(str(source), setting):
+        form = form_of(line, wanted)
+        if first is None or found is None or reader is None:
+            first, found = line, form
+            if form.kind not in kinds:
+                raise DataError(
+                    f"{line.where} has the fields {sorted(line.values)}, expected {wanted}: rename "
+                    "the fields or give another file"
+                )
+            reader = _Reader(form, pairing)
+        elif form != found:
+            _Reader(form, pairing).read(line)  # an error of the row itself says more
+            raise DataError(_differ(first, found, line, form))
+        reader.read(line)
+    assert found is not None and reader is not None, "a file without rows is refused"
+    rows = reader.finish()
+    if not rows:
+        raise DataError(
+            f"{source} has no row to learn from: {'; '.join(reader.left_out())}: give another file"
+        )
+    return PreferenceFile(found, rows, tuple(reader.left_out()))
+
+
+def rows_of(line: JsonRow, form: Form) -> list[PreferenceRow]:
+    """What one line gives by itself; an answer that others are rated against stands alone.
+
+    Raises `DataError` when it gives nothing.
+    """
+    reader = _Reader(form, "best_worst")
+    reader.read(line)
+    alone = [replace(row, answers=(scored[0].answer,)) for row, scored in reader.rated()]
+    rows = alone or reader.finish()
+    if not rows:
+        raise DataError(f"{line.where}: {' '.join(reader.left_out())}")
+    return rows
+
+
+def _differ(first: JsonRow, form: Form, line: JsonRow, other: Form) -> str:
+    if form.kind != other.kind:
+        parts = f"of the form {EXAMPLES[form.kind]}", f"of the form {EXAMPLES[other.kind]}"
+    else:
+        parts = f"{form}", f"{other}"
+    return (
+        f"{first.where} is {parts[0]} and {line.where} {parts[1]}, expected one form throughout: "
+        "split the file"
+    )
+
+
+def form_of(line: JsonRow, wanted: str) -> Form:
+    """What a row is by its columns; raises `DataError` if it is nothing known."""
+    values = {name: value for name, value in _parsed(line).values.items() if value is not None}
+    names = set(values)
+    pair = names & {"chosen", "rejected"}
+    single = "completion" in names
+    prompt = next((name for name in PROMPTS if name in names), "")
+    if len(pair) == 2 and not single:
+        texts = [values["chosen"], values["rejected"]]
+        whole = prompt == "prompt" and _is_dialogue(values[prompt])
+        if all(isinstance(text, str) for text in texts) and (
+            whole or all(map(_is_dialogue, texts))
+        ):
+            return Form("pairs", "pairs of Human/Assistant dialogues", prompt, "text")
+        name = "pairs" if prompt else "pairs with an implicit prompt"
+        return Form("pairs", name, prompt, _style(texts, values.get(prompt)))
+    if prompt and {"response_1", "response_2", "preference_strength"} <= names:
+        texts = [values["response_1"], values["response_2"]]
+        return Form("pairs", "compared answers", prompt, _style(texts, values[prompt]))
+    if prompt and not pair and any(isinstance(values.get(name), list | tuple) for name in LISTS):
+        return Form("pairs", "scored answers", prompt, _style([], values[prompt]))
+    if "label" in line.values and not pair and (single or prompt == "messages"):
+        whole = prompt == "messages" and not single
+        name = "labelled conversations" if whole else "labelled answers"
+        return Form("labels", name, prompt, _style([values.get("completion")], values.get(prompt)))
+    if prompt and "response" in names and not pair and any(name in names for name in SCORES):
+        return Form("pairs", "rated answers", prompt, _style([values["response"]], values[prompt]))
+    if single and not pair:
+        texts = [values["completion"]]
+        return Form("completions", "completions", prompt, _style(texts, values.get(prompt)))
+    raise DataError(
+        f"{line.where} has the fields {sorted(names)}, expected {wanted}: rename the fields or "
+        "correct this line"
+    )
+
+
+def _parsed(line: JsonRow) -> JsonRow:
+    """The row with messages where a cell, as of a CSV file, holds their JSON text."""
+    return JsonRow(line.where, {name: parsed_cell(cell) for name, cell in line.values.items()})
+
+
+def _style(answers: Iterable[object], prompt: object) -> str:
+    listed = [value for value in (*answers, prompt) if isinstance(value, list | tuple | Mapping)]
+    return "messages" if listed else "text"
+
+
+def _is_dialogue(value: object) -> bool:
+    return isinstance(value, str) and value.lstrip("\n").startswith(HUMAN.lstrip("\n"))
+
+
+class _Scored(NamedTuple):
+    """An answer with what it was given, to be compared with others to the same prompt."""
+
+    where: str
+    answer: Answer
+    score: float
+
+
+class _Reader:
+    """Rows of one form, read one after another."""
+
+    def __init__(self, form: Form, pairing: Pairing) -> None:
+        self._form, self._pairing = form, pairing
+        self._rows: list[PreferenceRow] = []
+        self._rated: dict[str, tuple[PreferenceRow, list[_Scored]]] = {}
+        self._said: dict[float, str] = {}
+        self._left_out: dict[str, list[str]] = {}
+        self._count = 0
+
+    def read(self, line: JsonRow) -> None:
+        line = _parsed(line)
+        self._count += 1
+        by_form: dict[str, Callable[[JsonRow], None]] = {
+            "pairs of Human/Assistant dialogues": self._dialogues,
+            "compared answers": self._compared,
+            "scored answers": self._scored,
+            "rated answers": self._rated_answer,
+            "labelled answers": self._labelled,
+            "labelled conversations": self._labelled,
+            "completions": self._labelled,
+        }
+        by_form.get(self._form.name, self._pair)(line)
+
+    def rated(self) -> list[tuple[PreferenceRow, list[_Scored]]]:
+        """Prompts whose answers are rated one row each."""
+        return list(self._rated.values())
+
+    def finish(self) -> list[PreferenceRow]:
+        """All rows; the pairs of rated answers are made when all have been read."""
+        for row, scored in self._rated.values():
+            self._compare(row, scored)
+        return self._rows
+
+    def left_out(self) -> Iterator[str]:
+        for why, places in self._left_out.items():
+            yield (
+                f"{len(places)} of {self._count} rows are left out, because {why}, such as "
+                f"{places[0]}"
+            )
+
+    def _leave_out(self, where: str, why: str) -> None:
+        self._left_out.setdefault(why, []).append(where)
+
+    def _pair(self, line: JsonRow) -> None:
+        prompt, answers = _prompt_and_answers(line)
+        if answers[0] == answers[1]:
+            raise DataError(
+                f"{line.where}: 'chosen' and 'rejected' are the same answer "
+                f"{answer_text(answers[0])[:40]!r}, which says nothing about either: remove this "
+                "line"
+            )
+        self._rows.append(
+            PreferenceRow(line.where, prompt, answers, margin=_margin(line), tools=_tools(line))
+        )
+
+    def _dialogues(self, line: JsonRow) -> None:
+        before = line.values.get("prompt") or ""
+        texts = [f"{before}{line.values[name]}" for name in ("chosen", "rejected")]
+        chosen, rejected = (dialogue(text, line.where) for text in texts)
+        if not all(
+            chat[-1].role == "assistant" and chat[-1].content for chat in (chosen, rejected)
+        ):
+            return self._leave_out(line.where, "an answer is empty")
+        if chosen == rejected:
+            return self._leave_out(line.where, "both answers are the same")
+        shared = _shared_turns(chosen, rejected)
+        if not shared or chosen[shared].role != "assistant" or rejected[shared].role != "assistant":
+            return self._leave_out(line.where, "the dialogues do not answer the same turn")
+        answers = chosen[shared:], rejected[shared:]
+        self._rows.append(PreferenceRow(line.where, chosen[:shared], answers, margin=_margin(line)))
+
+    def _compared(self, line: JsonRow) -> None:
+        strength = _number(line, "preference_strength")
+        one, two = (_answer(line.values[n], n, line.where) for n in ("response_1", "response_2"))
+        scored = [_Scored(line.where, one, 0.0), _Scored(line.where, two, strength)]
+        self._compare(PreferenceRow(line.where, _prompt(line), (), tools=_tools(line)), scored)
+
+    def _scored(self, line: JsonRow) -> None:
+        name = next(n for n in LISTS if isinstance(line.values.get(n), list | tuple))
+        items = line.values[name]
+        assert isinstance(items, list | tuple)
+        apart = next((line.values[n] for n in ("scores", "ratings") if line.values.get(n)), None)
+        scored = []
+        for number, item in enumerate(items):
+            where = f"{line.where}: field '{name}', answer {number}"
+            score: object
+            if isinstance(item, Mapping):
+                said = next((item[n] for n in ANSWERS if item.get(n) is not None), None)
+                score = next((item[n] for n in SCORES if item.get(n) is not None), None)
+            else:
+                said, score = item, None
+            if isinstance(apart, list | tuple) and len(apart) == len(items):
+                score = apart[number]
+            value = _finite(score)
+            if value is None:
+                raise DataError(
+                    f"{where}, is {short(item)}, expected "
+                    '{"response": <text>, "overall_score": <number>}: correct this line'
+                )
+            scored.append(_Scored(line.where, _answer(said, name, line.where), value))
+        self._compare(PreferenceRow(line.where, _prompt(line), (), tools=_tools(line)), scored)
+
+    def _rated_answer(self, line: JsonRow) -> None:
+        score = _number(line, next(n for n in SCORES if line.values.get(n) is not None))
+        row = PreferenceRow(line.where, _prompt(line), (), tools=_tools(line))
+        answer = _answer(line.values["response"], "response", line.where)
+        self._rated.setdefault(row.key, (row, []))[1].append(_Scored(line.where, answer, score))
+
+    def _compare(self, row: PreferenceRow, scored: Sequence[_Scored]) -> None:
+        """Add the pairs of answers to one prompt whose scores differ."""
+        ranked = sorted(scored, key=lambda one: -one.score)
+        if len(ranked) < 2:
+            return self._leave_out(row.where, "their prompt has one answer")
+        if ranked[0].score == ranked[-1].score:
+            return self._leave_out(row.where, "all answers have the same score")
+        pairs = [(ranked[0], ranked[-1])]
+        if self._pairing == "all":
+            pairs = [(a, b) for i, a in enumerate(ranked) for b in ranked[i + 1 :]]
+        for better, worse in pairs:
+            if better.score != worse.score and better.answer != worse.answer:
+                answers, margin = (better.answer, worse.answer), better.score - worse.score
+                self._rows.append(
+                    PreferenceRow(better.where, row.prompt, answers, margin, tools=row.tools)
+                )
+
+    def _labelled(self, line: JsonRow) -> None:
+        if "label" in line.values and line.values["label"] is None:
+            raise DataError(
+                f"{line.where}: field 'label' is null, expected true or false: fill it in"
+            )
+        label = self._label(line) if "label" in line.values else None
+        if self._form.name == "labelled conversations":
+            chat = _chat(line.values["messages"], "messages", line.where)
+            last = max((i for i, m in enumerate(chat) if m.role != "assistant"), default=-1) + 1
+            prompt, answer = chat[:last], chat[last:]
+            if not prompt or not answer:
+                raise DataError(
+                    f"{line.where}: field 'messages' has the roles {[m.role for m in chat]}, "
+                    "expected a question and, at the end, the assistant's answer: correct this line"
+                )
+            answer = _checked(answer, "messages", line.where)
+        else:
+            prompt = _prompt(line)
+            answer = _answer(line.values["completion"], "completion", line.where)
+        self._rows.append(
+            PreferenceRow(line.where, prompt, (answer,), label=label, tools=_tools(line))
+        )
+
+    def _label(self, line: JsonRow) -> bool:
+        value = line.values["label"]
+        if isinstance(value, bool):
+            return value
+        said = value.strip().lower() if isinstance(value, str) else ""
+        if isinstance(value, int | float) and value in (1, 0, -1):
+            said = str(int(value))
+        if said not in LABELS:
+            raise DataError(
+                f"{line.where}: field 'label' is {value!r} ({type(value).__name__}), expected true "
+                "(desirable) or false, or 1 and 0, or 1 and -1: correct this line"
+            )
+        if said in ("0", "-1"):
+            self._said.setdefault(float(said), line.where)
+            if len(self._said) == 2:
+                raise DataError(
+                    f"{self._said[0.0]} has the label 0 and {self._said[-1.0]} the label -1, "
+                    "expected 1 and 0, or 1 and -1: 0 could mean that nobody knows; write true or "
+                    "false"
+                )
+        return LABELS[said]
+
+
+# --- prompts and answers --------------------------------------------------------------------------
+
+
+def _prompt_and_answers(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
+    """Of a pair, whatever holds the prompt: a column, or what both answers begin with."""
+    values, where = line.values, line.where
+    chosen, rejected = values["chosen"], values["rejected"]
+    has_prompt = any(values.get(name) is not None for name in PROMPTS)
+    if _is_whole(chosen) and _is_whole(rejected):
+        prompt, answers = _split(line)
+        if any(values.get(name) is not None for name in ASKED):
+            _check_given(line, prompt)
+        return _with_system(line, prompt), answers
+    if not has_prompt:
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            prompt, chosen, rejected = _shared_text(chosen, rejected, where)
+        else:
+            raise DataError(
+                f"{where}: 'chosen' and 'rejected' are {short(chosen)} and {short(rejected)}, "
+                "expected two texts or two lists of chat messages that begin with the prompt: "
+                "correct this line"
+            )
+        prompt = _with_system(line, prompt)
+    else:
+        prompt = _prompt(line)
+    return prompt, (_answer(chosen, "chosen", where), _answer(rejected, "rejected", where))
+
+
+def _is_whole(value: object) -> bool:
+    """Whether these messages are a conversation with its prompt, not an answer alone."""
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
+        return False
+    role = value[0].get("role", value[0].get("from"))
+    return role not in ("assistant", "gpt", "model", "function_call")
+
+
+def _split(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
+    """The turns that two conversations share, and what follows them in each."""
+    where = line.where
+    chosen, rejected = (_chat(line.values[n], n, where) for n in ("chosen", "rejected"))
+    shared = _shared_turns(chosen, rejected)
+    if not shared:
+        raise DataError(
+            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
+            "be read from them: add 'prompt'"
+        )
+    for name, chat in (("chosen", chosen), ("rejected", rejected)):
+        if shared >= len(chat) or chat[shared].role != "assistant":
+            role = chat[shared].role if shared < len(chat) else "none"
+            raise DataError(
+                f"{where}: 'chosen' and 'rejected' differ first in message {shared}, which is of "
+                f"the role {role} in '{name}', expected one assistant message after the prompt "
+                "that both share: correct this line"
+            )
+    answers = (
+        _checked(chosen[shared:], "chosen", where),
+        _checked(rejected[shared:], "rejected", where),
+    )
+    return chosen[:shared], answers
+
+
+def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many messages both begin with, so that an answer of each is left."""
+    shared = 0
+    for left, right in zip(chosen, rejected, strict=False):
+        if left != right:
+            break
+        shared += 1
+    while shared and shared >= min(len(chosen), len(rejected)):
+        shared -= 1
+    return shared
+
+
+def _check_given(line: JsonRow, prompt: Sequence[Message]) -> None:
+    """A prompt that is given in addition to whole conversations is part of what they share."""
+    given = [message for message in _prompt(line) if message.role != "system"]
+    there = {message.content.strip() for message in prompt}
+    if not all(message.content.strip() in there for message in given):
+        raise DataError(
+            f"{line.where}: 'prompt' is {short(line.values.get('prompt'))}, which is not in what "
+            "'chosen' and 'rejected' begin with, expected one prompt: correct this line"
+        )
+
+
+def _prompt(line: JsonRow) -> tuple[Message, ...]:
+    name = next((name for name in PROMPTS if line.values.get(name) is not None), "prompt")
+    value = line.values.get(name)
+    if name == "instruction" and isinstance(value, str):
+        more = line.values.get("input")
+        value = f"{value}\n{more}" if isinstance(more, str) and more.strip() else value
+    if isinstance(value, str) and value.strip():
+        return _with_system(line, (Message("user", value),))
+    if not isinstance(value, list | tuple) or not value:
+        raise DataError(
+            f"{line.where}: field '{name}' is {short(value)}, expected non-empty text or a list "
+            "of chat messages: correct this line"
+        )
+    return _with_system(line, _chat(value, name, line.where))
+
+
+def _with_system(line: JsonRow, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The prompt after the text of the column `system`, unless it has a system message."""
+    system = line.values.get("system")
+    if not isinstance(system, str) or not system.strip() or prompt[0].role == "system":
+        return prompt
+    return (Message("system", system), *prompt)
+
+
+def _answer(value: object, field: str, where: str) -> Answer:
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list | tuple) and value:
+        return _checked(_chat(value, field, where), field, where)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(
+            f"{where}: field '{field}' is {short(value)}, expected non-empty text or one "
+            "assistant message: correct this line"
+        )
+    return (Message("assistant", value),)
+
+
+def _checked(answer: Answer, field: str, where: str) -> Answer:
+    """The answer, if it begins and ends with the assistant and turns are in order between."""
+    roles = [message.role for message in answer]
+    turns = zip(roles, roles[1:], strict=False)
+    fits = roles[0] == roles[-1] == "assistant" and all(
+        (now == "assistant") != (after == "assistant") or now == after == "tool"
+        for now, after in turns
+    )
+    if not fits or "system" in roles:
+        raise DataError(
+            f"{where}: field '{field}' holds messages of {roles} after the prompt, expected one "
+            "assistant message, or turns in which the assistant speaks first and last and others "
+            "in between: put the earlier ones into 'prompt'"
+        )
+    for message in answer:
+        said = message.content.strip() or message.tool_calls or message.reasoning.strip()
+        if message.role == "assistant" and not said:
+            raise DataError(
+                f"{where}: field '{field}' has an empty message of the assistant, expected text or "
+                "tool calls: correct this line"
+            )
+    if not any(message.train for message in answer if message.role == "assistant"):
+        raise DataError(
+            f"{where}: field '{field}' has no message to learn from, because each has "
+            "'train': false: set one to true, or remove this line"
+        )
+    return answer
+
+
+def _chat(value: object, field: str, where: str) -> tuple[Message, ...]:
+    """Messages in the form of chat APIs, or of ShareGPT (`from`, `value`)."""
+    place = f"{where}: field '{field}'"
+    if any(isinstance(item, Mapping) and "from" in item for item in _items(value)):
+        return conversation(value, place)
+    return messages_from_json(value, place)
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _tools(line: JsonRow) -> tuple[ToolSchema, ...]:
+    return tools_from_json(line.values.get("tools"), f"{line.where}: field 'tools'")
+
+
+def dialogue(text: str, where: str) -> tuple[Message, ...]:
+    """The turns of a text such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello", without white space
+    around each; turns of one speaker in a row are one message."""
+    _, *parts = _TURN.split(text.lstrip("\n"))
+    turns: list[Message] = []
+    for speaker, said in zip(parts[::2], parts[1::2], strict=True):
+        role: Literal["user", "assistant"] = "user" if speaker == "Human" else "assistant"
+        if turns and turns[-1].role == role:
+            said = f"{turns.pop().content}\n\n{said.strip()}"
+        turns.append(Message(role, said.strip()))
+    if not turns:
+        raise DataError(f"{where} has no turn of 'Human:' or 'Assistant:': correct this line")
+    return tuple(turns)
+
+
+def _shared_text(
+    chosen: str, rejected: str, where: str
+) -> tuple[tuple[Message, ...], object, object]:
+    """The prompt that two texts begin with, up to a whole word, and what follows it in each."""
+    text = _whole_words(os.path.commonprefix([chosen, rejected]), chosen, rejected).rstrip()
+    if not text:
+        raise DataError(
+            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
+            "be read from them: add 'prompt'"
+        )
+    return (Message("user", text),), _after(text, chosen), _after(text, rejected)
+
+
+def _after(prompt: str, text: str) -> str:
+    """What follows the prompt, without the one white space character that separates them."""
+    rest = text[len(prompt) :]
+    return rest[1:] if rest[:1].isspace() else rest
+
+
+def _whole_words(shared: str, *texts: str) -> str:
+    """`shared`, which all `texts` begin with, without a word that it would cut in two."""
+    following = [text[len(shared) : len(shared) + 1] for text in texts]
+    if all(character.isspace() for character in following):
+        return shared
+    if not shared or shared[-1].isspace():
+        return shared
+    return shared[: -len(shared.split()[-1])]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _finite(value: object) -> float | None:
+    """A number of sane size, also as text; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not -LARGEST_MARGIN <= value <= LARGEST_MARGIN or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _number(line: JsonRow, name: str) -> float:
+    value = line.values.get(name)
+    is_cell = re.search(r"\.(csv|tsv)(\.gz)?:\d+$", line.where)  # every cell of these is text
+    found = _finite(value) if is_cell or not isinstance(value, str) else None
+    if found is None:
+        raise DataError(
+            f"{line.where}: field '{name}' is {short(line.values.get(name))}, expected a "
+            f"number of at most {LARGEST_MARGIN}: correct this line"
+        )
+    return found
+
+
+def _margin(line: JsonRow) -> float:
+    """By how much chosen is better: a column of its own, or the difference of two scores."""
+    if line.values.get("margin") is not None:
+        return _number(line, "margin")
+    for better, worse in SCORE_PAIRS:
+        if line.values.get(better) is not None and line.values.get(worse) is not None:
+            return _number(line, better) - _number(line, worse)
+    return 0.0
+
+
+def doubtful(rows: Sequence[PreferenceRow]) -> list[str]:
+    """A sentence for each kind of row that can be trained on and is probably a mistake, counted.
+
+    Rows that occur again, rows that contradict one another, and pairs whose own scores say that the
+    rejected answer is better.
+    """
+    first: dict[tuple[object, ...], PreferenceRow] = {}
+    again: list[tuple[PreferenceRow, PreferenceRow]] = []
+    against: list[tuple[PreferenceRow, PreferenceRow]] = []
+    for row in rows:
+        key, texts = row.key, row.texts()
+        same = (key, texts, row.label)
+        other = (key, texts[::-1], None if row.label is None else not row.label)
+        if same in first:
+            again.append((row, first[same]))
+        elif other in first and (len(texts) == 2 or row.label is not None):
+            against.append((row, first[other]))
+        first.setdefault(same, row)
+    found = []
+    for pairs, reported in (
+        (against, "say the opposite of an earlier row about the same answers"),
+        (again, "occur again as they are"),
+    ):
+        if pairs:
+            row, earlier = pairs[0]
+            found.append(
+                f"{len(pairs)} of {len(rows)} rows {reported}, such as {row.where} and "
+                f"{earlier.where}"
+            )
+    worse = [row for row in rows if row.margin < 0]
+    if worse:
+        found.append(
+            f"{len(worse)} of {len(rows)} rows give the rejected answer the higher score, such as "
+            f"{worse[0].where}"
+        )
+    return found
+
+
+# --- what `validate` says of the files of a run --------------------------------------------------
+
+
+def check_files(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
+    """Notes on the files of preferences that the stages read.
+
+    Raises `ConfigError` where a stage's loss reads another kind of rows, and `DataError` for files
+    that cannot be used.
+    """
+    notes: list[str] = []
+    problems: list[str] = []
+    for name, stage in resolved.config.stages.items():
+        if not isinstance(stage, PreferenceDataStage) or stage.data in (None, TASK_DATA):
+            continue
+        place = f"stages.{name}.data"
+        setting = f"{place} ({resolved.loaded.where(place)})"
+        found = read_preference_rows(
+            str(stage.data), setting, ("pairs", "labels", "completions"), stage.pairs_from_scores
+        )
+        wrong = _wrong_kind(stage, found, manager)
+        if wrong:
+            problems.append(resolved.loaded.problem(place, wrong))
+        elif len({row.key for row in found.rows}) < 2:
+            raise DataError(
+                f"{setting}: {stage.data} has answers to one prompt only, and some prompts are "
+                "held out to measure on: add rows with other prompts"
+            )
+        notes += [f"stages.{name}: {line}" for line in found.notes()]
+    raise_problems(problems)
+    return notes
+
+
+def _wrong_kind(stage: PreferenceDataStage, found: PreferenceFile, manager: PluginManager) -> str:
+    """Why the stage's loss cannot read these rows, and what to change; empty if it can."""
+    assert isinstance(stage, PreferenceStage | RewardModelStage)
+    policy = isinstance(stage, PreferenceStage)
+    leading = stage.loss_terms[0] if isinstance(stage, PreferenceStage) else stage.preference_loss
+    entries: list[Any] = [*manager.entries("preference_loss")]  # Any: contracts import torch
+    wanted = next(entry.cls.data for entry in entries if entry.name == leading.name)
+    if found.kind == wanted:
+        return ""
+    trained = "policy" if policy else "reward_model"
+    fits = [
+        entry.name
+        for entry in entries
+        if trained in entry.cls.trains and entry.cls.data == found.kind
+    ]
+    choose = f", or choose one of {fits}" if fits else ""
+    return (
+        f"'{leading.name}' reads {EXAMPLES[wanted]}, but {found.rows[0].where} is of the form "
+        f"{EXAMPLES[found.kind]}; give another file{choose}"
+    )
