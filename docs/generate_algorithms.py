@@ -57,6 +57,7 @@ KINDS = {
     "task": "Tasks",
     "environment": "Environments",
     "tool": "Tools",
+    "renderer": "Renderers",
     "rollout_engine": "Rollout engines",
 }
 COMMON_FROM = 3

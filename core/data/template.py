@@ -256,7 +256,11 @@ class TemplateRenderer(Renderer[TemplateConfig]):
         elif not self._shows("results") and any(m.role == "tool" for m in plain):
             raise DataError(f"the model's chat template has no messages of tools: {OTHER_WAY}")
         if any(m.reasoning for m in plain) and not self._shows("reasoning"):
-            pairs = [(i, _thought_first(m)) for i, m in pairs]
+            # A template may also take reasoning out of contents: then it wants none.
+            shown = not self.has_template or self._shows("inline")
+            pairs = [
+                (i, _thought_first(m) if shown else replace(m, reasoning="")) for i, m in pairs
+            ]
         if self.has_template and pairs[0][1].role == "system" and not self._takes_system:
             pairs = _without_system(pairs)
         places, made = zip(*pairs, strict=True)
@@ -287,6 +291,7 @@ class TemplateRenderer(Renderer[TemplateConfig]):
                     Message("tool", MARK, name="f", tool_call_id=DUMMY_ID),
                 ],
                 "reasoning": [user, Message("assistant", "A", reasoning=MARK)],
+                "inline": [user, _thought_first(Message("assistant", "A", reasoning=MARK))],
             }[what]
             if what == "results" and not self._shows("calls"):
                 chat[1] = Message("assistant", "A")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -16,7 +16,6 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Rendered, Renderer, SampledGroup
 from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
 from posttrain.core.data.control import ControlTokens
-from posttrain.core.data.messages import messages_from_json
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.errors import ResourceError
 from posttrain.core.types import Completion, Message, Problem, ToolSchema
@@ -94,7 +93,7 @@ class ChatTokenizer:
         return self.encode_chat(problem.messages, problem.tools)
 
     def encode_chat(
-        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's next words begin.
 
@@ -105,7 +104,7 @@ class ChatTokenizer:
         return self.renderer.prompt(self._chat(messages), tools)
 
     def encode_conversation(
-        self, messages: Sequence[Message | Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
     ) -> Rendered:
         """A whole conversation, with what the assistant wrote.
 
@@ -128,11 +127,8 @@ class ChatTokenizer:
             owners = [max(owner - 1, -1) for owner in owners]
         return Rendered(tuple(ids), tuple(sampled), tuple(owners))
 
-    def _chat(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-        chat = [
-            m if isinstance(m, Message) else messages_from_json([m], "a prompt")[0]
-            for m in messages
-        ]
+    def _chat(self, messages: Sequence[Message]) -> list[Message]:
+        chat = list(messages)
         if self.system_prompt is not None and (not chat or chat[0].role != "system"):
             chat.insert(0, Message("system", self.system_prompt))
         return chat

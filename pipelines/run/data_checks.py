@@ -30,7 +30,9 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.training.sft import fitting_worked
+from posttrain.pipelines.stage.episodes import build_episodes
 from posttrain.pipelines.stage.inputs import load_tokenizer
 
 MOST = 10_000
@@ -53,7 +55,7 @@ def check_texts(
     warnings = []
     for name in resolved.order:
         try:
-            for rule in _checked(config, name, config.stages[name], task, tokenizer):
+            for rule in _checked(config, name, config.stages[name], task, tokenizer, manager):
                 if warning := rule.check():
                     warnings.append(f"stages.{name}: {warning}")
         except DataError as error:
@@ -62,10 +64,18 @@ def check_texts(
 
 
 def _checked(
-    config: RunConfig, name: str, stage: StageBase, task: Task[Any], tokenizer: ChatTokenizer
+    config: RunConfig,
+    name: str,
+    stage: StageBase,
+    task: Task[Any],
+    tokenizer: ChatTokenizer,
+    manager: PluginManager,
 ) -> Iterator[LengthRule]:
     """The rules of a stage, applied to what it would read."""
     model, made = config.model, "dataset" in stage.inputs
+    encoder: PromptEncoder = tokenizer
+    if isinstance(stage, RlStage | EvaluateStage):
+        encoder = build_episodes(manager, stage.environment, tokenizer) or tokenizer
     if isinstance(stage, SftStage) and stage.data is not None:
         yield from _supervised(config, name, stage, tokenizer)
     elif isinstance(stage, SftStage) and not made:
@@ -78,18 +88,18 @@ def _checked(
     elif isinstance(stage, PreferenceDataStage) and stage.data is not None:
         yield _preferences(config, name, stage, task, tokenizer)
     elif isinstance(stage, RlStage):
-        if not made and stage.environment is None:
+        if not made:
             count = min(stage.steps * stage.prompts_per_step, MOST)
             problems = training_problems(task, count, config.seed, name)
             rule = LengthRule.of(model, "prompts with their response")
-            prompts = [(p, tokenizer.encode_prompt(p)) for p in problems]
+            prompts = [(p, encoder.encode_prompt(p)) for p in problems]
             fitting_prompts(prompts, stage.generation.max_response_length, rule)
             yield rule
-    elif isinstance(stage, EvaluateStage) and stage.environment is None:
+    elif isinstance(stage, EvaluateStage):
         section = stage.evaluation or config.evaluation
         rule = LengthRule.of(model, "held-out prompts with their response")
         held_out = held_out_problems(task, min(section.num_problems, MOST), config.seed)
-        prompts = [(p, tokenizer.encode_prompt(p)) for p in held_out]
+        prompts = [(p, encoder.encode_prompt(p)) for p in held_out]
         fitting_prompts(prompts, section.max_response_length, rule)
         yield rule
 

@@ -88,7 +88,7 @@ def build_loop(
     """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
     tokenizer = context.tokenizer()
-    episodes = build_episodes(context, stage.environment, tokenizer)
+    episodes = build_episodes(context.manager, stage.environment, tokenizer)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length

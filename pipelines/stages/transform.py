@@ -21,7 +21,7 @@ from posttrain.core.data.transformation import (
 from posttrain.core.errors import DataError
 from posttrain.core.math.splits import loose_key
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import SamplingParams
+from posttrain.core.types import Message, SamplingParams
 from posttrain.pipelines.stage.context import StageContext, StageOutput
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 
@@ -87,7 +87,7 @@ class _Asker:
         return len(self._ids(question)) <= room
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}])
+        return self.tokenizer.encode_chat([Message("user", text)])
 
 
 def _report(context: StageContext, outcomes: Sequence[Outcome]) -> StageOutput:

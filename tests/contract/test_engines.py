@@ -21,10 +21,20 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
+from posttrain.core.contracts import (
+    Environment,
+    NoConfig,
+    Observation,
+    Opening,
+    PromptGroup,
+    Turn,
+)
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
+from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.vllm_fleet import VllmFleet
 from posttrain.core.runtime.processes import ServerProcess
-from posttrain.core.types import SamplingParams
+from posttrain.core.types import Message, Problem, SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.engines import (
     MAX_LEN,
@@ -97,6 +107,51 @@ def test_each_prompt_gets_its_generations_in_order(running: Running) -> None:
         assert completion.policy_version == 0
     assert len({c.seed for group in groups for c in group}) == 3 * len(TEXTS)
     assert running.engine.generate([], params) == []
+
+
+class Asks(Environment[NoConfig]):
+    """Says "Go on." as the user after each of the first two turns."""
+
+    name = "asks"
+    Config = NoConfig
+
+    def reset(self, problem: Problem) -> Opening:
+        return Opening(0)
+
+    def step(self, state: object, turn: Turn) -> Observation:
+        assert isinstance(state, int) and turn.message.role == "assistant"
+        return Observation("", state == 2, state + 1, messages=(Message("user", "Go on."),))
+
+
+def test_turns_of_messages_have_the_same_tokens_in_every_engine(running: Running) -> None:
+    """Greedy: each sampled token is the argmax after the very tokens that stand before it."""
+    chat = ChatTokenizer(make_tiny_tokenizer(), None, STOP)
+    runner = EpisodeRunner(Asks(NoConfig()), chat, 3, 20)
+    problems = [Problem(text, text, "", "") for text in ("Hi", "abc", "2+3?")]
+    prompts = [
+        PromptGroup(p, chat.encode_chat([Message("user", p.prompt)])[-30:]) for p in problems
+    ]
+    params = SamplingParams(num_generations=1, max_tokens=MAX_LEN - 30, temperature=0)
+    follows = {end: chat.extend([Message("user", "Go on.")], ended=True) for end in STOP}
+    turns = 0
+    for prompt, group in zip(
+        prompts, runner.generate(running.engine, prompts, params), strict=True
+    ):
+        (found,) = group.completions
+        ids, at = list(prompt.prompt_ids), 0
+        while at < len(found.token_ids):
+            if found.sampled and not found.sampled[at]:
+                answer = follows[ids[-1]][: len(found.token_ids) - at]
+                assert found.token_ids[at : at + len(answer)] == answer
+                assert not any(found.sampled[at : at + len(answer)])
+                ids += answer
+                at += len(answer)
+                turns += 1
+                continue
+            assert found.token_ids[at] == int(next_logprobs(running.model, ids)[-1].argmax())
+            ids.append(found.token_ids[at])
+            at += 1
+    assert turns > 1
 
 
 def test_greedy_equals_the_argmax_of_a_plain_forward_pass(running: Running) -> None:

@@ -24,7 +24,7 @@ from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.core.training.updates import UpdateSettings
-from posttrain.core.types import SamplingParams
+from posttrain.core.types import Message, SamplingParams
 from tests.helpers.engines import AnyEngine, make_engine
 from tests.helpers.rollouts import batch_of_groups
 from tests.helpers.updates import update
@@ -143,7 +143,7 @@ def make_rig(
     check = SyncCheck(engine, model, make_probe(tokenizer, MAX_LEN))
     numbers = random.Random(0)
     prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": f"{numbers.randrange(90)} + {n} = ?"}])
+        tokenizer.encode_chat([Message("user", f"{numbers.randrange(90)} + {n} = ?")])
         for n in range(num_prompts)
     ]
     return Rig(engine, learner, check, prompts, params, corrects)

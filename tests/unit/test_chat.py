@@ -77,8 +77,8 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> set[int]:
     return {int(tokenizer.convert_tokens_to_ids(token)) for token in tokens}
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def user(text: str) -> Message:
+    return Message("user", text)
 
 
 def shown(chat: ChatTokenizer, ids: Sequence[int]) -> str:
@@ -248,7 +248,7 @@ def test_a_system_prompt_reaches_models_that_take_no_system_message() -> None:
     ):
         chat = ChatTokenizer(tokenizer_of(template), "Be kind.")
         assert shown(chat, chat.encode_prompt(Problem("k", "Hi", "", ""))) == expected
-        own = [{"role": "system", "content": "Be kind."}, user("Hi")]
+        own = [Message("system", "Be kind."), user("Hi")]
         assert chat.encode_chat(own) == chat.encode_chat([user("Hi")])
     chatml = ChatTokenizer(tokenizer_of(CHATML), "Be kind.")
     text = shown(chatml, chatml.encode_chat([user("Hi")]))
@@ -266,7 +266,7 @@ def test_a_system_prompt_reaches_models_that_take_no_system_message() -> None:
 )
 def test_a_last_turn_of_the_assistants_is_continued(template: str | None, expected: str) -> None:
     chat = ChatTokenizer(tokenizer_of(template), None)
-    messages = [user("Why?"), {"role": "assistant", "content": "  So far,  "}]
+    messages = [user("Why?"), Message("assistant", "  So far,  ")]
     assert shown(chat, chat.encode_chat(messages)).endswith(expected)
 
 
@@ -281,7 +281,7 @@ def test_messages_that_a_template_refuses_are_named_with_the_way_out() -> None:
         tokenise_pairs([row], chat, LengthRule("drop", 999, "pairs"))
     forgets = ChatTokenizer(tokenizer_of("{{ messages[0]['content'] }}"), None)
     with pytest.raises(DataError, match="cannot be continued: end the prompt with the user's"):
-        forgets.encode_chat([user("a"), {"role": "assistant", "content": "b"}])
+        forgets.encode_chat([user("a"), Message("assistant", "b")])
 
 
 def test_an_end_need_not_be_marked_as_special() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -10,8 +13,16 @@ from posttrain.core.config.loading import load_config
 from posttrain.core.config.presets import merge_fields
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.contracts import Rendered
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
+from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.types import Problem
+from posttrain.pipelines.run.planning import parts_of_stage
+from posttrain.pipelines.stage.inputs import load_tokenizer
+from posttrain.plugins.renderers.chat_template import ChatTemplateRenderer
+from tests.helpers.tiny import make_tiny_model
 
 HEAD = "task: {name: arithmetic}\nstages:\n  rl:\n    kind: rl\n    inputs: {model: base}\n"
 
@@ -77,6 +88,46 @@ def test_merging_replaces_a_component_of_another_name_as_a_whole() -> None:
     }
 
 
+class Shouting(ChatTemplateRenderer):
+    """Another package's renderer."""
+
+    name = "shouting"
+
+    def render(self, *given: Any, **more: Any) -> Rendered:
+        made = super().render(*given, **more)
+        return replace(made, token_ids=made.token_ids[::-1])
+
+    def prompt(self, *given: Any) -> tuple[int, ...]:
+        return self.render(*given, generation_prompt=True).token_ids
+
+
+def test_the_models_renderer_is_checked_and_is_part_of_what_its_stages_are(
+    tmp_path: Path,
+) -> None:
+    manager = PluginManager()
+    module = ModuleType("theirs")
+    module.posttrain_register = hookimpl(lambda: [Shouting])  # type: ignore[attr-defined]
+    manager.register(module, package="theirs", version="1")
+    config = "model: {renderer: chat_templat}\n"
+    lines = problems(tmp_path, manager, config)
+    assert "model.renderer: no renderer named 'chat_templat'; did you mean 'chat_template'" in lines
+    lines = problems(tmp_path, manager, "model: {renderer: {name: chat_template, tols: 1}}\n")
+    assert "renderer" in lines and "tols" in lines
+    parts = []
+    for name in ("chat_template", "{name: chat_template, tools_in_system: true}", "shouting"):
+        extra = f"  s: {{kind: sft, inputs: {{model: base}}}}\nmodel: {{renderer: {name}}}\n"
+        run = resolved(tmp_path, manager, extra)
+        for stage in ("rl", "s"):
+            parts.append(parts_of_stage(run, stage, {}, "transformers", ""))
+    assert parts[0]["model.renderer.tool_calls"] == '"auto"'
+    assert parts[2]["model.renderer.tools_in_system"] == "true"
+    assert parts[5]["plugin renderer shouting"].startswith("theirs 1")
+    folder = make_tiny_model(tmp_path / "m")
+    problem, plain = Problem("k", "Hi", "", ""), ChatTokenizer.load(folder)
+    theirs = load_tokenizer(folder, run.config, manager)
+    assert theirs.encode_prompt(problem) == plain.encode_prompt(problem)[::-1]
+
+
 def test_the_resolved_yaml_resolves_to_itself(tmp_path: Path, manager: PluginManager) -> None:
     run = resolved(tmp_path, manager, "    kl: {controller: {name: fixed, coef: 0.5}}\n")
     again = tmp_path / "again.yaml"
@@ -89,7 +140,7 @@ def test_the_plugins_of_a_stage_are_listed_with_package_and_version(
 ) -> None:
     uses = resolved(tmp_path, manager, "  s: {kind: sft, inputs: {model: base}}\n").plugins
     assert {"task", "algorithm", "advantage", "reward", "kl"} <= {use.kind for use in uses["rl"]}
-    assert [use.kind for use in uses["s"]] == ["task"]
+    assert [use.kind for use in uses["s"]] == ["task", "renderer"]
     assert all(use.package == "posttrain" and use.version for use in uses["rl"])
 
 

@@ -26,7 +26,8 @@ from tests.helpers.templates import (
     WITH_TOOLS,
     family_tokenizer,
 )
-from tests.helpers.tiny import CHARACTERS, END, SPECIAL as TINY_SPECIAL
+from tests.helpers.tiny import CHARACTERS, END
+from tests.helpers.tiny import SPECIAL as TINY_SPECIAL
 
 ADD = {
     "type": "function",

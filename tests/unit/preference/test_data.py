@@ -219,8 +219,9 @@ def test_rows_become_the_ids_that_a_rollout_would_have() -> None:
 
 def test_the_runs_system_prompt_gives_way_to_the_rows_own() -> None:
     tokenizer = ChatTokenizer(make_tiny_tokenizer(), system_prompt="Run.")
-    own = ({"role": "system", "content": "Row."}, user("P"))
-    for prompt, there, absent in ((own, "Row.", "Run."), ((user("P"),), "Run.", "Row.")):
+    asked = Message("user", "P")
+    own = (Message("system", "Row."), asked)
+    for prompt, there, absent in ((own, "Row.", "Run."), ((asked,), "Run.", "Row.")):
         text = tokenizer.tokenizer.decode(list(tokenizer.encode_chat(prompt)))
         assert there in text and absent not in text and "Be brief." not in text
 

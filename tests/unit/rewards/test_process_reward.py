@@ -15,7 +15,7 @@ from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.rewards.shaping import ending_token, step_ends
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import Message, RewardSample, Score
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rewards import sample
 from tests.helpers.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
@@ -52,7 +52,7 @@ def build(path: Path, *, batch_size: int = 2, **fields: object) -> Reward:  # ty
 
 def response(tokenizer: ChatTokenizer, text: str, *, ended: bool = True) -> RewardSample:
     ids = tokenizer.encode_response(text)
-    prompt = tokenizer.encode_chat([{"role": "user", "content": "What is 1 + 1?"}])
+    prompt = tokenizer.encode_chat([Message("user", "What is 1 + 1?")])
     return sample(text, prompt_ids=prompt, response_ids=ids if ended else ids[:-1])
 
 
