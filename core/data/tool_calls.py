@@ -183,7 +183,7 @@ def _call(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall |
     """The call that a JSON value describes; without arguments it has none. Any: a JSON value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    given = next((value[name] for name in arguments if name in value), {})
+    given: object = next((value[name] for name in arguments if name in value), {})
     if not isinstance(given, dict):
         return None
     call_id = value.get("id")
