@@ -183,7 +183,7 @@ def _call(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall |
     """The call that a JSON value describes; without arguments it has none. Any: a JSON value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    given = next((value[name] for name in arguments if name in value), {})
+    given: object = next((value[name] for name in arguments if name in value), {})
     if not isinstance(given, dict):
         return None
     call_id = value.get("id")
@@ -217,10 +217,10 @@ def _tagged_call(text: str, start: int, strings: Strings) -> tuple[int, ToolCall
         if read:
             return read
     # Up to its closing tag; one that is never closed reaches up to the next call.
-    close, following = text.find(CLOSE, start), text.find(OPEN, start)
-    if close < 0 or 0 <= following < close:
-        return (following if following >= 0 else len(text)), None
-    return close + len(CLOSE), None
+    following = text.find(OPEN, start)
+    limit = following if following >= 0 else len(text)
+    close = text.find(CLOSE, start, limit)
+    return (limit if close < 0 else close + len(CLOSE)), None
 
 
 def _skip_blanks(text: str, at: int) -> int:
@@ -349,7 +349,7 @@ def _outside_json(text: str, mark: str) -> Iterator[str]:
     while at >= 0:
         yield text[start:at]
         start = at + len(mark)
-        opened = re.compile(r"[^\[{]*(?:\[ARGS\])?\s*(?=[\[{])").match(text, start)
+        opened = re.compile(r"[^\[{]*+(?:\[ARGS\])?+\s*+(?=[\[{])").match(text, start)
         end = _json_end(text, opened.end()) if opened else None
         at = text.find(mark, start if end is None else end)
     yield text[start:]
@@ -380,7 +380,8 @@ def _without_marks(text: str) -> str:
 def _deepseek_call(text: str, start: int) -> tuple[int, ToolCall | None]:
     """Where the call ends, and the call if it can be read."""
     head = re.compile(
-        rf"\s*(?:(?:function)?{CALL_SEP}([^\n`{{]+?)\s*```json\s*|([^\n<｜]+?){CALL_SEP}\s*)(?=\{{)"
+        rf"\s*+(?:(?:function)?{CALL_SEP}([^\n`{{]++)\s*+```json\s*+"
+        rf"|([^\n<｜]++){CALL_SEP}\s*+)(?=\{{)"
     ).match(text, start)
     end = _json_end(text, head.end()) if head else None
     if head and end is not None:
@@ -390,12 +391,10 @@ def _deepseek_call(text: str, start: int) -> tuple[int, ToolCall | None]:
             value = _value(text[head.end() : end])
             name = (head[1] or head[2]).strip()
             return closed.end(), ToolCall(name, value) if value is not None and name else None
-    close = text.find(CALL_END, start)
-    following = text.find(CALL_BEGIN, start)
-    stops = [at for at in (following, text.find(CALLS_END, start)) if at >= 0]
-    if close < 0 or any(at < close for at in stops):
-        return min(stops, default=len(text)), None
-    return close + len(CALL_END), None
+    following = re.compile(f"{CALL_BEGIN}|{CALLS_END}").search(text, start)
+    limit = following.start() if following else len(text)
+    close = text.find(CALL_END, start, limit)
+    return (limit if close < 0 else close + len(CALL_END)), None
 
 
 # --- writing ----------------------------------------------------------------------------------

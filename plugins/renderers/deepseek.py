@@ -22,7 +22,7 @@ TOOLS_BEFORE = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
 )
-# The names of the marks are cut by nobody: they show the model what to write.
+# Text of the format: the marks in it are control tokens, as the model has to write them.
 TOOLS_AFTER = (
     "\n</tools>\n\nFor function calls, first write <｜tool▁calls▁begin｜>. Write each call as:\n"
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜><function_name>\n```json\n"

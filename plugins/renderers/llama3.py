@@ -61,7 +61,7 @@ class Llama3Renderer(TurnRenderer[Llama3Config]):
     )
 
     def adapt(self) -> None:
-        """Tell Llama 3 from its successors."""
+        """Decide whether the system turn gives dates."""
         template = self.tokenizer.chat_template
         if self.config.dates is not None:
             self._dates = self.config.dates

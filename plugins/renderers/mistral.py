@@ -34,7 +34,7 @@ class MistralRenderer(TurnRenderer[NoConfig]):
     Config = NoConfig
 
     def adapt(self) -> None:
-        """Tell the generations of tokenizers apart by their tokens."""
+        """Choose the generation of tokenizers by its tokens."""
         self.layout = V7 if "[SYSTEM_PROMPT]" in self.controls else V3
         self.form = "mistral_args" if ARGS in self.controls else "mistral"
         self._ids_in_calls = self.form == "mistral" or "[THINK]" not in self.controls

@@ -37,7 +37,7 @@ class PhiRenderer(TurnRenderer[NoConfig]):
     takes_tools = False
 
     def adapt(self) -> None:
-        """Tell the generations apart by their tokens."""
+        """Choose the generation by its tokens."""
         self.layout = PHI_4_MINI if "<|tool|>" in self.controls else PHI_3
         if "<|im_sep|>" in self.controls:
             self.layout = PHI_4

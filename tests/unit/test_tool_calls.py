@@ -206,3 +206,12 @@ def test_a_template_without_calls_has_the_form_none() -> None:
         write_tool_call(ADD, "none")
     with pytest.raises(ValueError, match="hermess"):
         parse_assistant("", "hermess")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", TOOL_CALL_FORMS)
+def test_long_repetitions_are_read_in_linear_time(form: str) -> None:
+    # Degenerate output of models; reading it in quadratic time takes minutes.
+    for first in MARKS:
+        for repeated in (" ", "\n", "{", "<tool_call>", "<｜tool▁call▁begin｜>", "[TOOL_CALLS]"):
+            parse_assistant(first + repeated * (30_000 // len(repeated)), form)
