@@ -29,7 +29,8 @@ EPILOG = (
     "preferences; a prompt for RL has none. Without colour it stands between {+ and +}. With a "
     "model the rows are its tokens, special tokens included; without --model the quickstart's "
     "model is used where it is on this disk. Files: JSON, JSON Lines, CSV, TSV, Parquet, Arrow, "
-    "Feather, also with .gz; a folder of one kind; hub:owner/name\\[/subset]\\[@revision]\\[#split]. "
+    "Feather, also with .gz; a folder of one kind; "
+    "hub:owner/name\\[/subset]\\[@revision]\\[#split]. "
     "The command exits with 3 when rows have problems.\n\n" + EPILOG_CODES
 )
 

@@ -47,9 +47,9 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The names of every command below the group, and of the groups."""
-    for name, command in getattr(group, "commands", {}).items():
+    for name, part in getattr(group, "commands", {}).items():
         yield (*path, name)
-        yield from commands(command, (*path, name))
+        yield from commands(part, (*path, name))
 
 
 @pytest.mark.parametrize("path", commands(get_command(app)), ids=" ".join)
