@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +24,7 @@ from posttrain.core.runtime.sources import plugin_source
 
 AnyPlugin = Plugin[Any]  # Any: the manager handles plugins of every config type
 PluginT = TypeVar("PluginT", bound=AnyPlugin)
+_REWARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # it is part of metrics' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ class PluginManager:
             raise ConfigError(
                 f"plugin class {cls.__module__}.{cls.__qualname__} needs a kind of "
                 f"{sorted(CONTRACTS)}, a name and a Config; it has kind={kind!r}, name={name!r}"
+            )
+        if kind == "reward" and not _REWARD_NAME.fullmatch(name):
+            raise ConfigError(
+                f"plugin class {cls.__module__}.{cls.__qualname__} has the name {name!r}, expected "
+                "letters, digits, _, . and -, such as 'my_reward': rename it"
             )
         known = self._entries.get((kind, name))
         if known is not None:

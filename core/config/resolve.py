@@ -248,8 +248,9 @@ class _Resolver:
             if use:
                 built = self.manager.build(Reward, reward.name, reward.fields())
                 roles |= built.required_inputs()
-        for index, label in enumerate(reward_labels(expanded.rewards)):
-            values["rewards"][index]["label"] = label
+        if len(self.problems) == before:  # the name of no plugin need not be fit for a label
+            for index, label in enumerate(reward_labels(expanded.rewards)):
+                values["rewards"][index]["label"] = label
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
         filled_stage = RlStage.model_validate(values)

@@ -132,6 +132,14 @@ class Reward(Plugin[ConfigT]):
     def setup(self, context: RewardContext) -> None:  # noqa: B027 - most rewards need nothing
         """Load what scoring needs; called once before the first `score`."""
 
+    def unreadable(self, problem: Problem) -> str:
+        """Why what `problem` says of the right answer cannot be read; empty if it can.
+
+        Responses to such a problem are unscored. `validate` asks for problems of a stage, and a
+        stage when it starts.
+        """
+        return ""
+
     def time_limit_s(self) -> float | None:
         """Seconds that one sample may take in a worker, where that is more than the pool allows."""
         return None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from posttrain.core.config.sections import ModelSection, Overlong
 from posttrain.core.errors import DataError
 from posttrain.core.types import Problem
+
+if TYPE_CHECKING:
+    from posttrain.core.data.tokens import ChatTokenizer
 
 Ids = tuple[int, ...]
 
@@ -123,3 +127,17 @@ def fitting_prompts(
         if kept is not None:
             found.append((problem, kept))
     return found
+
+
+def fitting_worked(
+    tokenizer: ChatTokenizer, problems: Sequence[Problem], rule: LengthRule
+) -> list[Problem]:
+    """Problems whose worked answers can be learned from, each counted once by `rule`."""
+    fits: dict[str, bool] = {}
+    for problem in problems:
+        if problem.key not in fits:
+            prompt = tokenizer.encode_prompt(problem)
+            answer = tokenizer.encode_response(problem.worked)
+            room = rule.answer_room(shown(problem), len(prompt), len(answer))
+            fits[problem.key] = room is not None
+    return [problem for problem in problems if fits[problem.key]]

@@ -68,14 +68,21 @@ class ChatTokenizer:
         path: Path,
         system_prompt: str | None = None,
         renderer: Renderer[Any] | None = None,
+        *,
+        light: bool = False,
     ) -> ChatTokenizer:
-        # Late: transformers takes seconds, and commands that only read a config import this module.
-        from transformers import AutoTokenizer
+        """The tokenizer of a model directory.
 
+        `light` reads `tokenizer.json` by itself where there is one: enough to count tokens, and it
+        spares the seconds that transformers takes to import what finds the model's own class.
+        """
+        import transformers  # late, since commands that only read a config import this module
+
+        alone = light and (path / "tokenizer.json").is_file()
+        # Any: two classes with one method in common. Either is imported when it is asked for.
+        loader: Any = transformers.PreTrainedTokenizerFast if alone else transformers.AutoTokenizer
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ResourceError(
                 f"model directory '{path}' has no usable tokenizer: {str(error).splitlines()[0]}"

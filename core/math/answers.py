@@ -219,6 +219,10 @@ _SIGNS = {
 _ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+|[A-Za-z]))")
 # Its parser reads an argument of a logarithm to a base in parentheses only.
 _LOGARITHM = re.compile(r"\\log_\{?([0-9]+|[a-z])\}?\s*\{?([0-9]+|(?<=[ }])[a-z])\}?(?![0-9a-z(])")
+_REPEATING = re.compile(
+    r"(?<![0-9.])(?P<whole>[0-9]{0,50})\.(?P<fixed>[0-9]{0,50})"
+    r"\\(?:overline|bar|dot)\s*(?:\{\s*(?P<cycle>[0-9]{1,50})\s*\}|(?P<digit>[0-9]))"
+)
 _STOPS = ".,;:?。，、；：？！ \t\n"
 _OPEN, _CLOSE = "([{", ")]}"
 
@@ -232,9 +236,45 @@ def normal(answer: str) -> str:
     text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*|\\displaystyle", "", text)
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace("\\lbrace", "\\{")
     text = text.replace("\\rbrace", "\\}").replace(r"\lbrack", "[").replace(r"\rbrack", "]")
-    text = _LOGARITHM.sub(r"\\log_{\1}(\2)", text)
+    text = _LOGARITHM.sub(r"\\log_{\1}(\2)", text).replace(r"\varnothing", r"\emptyset")
+    text = _REPEATING.sub(_as_fraction, text)
     text = _CURRENCY.sub("", text).strip().strip("*_`\"'").strip()
     return re.sub(r"(?:\\[,;:! ]|[.,;:?\s])+\Z", "", text) if len(text) > 1 else text
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """0.1\\overline{6} as (1/6): the digits that repeat are over as many nines."""
+    fixed, cycle = match["fixed"], match["cycle"] or match["digit"]
+    whole = f"{match['whole'] or 0}.{fixed or 0}"
+    value = Fraction(int(cycle), 10 ** len(fixed) * (10 ** len(cycle) - 1))
+    return f"({Fraction(whole) + value})"
+
+
+_IN_BASE = re.compile(r"\(?([0-9A-Za-z]{1,200})\)?\s*_\s*\{?\s*\(?([0-9]{1,2})\)?\s*\}?")
+
+
+def number_in_base(text: str) -> int | None:
+    """The value of a number with its base as index (1010_2, ff_{16}); None for anything else."""
+    found = _IN_BASE.fullmatch(re.sub(r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", text.strip()))
+    if found is None or not 2 <= int(found[2]) <= 36:
+        return None
+    try:
+        return int(found[1], int(found[2]))
+    except ValueError:
+        return None
+
+
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+_CHOSEN = re.compile(r"(?:\\[a-z]+\s*\{\s*)?(?:\(([A-Za-z])\)|([A-Za-z])\s*[).:])\s*\}?\s*\S.*")
+
+
+def is_chosen(choice: str, answer: str) -> bool:
+    """Whether `answer` names the `choice` (a capital, perhaps in brackets) and goes on with it.
+
+    "D) 12", "(D) 12" and "D. 12" are D.
+    """
+    wanted, found = _CHOICE.fullmatch(choice), _CHOSEN.fullmatch(answer)
+    return bool(wanted and found and wanted[1] == (found[1] or found[2]).upper())
 
 
 def parts(answer: str) -> tuple[str, str, list[str]]:

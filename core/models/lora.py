@@ -221,15 +221,20 @@ def _merged(layer: Any) -> Tensor:  # Any: as above
     return merged.to(base.dtype)
 
 
-def check_targets(folder: Path, section: LoraSection, place: str) -> None:
+def check_targets(folder: Path | None, section: LoraSection, place: str) -> None:
     """Raise `ConfigError` if the model in `folder` has not the layers that `section` names.
 
-    Reads its config alone; one that transformers cannot read is refused when it is loaded.
+    Reads its config alone; one that transformers cannot read is refused when it is loaded. Without
+    a folder it is the bundled model, a Llama, which a run converts first.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = (
+            LlamaConfig(num_hidden_layers=1)
+            if folder is None
+            else AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
         with torch.device("meta"):
             auto: Any = AutoModelForCausalLM  # Any: it is not typed
             model = auto.from_config(config, trust_remote_code=False)

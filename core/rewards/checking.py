@@ -7,13 +7,15 @@ import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from posttrain.core.errors import RunError
+from posttrain.core.errors import DataError, RunError
 from posttrain.core.types import Score, ScoreStatus, StepVerdict
 
 if TYPE_CHECKING:  # reward workers must not load torch
     from posttrain.core.batch import RolloutBatch
+    from posttrain.core.contracts import Reward
+    from posttrain.core.types import Problem
 
 STATUSES: frozenset[str] = frozenset(get_args(ScoreStatus))
 FAILURES: frozenset[str] = frozenset({"error", "timeout", "crashed"})
@@ -149,3 +151,32 @@ def _describe(batch: RolloutBatch, row: int, names: Sequence[str]) -> str:
     if len(prompt) > _PROMPT_CHARACTERS:
         prompt = prompt[:_PROMPT_CHARACTERS] + "..."
     return f"reward '{name}': {score.status}: {score.detail or 'no detail'}; prompt {prompt!r}"
+
+
+MOST_REFERENCES = 300
+"""Problems whose references are looked at: some take a process each."""
+
+
+def unreadable_references(
+    rewards: Mapping[str, Reward[Any]], problems: Sequence[Problem]
+) -> list[str]:
+    """A sentence for each reward, by its label, that cannot read some problems' right answers.
+
+    Raises `DataError` for a reward that can read none of them.
+    """
+    distinct = list({problem.key: problem for problem in problems}.values())[:MOST_REFERENCES]
+    found = []
+    for name, reward in rewards.items():
+        reasons = [(problem, why) for problem in distinct if (why := reward.unreadable(problem))]
+        if not reasons:
+            continue
+        problem, why = reasons[0]
+        prompt = reprlib.repr(" ".join(problem.prompt.split()))
+        sentence = (
+            f"reward '{name}' cannot read the right answers of {len(reasons)} of {len(distinct)} "
+            f"problems, such as that of {prompt} ({shortened(why)})"
+        )
+        if len(reasons) == len(distinct):
+            raise DataError(f"{sentence}: correct the data, or choose another reward")
+        found.append(f"{sentence}; responses to them are not scored")
+    return found

@@ -99,6 +99,8 @@ class RunResult:
     home: Path
     seconds: float
     warnings: tuple[str, ...] = field(default=())
+    baselines: Mapping[str, str] = field(default_factory=dict)
+    """The evaluation that another one is compared with, by the other's name."""
 
 
 def file_digest(path: Path) -> str:

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.data.lengths import LengthRule, shown
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.finite import note_suspects
@@ -48,20 +47,6 @@ def worked_batch(
         pad_token_id=tokenizer.pad_token_id,
         problems=problems,
     )
-
-
-def fitting_worked(
-    tokenizer: ChatTokenizer, problems: Sequence[Problem], rule: LengthRule
-) -> list[Problem]:
-    """Problems that `worked_batch` can use, each counted once by `rule`."""
-    fits: dict[str, bool] = {}
-    for problem in problems:
-        if problem.key not in fits:
-            prompt = tokenizer.encode_prompt(problem)
-            answer = tokenizer.encode_response(problem.worked)
-            room = rule.answer_room(shown(problem), len(prompt), len(answer))
-            fits[problem.key] = room is not None
-    return [problem for problem in problems if fits[problem.key]]
 
 
 def sft_step(

@@ -6,7 +6,7 @@ The rewards are built and run as a stage runs its own. Nothing is written into t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.forensics import component_scores
-from posttrain.core.analysis.report import Picture, Report, Row, shortened, table
+from posttrain.core.analysis.report import Picture, Report, Row, Table, shortened, table
 from posttrain.core.analysis.rescoring import (
     Flips,
     ScoreDistribution,
@@ -245,45 +245,15 @@ def _report(
         | step.flips.counts()
         for step in made.steps
     ]
-    distributions: list[Row] = [
-        {"which": which, "reward": name} | distribution_row(one)
-        for which, found in (("old", before), ("new", after))
-        for name, one in found.items()
-    ]
-    failures = table(
-        "failures",
-        made.failures[:SHOWN_FAILURES],
-        f"the first {SHOWN_FAILURES} of {len(made.failures)}: such responses are unscored, never 0",
-    )
     named = ", ".join(f"{name} x {weight:g}" for name, weight in weights.items())
     return Report(
         f"run {run.short_id}, stage {stage}, scored by {named}",
         notes,
         [
-            table(
-                "distributions",
-                distributions,
-                "before weights; total: the weighted sum, as the run summed it; zeros are scored",
-            ),
-            table(
-                "what would change within groups",
-                [{name.replace("_", " "): value for name, value in step.items()} for step in steps],
-                "pairs of a group that change their order; tied: pairs that become equal or stop "
-                "being equal; a sign change is a response whose reward moves across its group's "
-                "mean, and with it the sign of its advantage; an all-equal group teaches nothing",
-            ),
-            table(
-                "responses flipped most",
-                [
-                    asdict(example)
-                    | {"prompt": shortened(example.prompt, 200)}
-                    | {"response": shortened(example.response, 400)}
-                    for example in examples
-                ],
-                "by the number of pairs of its group whose order changes; rank 1 is the group's "
-                "best",
-            ),
-            *([failures] if made.failures else []),
+            _distributions(before, after),
+            _changes(steps),
+            _flipped(examples),
+            *([_failures(made)] if made.failures else []),
             *_pictures(made),
         ],
         {
@@ -298,6 +268,47 @@ def _report(
             "notes": notes,
         },
     )
+
+
+def _distributions(
+    before: Mapping[str, ScoreDistribution], after: Mapping[str, ScoreDistribution]
+) -> Table:
+    rows: list[Row] = [
+        {"which": which, "reward": name} | distribution_row(one)
+        for which, found in (("old", before), ("new", after))
+        for name, one in found.items()
+    ]
+    note = "before weights; total: the weighted sum, as the run summed it; zeros are scored"
+    return table("distributions", rows, note)
+
+
+def _changes(steps: Sequence[dict[str, Any]]) -> Table:  # Any: cells of a table
+    return table(
+        "what would change within groups",
+        [{name.replace("_", " "): value for name, value in step.items()} for step in steps],
+        "pairs of a group that change their order; tied: pairs that become equal or stop being "
+        "equal; a sign change is a response whose reward moves across its group's mean, and with "
+        "it the sign of its advantage; an all-equal group teaches nothing",
+    )
+
+
+def _flipped(examples: Sequence[_Example]) -> Table:
+    return table(
+        "responses flipped most",
+        [
+            asdict(example)
+            | {"prompt": shortened(example.prompt, 200)}
+            | {"response": shortened(example.response, 400)}
+            for example in examples
+        ],
+        "by the number of pairs of its group whose order changes; rank 1 is the group's best",
+    )
+
+
+def _failures(made: _Rescoring) -> Table:
+    count = len(made.failures)
+    note = f"the first {SHOWN_FAILURES} of {count}: such responses are unscored, never 0"
+    return table("failures", made.failures[:SHOWN_FAILURES], note)
 
 
 def _pictures(made: _Rescoring) -> list[Picture]:

@@ -33,10 +33,11 @@ def validate(
     inputs = check_inputs(local, manager)
     reserve = resolved.config.limits.min_free_gb
     check_free_disk(context.home, 0, reserve, "a run")
-    from posttrain.pipelines.run.data_checks import check_texts  # transformers takes seconds
+    from posttrain.pipelines.run.data_checks import check_texts  # it imports torch
 
-    warnings = check_texts(local, inputs.task, context.home / "models", manager)
-    notes = [*inputs.notes, *check_model(local, manager)]
+    texts = check_texts(local, manager, inputs.task, context.home / "models")
+    warnings = texts.warnings
+    notes = [*inputs.notes, *check_model(local, manager), *texts.notes]
     config, console = resolved.config, context.console()
     for split, problem in inputs.problems.items():
         text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"

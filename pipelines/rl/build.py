@@ -29,7 +29,7 @@ from posttrain.core.contracts import (
     RolloutCorrection,
     RolloutEngine,
 )
-from posttrain.core.data.lengths import LengthRule
+from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.row_task import check_worked, read_examples
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
@@ -51,7 +51,7 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.sft import PtxTerm, fitting_worked, worked_batch
+from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stage.trained import reference_of, start_training

@@ -62,10 +62,10 @@ def card(pipeline: Pipeline, status: str, *, in_mlflow: bool = True) -> Report:
     ended = {"FINISHED": "finished", "FAILED": "failed"}[status]
     return Report(
         f"Run card: {pipeline.title}",
-        [verdict(results), f"{about}; the run {ended}.", *notes],
+        [verdict(results, pipeline.baselines), f"{about}; the run {ended}.", *notes],
         [
             Table("What", ["", ""], list(_what(pipeline))),
-            evaluations(results.values()),
+            evaluations(results.values(), pipeline.baselines),
             table(
                 "Stages",
                 [_stage(pipeline, result) for result in results.values()],
@@ -87,14 +87,14 @@ def card(pipeline: Pipeline, status: str, *, in_mlflow: bool = True) -> Report:
     )
 
 
-def verdict(results: Mapping[str, StageResult]) -> str:
+def verdict(results: Mapping[str, StageResult], baselines: Mapping[str, str]) -> str:
     """What the last evaluation against a baseline shows, and no more than its interval does."""
     measured = [r for r in results.values() if r.kind == "evaluate"]
     compared = [r for r in measured if "eval/gain_low" in r.metrics]
     if not compared:
         return "Whether the model is better was not measured: no evaluation has a baseline."
     metrics, name = compared[-1].metrics, compared[-1].name
-    measured_gain = f"held-out accuracy, {name}: {gain(metrics)}"
+    measured_gain = f"held-out accuracy, {name}: {gain(metrics, baselines.get(name, ''))}"
     if metrics["eval/gain_low"] > 0:
         return f"Better: {measured_gain}."
     if metrics["eval/gain_high"] < 0:

@@ -217,17 +217,19 @@ def check_training(resolved: ResolvedRun) -> None:
 
 
 def check_adapters(resolved: ResolvedRun) -> None:
-    """The layers that adapters name are those of the base model, where it is a directory."""
+    """The layers that adapters name are those of the base model, where it is on this disk."""
     config = resolved.config
-    folder = Path(config.model.source).expanduser()
     wanted = {}
     for name, stage in config.stages.items():
         for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
             if (section := getattr(holder, "lora", None)) is not None:
                 wanted[place] = section
-    if not wanted or not (folder / "config.json").is_file():
+    from posttrain.core.models.source import known_config
+
+    found = known_config(config.model) if wanted else None
+    if found is None:
         return
     from posttrain.core.models.lora import check_targets  # late: with it comes transformers
 
     for place, section in wanted.items():
-        check_targets(folder, section, f"stages.{place}.lora")
+        check_targets(None if found == "bundled" else found, section, f"stages.{place}.lora")

@@ -218,7 +218,14 @@ class Pipeline:
             home=self.home,
             seconds=seconds,
             warnings=tuple(self.warnings),
+            baselines=self.baselines,
         )
+
+    @property
+    def baselines(self) -> dict[str, str]:
+        """The stage that each evaluation is compared with, where there is one."""
+        inputs = {name: stage.inputs for name, stage in self.config.stages.items()}
+        return {name: roles["baseline"] for name, roles in inputs.items() if "baseline" in roles}
 
     def real_results(self) -> dict[str, StageResult]:
         """The results in order, with MLflow's ids in the place of placeholders where known."""

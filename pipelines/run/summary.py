@@ -105,17 +105,18 @@ def with_error(metrics: Mapping[str, float], name: str, error: str) -> str:
     return f"{value * 100:.1f} %" + ("" if spread is None else f" +- {spread * 100:.1f}")
 
 
-def gain(metrics: Mapping[str, float]) -> str:
-    """`+12.0 points [+5.1, +18.9]`, or a dash where there is no baseline."""
+def gain(metrics: Mapping[str, float], baseline: str = "") -> str:
+    """`+12.0 points [+5.1, +18.9] over evaluate_sft`, or a dash where there is no baseline."""
     value = metrics.get("eval/gain")
     if value is None:
         return "-"
     low, high = metrics.get("eval/gain_low"), metrics.get("eval/gain_high")
     interval = "" if low is None or high is None else f" [{low * 100:+.1f}, {high * 100:+.1f}]"
-    return f"{value * 100:+.1f} points{interval}"
+    over = f" over {baseline}" if baseline else ""
+    return f"{value * 100:+.1f} points{interval}{over}"
 
 
-def evaluations(stages: Iterable[StageResult]) -> Table:
+def evaluations(stages: Iterable[StageResult], baselines: Mapping[str, str]) -> Table:
     """Held-out accuracies of the stages that measured them."""
     measured = {stage.name: stage.metrics for stage in stages if stage.kind == "evaluate"}
     sizes = pass_sizes(measured.values())
@@ -130,7 +131,7 @@ def evaluations(stages: Iterable[StageResult]) -> Table:
                     f"pass@{k}": with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}")
                     for k in sizes
                 },
-                "gain over baseline": gain(metrics),
+                "gain over baseline": gain(metrics, baselines.get(name, "")),
             }
             for name, metrics in measured.items()
         ],
@@ -157,7 +158,7 @@ def print_summary(result: RunResult, console: Console) -> None:
     """Print the tables, the artifacts and the links of `result`."""
     if not result.stages:  # there was nothing to do, as was said
         return
-    accuracies = evaluations(result.stages.values())
+    accuracies = evaluations(result.stages.values(), result.baselines)
     for found in (*([accuracies] if accuracies.rows else []), _stages(result)):
         show_table(found, console)
     lines = [

@@ -42,11 +42,13 @@ PROBLEMS_FILE = "problems.jsonl"
 """The problems in an artifact of kind `dataset`."""
 
 
-def load_tokenizer(folder: Path, config: RunConfig, manager: PluginManager) -> ChatTokenizer:
+def load_tokenizer(
+    folder: Path, config: RunConfig, manager: PluginManager, *, light: bool = False
+) -> ChatTokenizer:
     """The tokenizer of the model in `folder`, with the renderer and system prompt of the run."""
     component = config.model.renderer
     renderer: Renderer[Any] = manager.build(Renderer, component.name, component.fields())
-    return ChatTokenizer.load(folder, config.model.system_prompt, renderer)
+    return ChatTokenizer.load(folder, config.model.system_prompt, renderer, light=light)
 
 
 class StagePlugins(Protocol):

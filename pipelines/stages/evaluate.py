@@ -38,7 +38,7 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     section = stage.evaluation or context.run.evaluation
     problems = context.held_out_problems(section)
     tokenizer = load_tokenizer(model_dir, context.run, context.manager)
-    episodes = build_episodes(context.manager, stage.environment, tokenizer)
+    episodes = build_episodes(context, stage.environment, tokenizer)
     prompts = context.encode_prompts(
         episodes or tokenizer, problems, section.max_response_length, "eval"
     )

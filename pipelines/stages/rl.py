@@ -15,6 +15,7 @@ from posttrain.core.contracts import (
     RolloutEngine,
     Sampler,
 )
+from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.columns import ColumnFiller
@@ -88,7 +89,7 @@ def build_loop(
     """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
     tokenizer = context.tokenizer()
-    episodes = build_episodes(context.manager, stage.environment, tokenizer)
+    episodes = build_episodes(context, stage.environment, tokenizer)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length
@@ -108,6 +109,9 @@ def build_loop(
         learner, model = on_ranks(context, stage, ranks)
     critic = value_phase(model, stage.critic)
     scorer = build_scorer(context, stage, tokenizer)
+    rewards = {weighted.name: weighted.reward for weighted in scorer.rewards}
+    for sentence in unreadable_references(rewards, problems):
+        context.warn(f"{context.name}: {sentence}")
     return RlLoop(
         context=context,
         stage=stage,

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from posttrain.core.config.stages import SftStage
-from posttrain.core.data.lengths import LengthRule
+from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.row_task import check_worked, read_problems, repeat_problems
 from posttrain.core.data.sft_rows import (
     BatchSize,
@@ -33,7 +33,7 @@ from posttrain.core.training.checkpoint import (
     read_step,
     save_checkpoint,
 )
-from posttrain.core.training.sft import BestLoss, fitting_worked
+from posttrain.core.training.sft import BestLoss
 from posttrain.core.training.step_record import example_tensors
 from posttrain.core.types import Problem
 from posttrain.pipelines.ranks.trainer import Trainer, open_trainer

@@ -15,8 +15,8 @@ from pydantic import Field
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
 from posttrain.core.sandbox.model import SandboxLimits, SandboxSettings
 from posttrain.core.sandbox.runner import Sandbox
-from posttrain.core.sandbox.unit_tests import read_tests, run_tests
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.sandbox.unit_tests import UnitTest, read_tests, run_tests
+from posttrain.core.types import Problem, RewardSample, Score
 
 _OPEN = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n`]*\n")
 _ONE_LINE = re.compile(r"```[ \t]*(python3?|py)[ \t]+([^\n`]+)```", re.IGNORECASE)
@@ -87,14 +87,23 @@ class CodeTestsReward(Reward[CodeTestsConfig]):
         """One score per sample, in order."""
         return [self._score(sample) for sample in samples]
 
-    def _score(self, sample: RewardSample) -> Score:
-        key, problem = self.config.metadata_key, sample.problem
+    def unreadable(self, problem: Problem) -> str:
+        """Whether the problem's tests have one of the known forms."""
+        tests = self._tests(problem)
+        return tests if isinstance(tests, str) else ""
+
+    def _tests(self, problem: Problem) -> list[UnitTest] | str:
+        """The tests, or why they cannot be read."""
+        key, metadata = self.config.metadata_key, problem.metadata
         try:
-            tests = read_tests(
-                problem.metadata.get(key, ""), problem.metadata.get("entry_point", "")
-            )
+            return read_tests(metadata.get(key, ""), metadata.get("entry_point", ""))
         except ValueError as error:
-            return Score(None, "error", f"problem {problem.key[:60]!r}: metadata '{key}' {error}")
+            return f"problem {problem.key[:60]!r}: metadata '{key}' {error}"
+
+    def _score(self, sample: RewardSample) -> Score:
+        tests = self._tests(sample.problem)
+        if isinstance(tests, str):
+            return Score(None, "error", tests)
         called = "\n".join(test.code for test in tests)
         text = sample.text.replace("\r\n", "\n")
         code = text if self.config.extract == "whole" else program_in(text, called)

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.core.contracts import PluginConfig, RegularExpression, Reward
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import Problem, RewardSample, Score
 
 
 class ExactMatchConfig(PluginConfig):
@@ -53,10 +53,14 @@ class ExactMatchReward(Reward[ExactMatchConfig]):
         """1.0 or 0.0 per sample, in order; None where there is no reference."""
         return [self._score(sample) for sample in samples]
 
+    def unreadable(self, problem: Problem) -> str:
+        """Only an empty reference is."""
+        return "" if self._plain(problem.answer) else "the problem has no reference answer"
+
     def _score(self, sample: RewardSample) -> Score:
+        if why := self.unreadable(sample.problem):
+            return Score(None, "error", why)
         reference = self._plain(sample.problem.answer)
-        if not reference:
-            return Score(None, "error", "the problem has no reference answer")
         answer = self._answer(sample.text)
         if answer is None:
             return Score(0.0, detail="no answer found")

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.runtime import json_files as strict_json
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import Problem, RewardSample, Score
 
 FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*?)\n```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -56,6 +56,14 @@ class JsonSchemaReward(Reward[JsonSchemaConfig]):
         """1.0 or 0.0 per sample, in order; None where the problem's schema is wrong."""
         return [self._score(sample) for sample in samples]
 
+    def unreadable(self, problem: Problem) -> str:
+        """Whether a schema of the problem's own is one."""
+        try:
+            self._validator(problem)
+        except (ValueError, strict_json.NotJson) as error:
+            return str(error)
+        return ""
+
     def _score(self, sample: RewardSample) -> Score:
         text = self._json_text(sample.text)
         if text is None:
@@ -65,7 +73,7 @@ class JsonSchemaReward(Reward[JsonSchemaConfig]):
         except strict_json.NotJson as error:
             return _failed(f"not JSON: {error}", parsed=False)
         try:
-            complaint = strict_json.complaint(self._validator(sample), value)
+            complaint = strict_json.complaint(self._validator(sample.problem), value)
         except (ValueError, strict_json.NotJson) as error:
             return Score(None, "error", str(error))
         if complaint is not None:
@@ -78,8 +86,8 @@ class JsonSchemaReward(Reward[JsonSchemaConfig]):
             return str(blocks[0])
         return None if self.config.fenced == "required" else text
 
-    def _validator(self, sample: RewardSample) -> Any:  # Any: jsonschema's validator
-        own = sample.problem.metadata.get(self.config.metadata_key or "")
+    def _validator(self, problem: Problem) -> Any:  # Any: jsonschema's validator
+        own = problem.metadata.get(self.config.metadata_key or "")
         return strict_json.validator(
             self.config.must_fit if own is None else strict_json.loads(own)
         )

@@ -23,19 +23,22 @@ from posttrain.core.math.answers import (
     as_latex,
     bracket_depth,
     has_unfinished_box,
+    is_chosen,
     is_huge,
     is_number,
     large_integer,
     last_boxed,
     normal,
+    number_in_base,
     parts,
     same_number,
 )
-from posttrain.core.types import RewardSample, Score, ScoreStatus
+from posttrain.core.types import Problem, RewardSample, Score, ScoreStatus
 
 MAX_DEPTH = 50  # its parser takes seconds where hundreds of brackets nest
 CPU_S = 0.6  # processor time for one answer
 WALL_S = 6.0  # below the reward pool's limit, for a machine that is busy
+_TAGS = re.compile(r"</?[A-Za-z][A-Za-z_]*>")  # <answer>5</answer>
 Graded = tuple[float | None, ScoreStatus, str]
 
 # It warns, once a process, that its time limits are off; see `MathAccuracyReward`.
@@ -90,10 +93,22 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         """1.0 or 0.0 per sample, in order; None where the reference cannot be read."""
         return [self._score(sample) for sample in samples]
 
+    def unreadable(self, problem: Problem) -> str:
+        """Whether math-verify reads the reference; most are read without it."""
+        reference = problem.answer
+        gold = normal(reference)
+        if is_number(gold) or large_integer(gold) is not None or number_in_base(gold) is not None:
+            return ""
+        if not reference.strip():
+            return _unreadable(reference)
+        _warm()
+        _, status, detail = in_bounded_time(lambda: self._compare(reference, "0", ""))
+        return detail if status == "error" else ""
+
     def _score(self, sample: RewardSample) -> Score:
         reference = sample.problem.answer
         if not reference.strip():
-            return Score(None, "error", f"reference answer cannot be read: {reference[:80]!r}")
+            return Score(None, "error", _unreadable(reference))
         found = self._found(sample.text[-self.config.max_chars :])
         gold = normal(reference)
         if found is not None and (answer := normal(found)):
@@ -101,7 +116,11 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
                 return Score(1.0)
             if is_number(gold) and is_number(answer) and same_number(gold, answer):
                 return Score(1.0)
-            left, right = large_integer(gold), large_integer(answer)
+            if is_chosen(gold, answer):
+                return Score(1.0)
+            left, right = number_in_base(gold), number_in_base(answer)
+            if left is None or right is None:
+                left, right = large_integer(gold), large_integer(answer)
             if left is not None and right is not None:
                 return Score(float(left == right), detail="" if left == right else f"read {found}")
         text = sample.text[-self.config.max_chars :]
@@ -122,8 +141,9 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         if not golds:
             if is_huge(reference):
                 return 0.0, "ok", "the reference is too large to compute"
-            return None, "error", f"reference answer cannot be read: {reference[:80]!r}"
+            return None, "error", _unreadable(reference)
         if found is None:
+            text = _TAGS.sub(" ", text)
             answer = [] if self._needs_place(text) else _parsed(text, anything=True)
             answers = [answer] if answer else []
         else:
@@ -173,6 +193,10 @@ class MathAccuracyReward(Reward[MathAccuracyConfig]):
         return last_boxed(text) if read in ("auto", "boxed") else None
 
 
+def _unreadable(reference: str) -> str:
+    return f"reference answer cannot be read: {reference[:80]!r}"
+
+
 def _same_text(left: str, right: str) -> bool:
     return bracket_depth(left) <= MAX_DEPTH and "".join(left.split()) == "".join(right.split())
 
@@ -180,7 +204,8 @@ def _same_text(left: str, right: str) -> bool:
 def _readings(answer: str) -> list[str]:
     """The answer as LaTeX; "1,100" is a number, and is a list as well."""
     plain = normal(answer)
-    listed = re.sub(r"(?<=[0-9]),(?=[0-9])", ", ", plain)
+    # 1,000 is not a list: nobody writes 000 for a part.
+    listed = re.sub(r"(?<=[0-9]),(?=0(?![0-9])|[1-9])", ", ", plain)
     first = as_latex(answer)
     two = listed != plain and "," in listed and plain[:1] not in ("(", "[", "\\")
     return [first, listed] if two else [first]

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from posttrain.core.contracts import PluginConfig, Reward
 from posttrain.core.runtime import json_files as strict_json
-from posttrain.core.types import RewardSample, Score
+from posttrain.core.types import Problem, RewardSample, Score
 
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 STEPS = ("parsed", "known", "valid")
@@ -58,14 +58,25 @@ class ToolCallReward(Reward[ToolCallConfig]):
         """Scores in [0, 1], in order; None as `no_calls` says, or where the tools are wrong."""
         return [self._score(sample) for sample in samples]
 
+    def unreadable(self, problem: Problem) -> str:
+        """Whether tools of the problem's own are well described."""
+        try:
+            self._known(problem)
+        except (ValueError, strict_json.NotJson) as error:
+            return f"the tools are wrong: {error}"
+        return ""
+
+    def _known(self, problem: Problem) -> dict[str, Any]:  # Any: jsonschema's validators
+        own = problem.metadata.get(self.config.metadata_key or "")
+        return _validators(self.config.tools if own is None else strict_json.loads(own))
+
     def _score(self, sample: RewardSample) -> Score:
         calls = [call for turn in sample.turns or (sample.text,) for call in CALL.findall(turn)]
         if not calls:
             value = self.config.no_calls
             return Score(value, "unscored" if value is None else "ok", "no tool call")
-        own = sample.problem.metadata.get(self.config.metadata_key or "")
         try:
-            known = _validators(self.config.tools if own is None else strict_json.loads(own))
+            known = self._known(sample.problem)
             found = [_judged(call, bool(end), known) for call, end in calls]
         except (ValueError, strict_json.NotJson) as error:
             return Score(None, "error", f"the tools are wrong: {error}")

@@ -56,6 +56,27 @@ def test_a_run_that_reuses_every_stage_need_not_load_model_code() -> None:
     assert "transformers.modeling_utils" in loaded_heavy(stage, MODEL_CODE)
 
 
+def test_validate_counts_the_tokens_of_a_model_without_loading_model_code() -> None:
+    """The prompts of every shipped config are counted; transformers' models take seconds."""
+    code = """
+import tempfile
+from pathlib import Path
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.pipelines.run.checks import check_inputs, resolve_configs
+from posttrain.pipelines.run import data_checks
+
+folder = Path(tempfile.mkdtemp())
+from tokenizers import Tokenizer, models
+Tokenizer(models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+(folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+data_checks.known_folder = lambda section, models: folder
+resolved, manager = resolve_configs([Path("quickstart")], [])
+inputs = check_inputs(resolved, manager)
+data_checks.check_texts(resolved, manager, inputs.task, folder)
+"""
+    assert loaded_heavy(code, (*MODEL_CODE, "scipy", "transformers")) == ["transformers"]
+
+
 def test_every_public_name_of_the_contracts_is_found_in_one_of_their_modules() -> None:
     from posttrain.core import contracts
 

@@ -77,3 +77,8 @@ def test_algebra_that_does_not_end_is_a_zero_in_bounded_time(written: str) -> No
     begin = time.process_time()
     found = score("math_accuracy", sample(f"\\boxed{{{written}}}", "x+1"))
     assert found.value == 0.0 and time.process_time() - begin < 1.0
+
+
+def test_an_answer_between_tags_is_read() -> None:
+    text = "<think>perhaps 7</think> <answer>5</answer>"
+    assert [score("math_accuracy", sample(text, one)).value for one in ("5", "7")] == [1.0, 0.0]

@@ -372,3 +372,19 @@ def test_preferences_of_one_prompt_are_refused_by_validate(tmp_path: Path) -> No
     stage = {"kind": "preference", "data": str(path), "inputs": {"model": "base"}}
     code, output = validate(tmp_path, {"task": "arithmetic", "stages": {"dpo": stage}})
     assert code == 3 and "has answers to one prompt only" in output
+
+
+@pytest.mark.parametrize("name", ["a\x85b", "a b", "-", "\u00e9", "x" * 300])
+def test_a_reward_by_a_name_that_no_plugin_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    stages = {"rl": {**RL["stages"]["rl"], "rewards": name}}
+    code, output = validate(tmp_path, {**RL, "stages": stages})
+    assert code == 2 and "no reward named" in output and "unexpected" not in output
+
+
+@pytest.mark.parametrize("target", ["x" * 5000, "no_such_layer"])
+def test_layers_are_checked_of_a_model_that_the_run_converts_first(
+    tmp_path: Path, target: str
+) -> None:
+    stage = {"kind": "sft", "inputs": {"model": "base"}, "lora": {"targets": ["q_proj", target]}}
+    code, output = validate(tmp_path, {"task": "arithmetic", "stages": {"sft": stage}})
+    assert code == 2 and "stages.sft.lora" in output and "q_proj" in output

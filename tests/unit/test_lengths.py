@@ -7,11 +7,11 @@ from typing import Any, Literal
 import pytest
 
 from posttrain.core.contracts.preference_rows import PreferenceRow
-from posttrain.core.data.lengths import LengthRule, fitting_prompts
+from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_worked
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.training.sft import fitting_worked, worked_batch
+from posttrain.core.training.sft import worked_batch
 from posttrain.core.types import Problem
 from tests.helpers.tiny import BARE_TEMPLATE, CHARACTERS, make_tiny_tokenizer
 

