@@ -275,7 +275,7 @@ def test_validate_says_that_a_model_has_no_tools(tmp_path: Path, manager: Plugin
         run = resolve(load_config([path]), manager)
         task: Task[Any] = manager.build(Task, run.config.task.name, run.config.task.fields())
         if works:
-            assert check_texts(run, task, tmp_path, manager) == []
+            assert not check_texts(run, manager, task, tmp_path).warnings
         else:
             with pytest.raises(DataError, match=r"stages\.rl: the model's chat template has no"):
-                check_texts(run, task, tmp_path, manager)
+                check_texts(run, manager, task, tmp_path)
