@@ -60,6 +60,7 @@ class ChatTokenizer:
         self._token_texts: dict[int, str] = {}
         self.renderer: Renderer[Any] = renderer or TemplateRenderer(TemplateConfig())
         self.renderer.setup(tokenizer, self.end_token_ids)
+        self.end_token_ids = self.renderer.end_token_ids  # a family's format may have further ends
         self.control = ControlTokens(tokenizer, self.end_token_ids)
 
     @classmethod
