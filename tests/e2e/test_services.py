@@ -287,6 +287,7 @@ def test_a_served_config_runs_and_ends_with_its_server(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_served_schedule_goes_on_after_its_run_was_killed_with_its_server(
     services: Services, config: Path, tmp_path: Path
 ) -> None:
