@@ -172,8 +172,8 @@ def test_a_server_that_goes_away_ends_no_run(
 @pytest.mark.parametrize(
     ("own", "number"),
     [
-        pytest.param(True, signal.SIGSTOP, id="own-silent", marks=pytest.mark.slow),
-        pytest.param(False, signal.SIGKILL, id="external-killed"),
+        pytest.param(True, signal.SIGSTOP, id="own-silent"),
+        pytest.param(False, signal.SIGKILL, id="external-killed", marks=pytest.mark.slow),
         pytest.param(False, signal.SIGSTOP, id="external-silent", marks=pytest.mark.slow),
     ],
 )
