@@ -33,7 +33,7 @@ from posttrain.pipelines.analysis.replay_comparison import (
 from posttrain.pipelines.run.assembly import quiet_libraries
 from posttrain.pipelines.stage.context import StageContext, StageOutput
 from posttrain.pipelines.stage.engines import EnginePool
-from posttrain.pipelines.stage.own_answers import KEPT as OWN_ANSWERS
+from posttrain.pipelines.stage.files import OWN_ANSWERS
 from posttrain.pipelines.stages.preference import run_preference
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import opened_loop

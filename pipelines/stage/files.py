@@ -12,7 +12,9 @@ from posttrain.core.config.sections import KeepSection
 from posttrain.core.training import step_record
 from posttrain.core.training.checkpoint import newest_whole, read_step, settle
 from posttrain.core.training.step_record import StepRecorder
-from posttrain.pipelines.stage.own_answers import KEPT
+
+OWN_ANSWERS = "own_answers.json"
+"""Pairs that a stage made of its model's answers, kept next to its checkpoints."""
 
 
 def checkpoint_folder(home: Path, stage: str, identity: str) -> Path:
@@ -72,7 +74,7 @@ class StageFiles:
 
     def settle(self) -> None:
         """The stage is done: only what a replay starts from stays."""
-        settle(self.root, self.keep, extra=(KEPT,))
+        settle(self.root, self.keep, extra=(OWN_ANSWERS,))
 
 
 @contextmanager

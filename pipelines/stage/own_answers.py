@@ -28,8 +28,8 @@ from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.core.types import Completion, RewardSample, SamplingParams
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.files import OWN_ANSWERS
 
-KEPT = "own_answers.json"
 SHOWN = 200
 """Answers in the table that people see."""
 SHOWN_IN_ROUND = 4
@@ -79,7 +79,7 @@ def sample_pairs(
     prompts = context.encode_prompts(
         tokenizer, problems, stage.generation.max_response_length, "prompts"
     )
-    kept = context.checkpoints / KEPT
+    kept = context.checkpoints / OWN_ANSWERS
     if kept.is_file():
         answers = OwnAnswers.read(kept)
         context.reporter.say(f"{context.name}: {len(answers.pairs)} pairs sampled before ({kept})")
