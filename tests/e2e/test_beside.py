@@ -55,6 +55,7 @@ def test_three_runs_at_once_in_a_new_home(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_run_leaves_that_of_another_container_alone(tmp_path: Path) -> None:
     """One home, one host name, two process namespaces: neither sees the other's process."""
     container = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]

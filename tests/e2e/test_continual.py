@@ -68,6 +68,7 @@ def versions(workspace: Path) -> dict[str, Any]:
     return {"all": {str(v.version): v.tags for v in found}, "champion": str(named.version)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # six runs: minutes where others use the machine
 def test_rounds_train_on_new_rows_only_and_a_kill_neither_skips_nor_repeats_one(
     workspace: Path, tmp_path: Path

@@ -47,6 +47,7 @@ def _config(folder: Path, *, steps: int = STEPS, checkpoint_every: int = 0) -> P
     return write_config(folder / "outage.yaml", config)
 
 
+@pytest.mark.slow
 def test_a_step_adds_ten_kilobytes_at_most(tmp_path: Path) -> None:
     home = prepared(tmp_path / "home")
     database = home / "prefect" / "prefect.db"
@@ -172,7 +173,7 @@ def test_a_server_that_goes_away_ends_no_run(
 @pytest.mark.parametrize(
     ("own", "number"),
     [
-        pytest.param(True, signal.SIGSTOP, id="own-silent"),
+        pytest.param(True, signal.SIGSTOP, id="own-silent", marks=pytest.mark.slow),
         pytest.param(False, signal.SIGKILL, id="external-killed", marks=pytest.mark.slow),
         pytest.param(False, signal.SIGSTOP, id="external-silent", marks=pytest.mark.slow),
     ],
