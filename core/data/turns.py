@@ -8,6 +8,7 @@ text. A turn ends where no later message can change its tokens.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -139,9 +140,9 @@ class TurnRenderer(Renderer[ConfigT]):
     def adapt(self) -> None:
         """Choose `layout` and the rest by the tokenizer, whose control tokens are `controls`."""
 
+    @abstractmethod
     def opening(self, system: str | None, tools: Sequence[ToolSchema]) -> list[Piece]:
         """What stands before the first turn, with the first system message."""
-        raise NotImplementedError
 
     def first_user(
         self, system: str | None, tools: Sequence[ToolSchema]

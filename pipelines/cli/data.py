@@ -194,7 +194,7 @@ def _lengths(name: str, lengths: dict[str, int]) -> str:
 
 
 def _print_pieces(console: Console, pieces: Pieces) -> None:
-    """Learned text green and bold, the rest dim; between {+ and +} where there is no colour."""
+    """Print learned text green and bold and the rest dim; without colour, mark it as {+text+}."""
     from rich.text import Text
 
     colour = console.is_terminal and not os.environ.get("NO_COLOR")

@@ -120,14 +120,14 @@ def chat_config(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def assert_learned(learned: Learned) -> None:
-    """It calls nearly always in the end, and is right about as often as it copies rightly."""
+    """It calls nearly always in the end, and is right nearly always, also on unseen sums."""
     rewards = learned.history("rl", "reward/mean")
     calls = learned.history("rl", "tools/calls_per_response")
     assert len(rewards) == STEPS
-    assert rewards[0] < 0.6 and sum(rewards[-10:]) / 10 > 0.8
+    assert rewards[0] < 0.75 and final(rewards) > 0.9
     assert calls[0] < 0.8 and final(calls) > 0.95
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
-    assert learned.metric("after", "eval/greedy_accuracy") > 0.8, "on sums it never saw"
+    assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on sums it never saw"
 
 
 @pytest.mark.slow

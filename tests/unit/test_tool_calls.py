@@ -214,4 +214,5 @@ def test_long_repetitions_are_read_in_linear_time(form: str) -> None:
     # Degenerate output of models; reading it in quadratic time takes minutes.
     for first in MARKS:
         for repeated in (" ", "\n", "{", "<tool_call>", "<｜tool▁call▁begin｜>", "[TOOL_CALLS]"):
-            parse_assistant(first + repeated * (30_000 // len(repeated)), form)
+            found = parse_assistant(first + repeated * (30_000 // len(repeated)), form)
+            assert found.role == "assistant"
