@@ -307,6 +307,17 @@ def _from_outside(given: str, home: Path, store: Path, revision: str | None) -> 
     return FoundModel(given, base.path, base.digest, base.origin)
 
 
+def base_of(found: FoundModel, home: Path, store: Path | None = None) -> FoundModel:
+    """The model that the run of `found` began with; raises `ConfigError` where no run is known."""
+    config = found.config()
+    if config is None:
+        raise ConfigError(
+            f"the base of '{found.given}' is not known, since no run of {home} made it: name the "
+            "model to compare with, or give the --home of its run"
+        )
+    return find_model(config.model.source, home, store, revision=config.model.revision)
+
+
 def _siblings(path: Path) -> list[str]:
     return [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
 
