@@ -19,7 +19,8 @@ NO_TASK = "none"
 TASK_DATA = "task"
 """What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 
-StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
+STAGE_NAME, MOST_LETTERS = r"^[a-z][a-z0-9_]*$", 100
+StageName = Annotated[str, Field(pattern=STAGE_NAME, max_length=MOST_LETTERS)]
 
 
 class Section(ConfigModel):

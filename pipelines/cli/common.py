@@ -26,6 +26,7 @@ import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.redaction import redact_error, redacted
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ ConfigsArgument = Annotated[
         help="YAML files, merged from left to right, or the name of a shipped one "
         "(quickstart, recipes/dapo).",
         show_default=False,
+        autocompletion=complete.configs,
     ),
 ]
 SetOption = Annotated[
@@ -78,7 +80,12 @@ SetOption = Annotated[
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Id that `posttrain run` printed, or its start.",
+        autocompletion=complete.runs,
+    ),
 ]
 MAX_LINE = 1200
 LOG_WIDTH = 160

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.core.errors import ConfigError
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_record, open_run
 
@@ -30,7 +31,11 @@ def compare(
     context: CommandContext,
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Ids that `posttrain run` printed, or their starts."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Ids that `posttrain run` printed, or their starts.",
+            autocompletion=complete.runs,
+        ),
     ],
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Compare algorithms on this step, from 1.")

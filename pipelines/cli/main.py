@@ -15,6 +15,7 @@ from posttrain.pipelines.cli import (
     deployments,
     doctor,
     forensics,
+    init,
     inspect,
     plan,
     plugins,
@@ -22,9 +23,11 @@ from posttrain.pipelines.cli import (
     rescore,
     rollback,
     run,
+    schema,
     send,
     serve_model,
     services,
+    show,
     ui,
     validate,
 )
@@ -33,7 +36,6 @@ from posttrain.pipelines.cli.common import EPILOG_CODES
 app = typer.Typer(
     name="posttrain",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,6 +62,7 @@ def posttrain(
     """Post-train a language model: a DAG of stages, every algorithm a plugin, all on record."""
 
 
+app.command("init", epilog=init.EPILOG)(init.init)
 app.command("run", epilog=run.EPILOG)(run.run)
 app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
@@ -75,6 +78,8 @@ app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")
+app.add_typer(show.app, name="show")
+app.command("schema", epilog=schema.EPILOG)(schema.schema)
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
 app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
 app.add_typer(services.app, name="services")

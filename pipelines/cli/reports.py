@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import CommandContext, Result
 from posttrain.pipelines.run.checks import resolve_configs
 
@@ -25,7 +26,11 @@ OutOption = Annotated[
 ]
 StageOption = Annotated[
     str | None,
-    typer.Option("--stage", help="Stage of the run; needed where several could be meant."),
+    typer.Option(
+        "--stage",
+        help="Stage of the run; needed where several could be meant.",
+        autocompletion=complete.stages,
+    ),
 ]
 
 

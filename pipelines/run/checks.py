@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.config.base import NO_TASK
 from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -70,6 +69,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     Raises `ResourceError` for a model directory without weights, an engine that cannot run here or
     a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
+    from posttrain.core.config.base import NO_TASK
     from posttrain.core.contracts import RolloutEngine, Task
     from posttrain.core.models.device import ModelRuntime
     from posttrain.core.models.source import check_source, unchecked
