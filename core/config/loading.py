@@ -27,6 +27,7 @@ from posttrain.core.config.positions import (
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.runtime.plugin_files import PluginFiles
 
 MAX_SHOWN = 10
 STAGE_KINDS = tuple(MAKES)
@@ -370,12 +371,15 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
     files = tuple(find_config(path) for path in paths)
     raw: dict[str, object] = {}
     marks: dict[Loc, str] = {}
+    local = PluginFiles()
     for path in files:
         value, lines = read_yaml(path)
         _open_model(value, lines)
-        _merge(raw, value, (), marks, lines)
+        _merge(raw, _with_short_names(value, path.resolve().parent, local), (), marks, lines)
     for override in overrides:
-        _apply_override(raw, marks, override)
+        _apply_override(raw, marks, override, local, files[0].resolve().parent)
+    if local.paths:
+        raw["plugin_files"] = {name: str(path) for name, path in local.paths.items()}
     raw.setdefault("name", default_name(files[0]))
 
     def where(loc: Loc) -> str:
@@ -388,6 +392,19 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
         raise_problems(explain(error, where))
         raise
     return LoadedConfig(config, raw, files, marks)
+
+
+def _with_short_names(
+    value: dict[str, object], folder: Path, local: PluginFiles
+) -> dict[str, object]:
+    """What a file in `folder` holds, plugins in files by the short names that `local` gives."""
+    given: object = value.pop("plugin_files", None) or {}
+    if not isinstance(given, dict) or not all(isinstance(path, str) for path in given.values()):
+        return {**value, "plugin_files": given}  # the schema says what is wrong
+    local.paths.update({name: folder / Path(path).expanduser() for name, path in given.items()})
+    found = local.localised(value, (folder, Path.cwd()), frozenset(given))
+    assert isinstance(found, dict)
+    return found
 
 
 def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:
@@ -429,8 +446,17 @@ def _forget(marks: dict[Loc, str], place: Loc) -> None:
         del marks[old]
 
 
-def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str) -> None:
-    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made."""
+def _apply_override(
+    raw: dict[str, object],
+    marks: dict[Loc, str],
+    override: str,
+    local: PluginFiles,
+    folder: Path,
+) -> None:
+    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made.
+
+    A path of a plugin's file is relative to the working directory, or else to `folder`.
+    """
     name, sign, text = override.partition("=")
     shown = OVERRIDE + (override if len(override) <= 100 else f"{override[:97]}...")
     keys = name.strip().split(".")
@@ -439,7 +465,7 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
             f"--set {_short(override)} must look like a.b=c, for instance stages.rl.steps=3"
         )
     try:
-        value = read_value(text)
+        value = local.localised(read_value(text), (Path.cwd(), folder))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -138,6 +138,11 @@ class RunConfig(Section):
     limits: LimitsSection = LimitsSection()
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
+    plugin_files: dict[str, str] = Field(
+        default={},
+        description="short name -> path of each file that plugins are named in (FILE.py:CLASS); "
+        "filled in when the config is read",
+    )
     stages: dict[StageName, Stage] = Field(min_length=1)
 
     @field_validator("run_name")
@@ -155,5 +160,5 @@ class RunConfig(Section):
 
     def title(self, day: datetime.date) -> str:
         return self.run_name.format(
-            name=self.name, seed=self.seed, task=self.task.name, date=day.isoformat()
+            name=self.name, seed=self.seed, task=self.task.shown, date=day.isoformat()
         )
