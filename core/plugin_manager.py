@@ -79,9 +79,10 @@ class PluginManager:
             ) from error
         if hasattr(module, "posttrain_register"):
             for cls in module.posttrain_register():
-                self._add(cls, package, version)
+                self.add(cls, package=package, version=version)
 
-    def _add(self, cls: type[AnyPlugin], package: str, version: str) -> None:
+    def add(self, cls: type[AnyPlugin], *, package: str = "local", version: str = "0") -> None:
+        """Offer one plugin class; raises `ConfigError` for one that cannot be used."""
         if not (inspect.isclass(cls) and issubclass(cls, Plugin)):
             raise ConfigError(
                 f"package '{package}' registers {cls!r}, which is not a plugin class: derive it "
