@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -39,7 +40,17 @@ def plugin_source(cls: type, package: str) -> str:
     foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
     places = dict.fromkeys(place for name in foreign if (place := _place(name)) is not None)
     digests = [_digest(place, package) for place in places]
+    if foreign and not places:
+        digests = [hashlib.sha256(_typed(cls).encode()).hexdigest()]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
+
+
+def _typed(cls: type) -> str:
+    """The source of a class that was typed into a notebook; its name where that is not known."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return cls.__qualname__
 
 
 @functools.cache

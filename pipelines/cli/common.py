@@ -11,7 +11,6 @@ import errno
 import functools
 import inspect
 import json
-import os
 import sys
 import traceback
 import uuid
@@ -27,7 +26,13 @@ import typer
 from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.redaction import redact_error, redacted
 from posttrain.pipelines.cli import complete
-from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
+from posttrain.pipelines.run.checks import (
+    DEFAULT_HOME,
+    HOME_VARIABLE,
+    STORE_VARIABLE,
+    default_home,
+    folders,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +47,7 @@ EPILOG_CODES = (
 HomeOption = Annotated[
     Path,
     typer.Option(
-        "--home", envvar="POSTTRAIN_HOME", help="Folder for artifacts, metrics and the databases."
+        "--home", envvar=HOME_VARIABLE, help="Folder for artifacts, metrics and the databases."
     ),
 ]
 StoreOption = Annotated[
@@ -90,7 +95,6 @@ RunArgument = Annotated[
 MAX_LINE = 1200
 LOG_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
-DEFAULT_HOME = Path(".posttrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,7 @@ def _context(
     debug: bool = False,
 ) -> CommandContext:
     if home is None:
-        home = Path(os.environ.get("POSTTRAIN_HOME") or DEFAULT_HOME)
+        home = default_home()
     return CommandContext(*folders(home, store), as_json, debug)
 
 

@@ -6,7 +6,7 @@ Nothing here writes, and importing it loads nothing heavy.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,20 @@ from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
-    from posttrain.core.contracts import Task
+    from posttrain.core.contracts import Plugin, Task
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.core.types import Problem, Split
 
 
+HOME_VARIABLE = "POSTTRAIN_HOME"
 STORE_VARIABLE = "POSTTRAIN_STORE"
+DEFAULT_HOME = Path(".posttrain")
 SPLITS: tuple[Split, Split] = ("train", "held_out")
+
+
+def default_home() -> Path:
+    """The home that the environment names, or the one in this folder."""
+    return Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
 
 
 def shared_store() -> Path | None:
@@ -37,9 +44,14 @@ def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
 
 
 def resolve_configs(
-    configs: Sequence[Path], overrides: Sequence[str] | None
+    configs: Sequence[Path | Mapping[str, object]],
+    overrides: Sequence[str] | None,
+    plugins: Sequence[type[Plugin[Any]]] = (),
 ) -> tuple[ResolvedRun, PluginManager]:
-    """Load and resolve; YAML mistakes show before the slow import of the plugins."""
+    """Load and resolve; YAML mistakes show before the slow import of the plugins.
+
+    `plugins` are offered in addition to those that are installed.
+    """
     from posttrain.core.config.loading import load_config
     from posttrain.core.config.resolve import resolve
 
@@ -48,6 +60,8 @@ def resolve_configs(
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
+    for plugin in plugins:
+        manager.add(plugin)
     resolved = resolve(loaded, manager)
     notes = (*resolved.notes, *check_files(resolved, manager))
     return replace(resolved, notes=notes), manager

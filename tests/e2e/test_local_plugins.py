@@ -138,9 +138,7 @@ def test_local_plugins_from_run_to_rescoring(project: Path) -> None:
     assert run(project)["stages"]["rl"]["status"] == "cached"
     moved = project.parent / "elsewhere"
     shutil.copytree(project, moved, ignore=shutil.ignore_patterns("home"))
-    again = run_command(
-        "plan", str(moved / "run.yaml"), "--home", str(home), "--json"
-    )
+    again = run_command("plan", str(moved / "run.yaml"), "--home", str(home), "--json")
     assert again.code == 0 and again.result["stages"][0]["status"] == "cached", again.text
 
     # An edit of an imported neighbour, or of a data file, is another stage.
