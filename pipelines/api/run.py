@@ -172,8 +172,9 @@ class Run:
             loader = transformers.AutoModelForSequenceClassification
         options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         with LOADING:
-            found: PreTrainedModel = loader.from_pretrained(artifact.path, dtype="auto", **options)
-        return found.eval()
+            found = loader.from_pretrained(artifact.path, dtype="auto", **options)
+        model: PreTrainedModel = found.eval()
+        return model
 
     def tokenizer(self, stage: str | None = None) -> PreTrainedTokenizerBase:
         """The tokenizer of that model."""
@@ -279,7 +280,7 @@ class Run:
 
 def _evaluated(folder: Path) -> list[Mapping[str, object]]:
     """The rows of an evaluation, with the texts that people read."""
-    rows = []
+    rows: list[Mapping[str, object]] = []
     for line in (folder / "rows.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
         rows.append(
