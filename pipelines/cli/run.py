@@ -82,7 +82,7 @@ def run(
     check_inputs(resolved, manager)
     from posttrain.pipelines.run.execute import RunOptions, execute
     from posttrain.pipelines.run.progress import make_reporter
-    from posttrain.pipelines.run.summary import print_summary, to_json
+    from posttrain.pipelines.run.summary import next_commands, print_summary, to_json
 
     with make_reporter(json=context.as_json, plain=plain) as reporter:
         options = RunOptions(
@@ -102,6 +102,10 @@ def run(
     if waiting is not None:
         return _waiting(waiting, context, configs, overrides)
     print_summary(result, context.console())
+    if not context.as_json and result.status == "completed":
+        print("\nnext:")
+        for line in next_commands(result, context.options()):
+            print(f"  {line}")
     done = result.status in ("completed", "no_new_data")
     return Result(to_json(result), exit_code=0 if done else 1)
 
