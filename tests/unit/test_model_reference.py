@@ -110,3 +110,20 @@ def test_the_form_of_a_run() -> None:
     assert RunName.parse("runs:/ab12/rl") == RunName("ab12", "rl", explicit=True)
     assert RunName.parse("HuggingFaceTB/SmolLM2") is None
     assert RunName.parse("./ab12") is None
+
+
+def test_a_registered_model_with_an_adapter_is_the_one_that_was_made(
+    tmp_path: Path, model: Path
+) -> None:
+    (model / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (model / "adapter" / name).write_text("{}")
+    home = tmp_path / "home"
+    made_run(home, model)
+    made = find_model(RUN, home)
+    assert made.digest == directory_digest(made.path)
+    client = MlflowClient(prepare_database(home))
+    client.create_registered_model("sums")
+    tags = {"digest": made.digest, "uri": str(made.path)}
+    client.create_model_version("sums", str(made.path), tags=tags)
+    assert find_model("models:/sums/1", home).digest == made.digest
