@@ -75,6 +75,7 @@ __all__ = [
     "Correction",
     "CorrectionConfig",
     "Counts",
+    "DrawnToken",
     "EngineSetup",
     "Environment",
     "GeneralCorrection",

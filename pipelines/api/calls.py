@@ -120,6 +120,7 @@ def validate(
     *,
     overrides: Overrides = (),
     home: Folder = None,
+    store: Folder = None,
     plugins: Sequence[type[Plugin[Any]]] = (),
 ) -> Validation:
     """Check a config, its plugins, its DAG, its model and its data; writes nothing.
@@ -130,7 +131,7 @@ def validate(
     from posttrain.pipelines.api.validated import validated
 
     with as_guest():
-        return validated(resolved, manager, _places(home, None)[0])
+        return validated(resolved, manager, *_places(home, store))
 
 
 def plan(

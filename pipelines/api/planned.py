@@ -76,7 +76,7 @@ def planned(
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
 
-    begun = look(resolved, manager, home)
+    begun = look(resolved, manager, home, store=store)
     config, order = begun.resolved.config, begun.resolved.order
     plans = plan_stages(begun.resolved, home, manager, store, begun.rows_digest)
     status = {stage.name: (stage.cached, stage.reason) for stage in plans}

@@ -47,12 +47,13 @@ class Validation:
         return "\n".join(self.lines())
 
 
-def validated(resolved: ResolvedRun, manager: PluginManager, home: Path) -> Validation:
+def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: Path) -> Validation:
     """Check plugins, DAG, model and data; raises `PosttrainError` for what is wrong."""
     from posttrain.core.store.artifacts import check_free_disk
-    from posttrain.pipelines.run.rounds import find_base, with_model
+    from posttrain.pipelines.run.model_reference import find_base
+    from posttrain.pipelines.run.rounds import with_model
 
-    found = find_base(resolved.config.model, home)
+    found = find_base(resolved.config.model, home, store)
     local = with_model(resolved, found.section)
     inputs = check_inputs(local, manager)
     check_free_disk(home, 0, resolved.config.limits.min_free_gb, "a run")

@@ -86,8 +86,8 @@ def compare(
 
         report = compare_runs([open_record(run, context) for run in runs], stage)
     else:
+        from posttrain.core.models.quiet import quiet_libraries
         from posttrain.pipelines.analysis.algorithms import compare_algorithms
-        from posttrain.pipelines.run.assembly import quiet_libraries
 
         quiet_libraries()
         report = compare_algorithms(

@@ -9,10 +9,12 @@ import typer
 
 from posttrain.pipelines.cli import (
     blame,
+    chat,
     compare,
     data,
     deployments,
     doctor,
+    export,
     forensics,
     inspect,
     plan,
@@ -22,6 +24,7 @@ from posttrain.pipelines.cli import (
     rollback,
     run,
     send,
+    serve_model,
     services,
     ui,
     validate,
@@ -62,6 +65,9 @@ app.command("run", epilog=run.EPILOG)(run.run)
 app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("chat", epilog=chat.EPILOG)(chat.chat)
+app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
+app.command("export", epilog=export.EPILOG)(export.export)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)

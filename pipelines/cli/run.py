@@ -96,9 +96,13 @@ def run(
         waiting = needed
     if waiting is not None:
         return _waiting(waiting, context, configs, overrides)
-    from posttrain.pipelines.run.summary import print_summary, to_json
+    from posttrain.pipelines.run.summary import next_commands, print_summary, to_json
 
     print_summary(result, context.console())
+    if not context.as_json and result.status == "completed":
+        print("\nnext:")
+        for line in next_commands(result, context.options()):
+            print(f"  {line}")
     done = result.status in ("completed", "no_new_data")
     return Result(to_json(result), exit_code=0 if done else 1)
 

@@ -27,7 +27,7 @@ def validate(
     resolved, manager = resolve_configs(configs, overrides)
     from posttrain.pipelines.api.validated import validated
 
-    found = validated(resolved, manager, context.home)
+    found = validated(resolved, manager, context.home, context.store)
     console = context.console()
     for line in found.lines():
         console.print(line, markup=False)

@@ -1,9 +1,8 @@
-"""Libraries that would talk between our own lines."""
+"""Everything that a run needs, opened: base model, engine, store, records, MLflow's run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import sys
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.redaction import redact_logs, redacted
+from posttrain.core.redaction import redacted
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import approvals
@@ -36,17 +35,6 @@ from posttrain.core.training.checkpoint import kept_checkpoints
 from posttrain.pipelines.run.gates import Gates
 from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
-
-
-def quiet_libraries() -> None:
-    """Our own progress display is the only one: libraries' bars and notices would break it up."""
-    disable_progress_bars()
-    redact_logs()
-    # Prefect's sender of logs writes to stderr itself when its server cannot store them (a full
-    # disk), after the run's own last line. Python advises the switch for what users run.
-    logging.raiseExceptions = False
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def assemble(
