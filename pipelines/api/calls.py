@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.redaction import redact_error
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     Config = OneConfig | Sequence[OneConfig]
     Overrides = Mapping[str, Any] | Sequence[str]
     Folder = str | Path | None
-
-ReporterT = TypeVar("ReporterT", bound=Reporter)
 
 
 def run(
@@ -87,7 +85,7 @@ def run(
                 configs,
                 sets,
                 *places,
-                lambda: _reporter(progress=progress),
+                lambda: _reporting(progress=progress),
                 server,
                 plugins=plugins,
                 fresh=fresh,
@@ -197,34 +195,33 @@ def run_configs(
     overrides: Sequence[str] | None,
     home: Path,
     store: Path,
-    reporting: Callable[[], AbstractContextManager[ReporterT]],
+    reporting: Callable[[], AbstractContextManager[tuple[Reporter, Ask | None]]],
     server: OwnServer,
     *,
     plugins: Sequence[type[Plugin[Any]]] = (),
     fresh: bool = False,
     no_cache: bool = False,
     answers: Mapping[str, Answer] | None = None,
-    asking: Callable[[ReporterT], Ask | None] = lambda reporter: None,
     stop: threading.Event | None = None,
     owns_process: bool = True,
 ) -> tuple[RunResult, ResolvedRun, PluginManager]:
     """From configs to a finished run: what the command and `run` have in common.
 
-    `server` was begun first of all, as it starts while everything else is loaded. `asking` makes
-    what asks a person at a gate, `reporting` what shows the progress. Errors as of `execute`.
+    `server` was begun first of all, as it starts while everything else is loaded. `reporting` gives
+    what shows the progress and, if somebody is there, asks at a gate. Errors as of `execute`.
     """
     resolved, manager = resolve_configs(configs, overrides, plugins)
     check_inputs(resolved, manager)
     from posttrain.pipelines.run.execute import RunOptions, execute
 
-    with reporting() as reporter:
+    with reporting() as (reporter, ask):
         options = RunOptions(
             home=home,
             store=store,
             fresh=fresh,
             no_cache=no_cache,
             answers=answers or {},
-            ask=asking(reporter),
+            ask=ask,
             server=server,
             stop=stop or threading.Event(),
             owns_process=owns_process,
@@ -299,11 +296,15 @@ def _places(home: Folder, store: Folder) -> tuple[Path, Path]:
     )
 
 
-def _reporter(*, progress: bool) -> AbstractContextManager[Reporter]:
+@contextmanager
+def _reporting(*, progress: bool) -> Iterator[tuple[Reporter, Ask | None]]:
     """A table in a notebook, live bars on a terminal, plain lines elsewhere; or nothing."""
     if not progress:
-        return nullcontext(SilentReporter())
+        yield SilentReporter(), None
+        return
     from posttrain.pipelines.api.notebook import NotebookReporter, in_notebook
     from posttrain.pipelines.run.progress import make_reporter
 
-    return NotebookReporter() if in_notebook() else make_reporter(json=False, plain=False)
+    made = NotebookReporter() if in_notebook() else make_reporter(json=False, plain=False)
+    with made as reporter:
+        yield reporter, None

@@ -14,7 +14,7 @@ from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
 from posttrain.pipelines.analysis.runs import step_rows
-from posttrain.pipelines.run.rounds import tracking_uri
+from posttrain.pipelines.run.model_reference import tracking_uri
 from posttrain.pipelines.run.summary import links
 
 if TYPE_CHECKING:
@@ -172,8 +172,9 @@ class Run:
             loader = transformers.AutoModelForSequenceClassification
         options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         with LOADING:
-            found: PreTrainedModel = loader.from_pretrained(artifact.path, dtype="auto", **options)
-        return found.eval()
+            found = loader.from_pretrained(artifact.path, dtype="auto", **options)
+        model: PreTrainedModel = found.eval()
+        return model
 
     def tokenizer(self, stage: str | None = None) -> PreTrainedTokenizerBase:
         """The tokenizer of that model."""
@@ -279,7 +280,7 @@ class Run:
 
 def _evaluated(folder: Path) -> list[Mapping[str, object]]:
     """The rows of an evaluation, with the texts that people read."""
-    rows = []
+    rows: list[Mapping[str, object]] = []
     for line in (folder / "rows.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
         rows.append(

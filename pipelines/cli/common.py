@@ -108,6 +108,12 @@ class CommandContext:
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
     """The command's own standard output: inside a command with `--json`, print goes to stderr."""
 
+    def options(self) -> list[str]:
+        """The options that another command needs to use the same home and store."""
+        home = [] if self.home == DEFAULT_HOME.resolve() else ["--home", str(self.home)]
+        own = self.store == self.home / "artifacts"
+        return home if own else [*home, "--store", str(self.store)]
+
     def console(self) -> Console:
         """Where people read: standard output, or stderr when that one belongs to JSON."""
         return text_console(self.as_json)

@@ -14,6 +14,7 @@ from posttrain.pipelines.cli import (
     data,
     deployments,
     doctor,
+    export,
     forensics,
     init,
     inspect,
@@ -69,6 +70,7 @@ app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
+app.command("export", epilog=export.EPILOG)(export.export)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from posttrain.pipelines.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from posttrain.core.runtime.reporter import Reporter
     from posttrain.core.store.approval import Answer, ApprovalRequest
     from posttrain.pipelines.run.gates import Ask
     from posttrain.pipelines.run.progress import PlainReporter, RichReporter
@@ -84,20 +86,23 @@ def run(
             overrides,
             context.home,
             context.store,
-            lambda: reporting(json=context.as_json, plain=plain),
+            lambda: shown(as_json=context.as_json, plain=plain),
             server,
             fresh=fresh,
             no_cache=no_cache,
             answers=answers,
-            asking=lambda reporter: terminal_ask(reporter, as_json=context.as_json),
         )
     except ApprovalNeeded as needed:
         waiting = needed
     if waiting is not None:
         return _waiting(waiting, context, configs, overrides)
-    from posttrain.pipelines.run.summary import print_summary, to_json
+    from posttrain.pipelines.run.summary import next_commands, print_summary, to_json
 
     print_summary(result, context.console())
+    if not context.as_json and result.status == "completed":
+        print("\nnext:")
+        for line in next_commands(result, context.options()):
+            print(f"  {line}")
     done = result.status in ("completed", "no_new_data")
     return Result(to_json(result), exit_code=0 if done else 1)
 
@@ -129,11 +134,13 @@ def _waiting(
     )
 
 
-def reporting(*, json: bool, plain: bool) -> PlainReporter | RichReporter:
-    """What shows the progress; rich is imported once the config is known to be right."""
+@contextmanager
+def shown(*, as_json: bool, plain: bool) -> Iterator[tuple[Reporter, Ask | None]]:
+    """What shows the progress and asks at gates; imported once the config is known to be right."""
     from posttrain.pipelines.run.progress import make_reporter
 
-    return make_reporter(json=json, plain=plain)
+    with make_reporter(json=as_json, plain=plain) as reporter:
+        yield reporter, terminal_ask(reporter, as_json=as_json)
 
 
 def terminal_ask(reporter: PlainReporter | RichReporter, *, as_json: bool) -> Ask | None:

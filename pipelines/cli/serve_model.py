@@ -65,7 +65,7 @@ def serve_model(
         bool, typer.Option("--dry-run", help="Print the command that serves it, and end.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI's clients, on this machine unless told otherwise."""
+    """Serve a model to OpenAI's clients, on this machine alone unless --host says more."""
     if host not in LOCAL and not api_key:
         raise ConfigError(
             f"--host {host} lets other machines in: set {KEY_VARIABLE} (or --api-key) to a key "

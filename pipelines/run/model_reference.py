@@ -199,7 +199,7 @@ def _look_up(named: RegisteredName, uri: str) -> RegisteredVersion | None:
 
 
 def _of_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
-    """What a run of this home made; None for what may as well be a hub's id and is no run."""
+    """What a run of this home made; None for a hub's id that no run has."""
     runs = (home / "runs").glob(f"{named.run}*/run.json")
     if next(runs, None) is None:
         made = _of_mlflow_run(given, named, home, store)

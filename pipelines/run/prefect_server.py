@@ -139,7 +139,7 @@ class OwnServer:
             from prefect.events.worker import EventsWorker
 
             EventsWorker.drain_all(timeout=STOP_SECONDS, at_exit=False)
-            prefect.context.GLOBAL_SETTINGS_CONTEXT = self._before
+            prefect.context.GLOBAL_SETTINGS_CONTEXT = self._before  # type: ignore[assignment]
             _running.remove(self)
         self.stop()
         atexit.unregister(self.stop)

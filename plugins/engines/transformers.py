@@ -279,8 +279,10 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
             ids, drawn = draw_tokens(of_rows(logits, rows), uniforms[going, step], params)
             tokens[going, step], logprobs[going, step] = ids, drawn
             if self.on_tokens is not None:
-                at = zip(going.tolist(), ids.tolist(), strict=True)
-                self.on_tokens([DrawnToken(*names[row], token) for row, token in at])
+                drawn_now = zip(going.tolist(), ids.tolist(), strict=True)
+                self.on_tokens(
+                    [DrawnToken(names[n][0], names[n][1], token) for n, token in drawn_now]
+                )
             if params.entropy:
                 entropies[going, step] = row_entropies(logits)[rows]
             stopped = torch.isin(ids, stop)
