@@ -192,6 +192,11 @@ def _check_directory(path: Path) -> None:
             "id like 'HuggingFaceTB/SmolLM2-135M-Instruct' or a directory with config.json and "
             "*.safetensors"
         )
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ResourceError(
+            f"model directory '{path}' holds a LoRA adapter alone: `posttrain export {path} DIR` "
+            "merges it into its base; point model.source at DIR"
+        )
     if not (path / "config.json").is_file():
         raise ResourceError(
             f"model directory '{path}' has no config.json: point model.source at a Hugging Face "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,8 +12,6 @@ from posttrain.core.errors import ConfigError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from posttrain.pipelines.run.model_reference import FoundModel
 
 EPILOG = (
@@ -108,7 +107,7 @@ def chat(
     for one in found:
         check_talks(one)
     text = None if prompt is None else one_shot(prompt)
-    manager, labels = PluginManager(), _labels(found)
+    manager, labels = PluginManager(), _labels(found, compare)
     conversations = []
     for one, label in zip(found, labels, strict=True):
         print(f"{label}: {one.origin}, digest {one.digest[:12]}", file=sys.stderr, flush=True)
@@ -141,7 +140,14 @@ def _other(found: FoundModel, wanted: str, home: Path, store: Path) -> FoundMode
     return base_of(found, home, store) if wanted == "base" else find_model(wanted, home, store)
 
 
-def _labels(found: list[FoundModel]) -> list[str]:
+def _labels(found: list[FoundModel], compare: str | None) -> list[str]:
     """A short name of each model, all different."""
-    labels = [f"{one.run_id[:8]}/{one.stage}" if one.run_id else one.given for one in found]
-    return labels if len(set(labels)) == len(labels) else [one.given for one in found]
+    labels = [f"{m.run_id[:8]}/{m.stage}" if m.run_id else short_name(m) for m in found]
+    if compare == "base":
+        labels[1] = "base"
+    return labels if len(set(labels)) == len(labels) else [model.given for model in found]
+
+
+def short_name(found: FoundModel) -> str:
+    """As it was given; of a folder its last part."""
+    return Path(found.given).name if Path(found.given).expanduser().is_dir() else found.given

@@ -89,7 +89,9 @@ class Chat:
             if len(self.conversations) > 1:
                 self._print(f"[{one.label}]", style="bold")
             answers.append(one.ask(text, self.params, lambda piece: self._print(piece, end="")))
-            self._print(self._ending(answers[-1]))
+            self._print("")
+            if note := ending(answers[-1]):
+                self._say(note)
         return answers
 
     def _ask_in_columns(self, text: str) -> list[Answer]:
@@ -105,7 +107,7 @@ class Chat:
                     live.update(self._columns(shown))
 
                 answers.append(one.ask(text, self.params, add))
-                shown[number] += self._ending(answers[-1])
+                shown[number] += f" {ending(answers[-1])}".rstrip()
         # What is longer than the screen is shown whole only now.
         self.console.print(self._columns(shown))
         return answers
@@ -120,10 +122,6 @@ class Chat:
             table.add_column(one.label, ratio=1, overflow="fold")
         table.add_row(*(Text(text) for text in texts))
         return table
-
-    def _ending(self, answer: Answer) -> str:
-        ends = {"length": " [cut at the length limit]", "cancelled": " [stopped]"}
-        return ends.get(answer.finish, "")
 
     def command(self, line: str) -> bool:
         """Do what a line that begins with `/` says; False where it ends the chat."""
@@ -162,6 +160,13 @@ class Chat:
             text, end=end, style=style, markup=False, highlight=False, soft_wrap=True
         )
         self.console.file.flush()
+
+
+def ending(answer: Answer) -> str:
+    """What is to be said of how an answer ended; empty for one that ended by itself."""
+    if answer.finish == "stop":
+        return "" if answer.text.strip() else "[an empty answer]"
+    return {"length": "[cut at the length limit]", "cancelled": "[stopped]"}[answer.finish]
 
 
 def printable(text: str) -> str:

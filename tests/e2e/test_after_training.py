@@ -19,6 +19,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.hub import running_hub
 from tests.helpers.pipeline import COMMAND, environment, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
@@ -33,15 +34,17 @@ class Trained:
     model: Path
     text: str
 
-    def command(self, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """A command of this home."""
+    def command(
+        self, *words: str, stdin: str | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A command of this home, with `variables` added to the environment."""
         return subprocess.run(
             [*COMMAND, *words, "--home", str(self.home)],
             input=stdin,
             capture_output=True,
             text=True,
             timeout=200,
-            env=environment(),
+            env=environment() | variables,
         )
 
 
@@ -102,7 +105,7 @@ def test_base_and_trained_answer_one_prompt(trained: Trained) -> None:
     words = ("chat", trained.run, "--compare", "base", "--prompt", "1 + 2 = ?", "--max-tokens", "6")
     done = trained.command(*words)
     assert done.returncode == 0, done.stderr
-    assert f"[{trained.run[:8]}/sft]" in done.stdout and f"[{trained.model}]" in done.stdout
+    assert f"[{trained.run[:8]}/sft]" in done.stdout and "[base]" in done.stdout
     again = trained.command(*words)
     assert again.stdout == done.stdout, "the same seed gives the same answers"
     wrong = trained.command("chat", trained.run[:8] + "/evaluate", "--prompt", "1")
@@ -141,12 +144,33 @@ def test_export_of_the_adapter_and_of_gguf(trained: Trained, tmp_path: Path) -> 
     merged = AutoModelForCausalLM.from_pretrained(next(trained.home.glob("artifacts/sft-*/model")))
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-4
+    words = ("export", str(tmp_path / "adapter"), str(tmp_path / "again"))
+    done = trained.command(*words)
+    assert done.returncode == 0, done.stderr
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert (again(ids).logits - merged(ids).logits).abs().max() < 1e-4, "merged into its base"
     done = trained.command("export", trained.run, str(tmp_path / "g"), "--gguf", "f16")
     assert done.returncode == 0, done.stderr
     read = AutoModelForCausalLM.from_pretrained(
         tmp_path / "g", gguf_file="tiny-sft-f16.gguf", dtype=torch.float32
     )
     assert (read(ids).logits - merged(ids).logits).abs().max() < 0.05
+
+
+def test_a_hub_gets_what_the_folder_holds(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "to-hub"
+    words = ("export", trained.run, str(out), "--hub", "me/tiny")
+    none = {"HF_TOKEN": "", "HF_HOME": str(tmp_path / "nobody")}
+    refused = trained.command(*words, **none)
+    assert refused.returncode == 4 and "set HF_TOKEN" in refused.stderr and not out.exists()
+    with running_hub() as hub:
+        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_" + "s" * 30}
+        done = trained.command(*words, **online)
+    assert done.returncode == 0, done.stderr
+    assert hub.created == [{"name": "tiny", "organization": "me", "visibility": "private"}]
+    assert hub.files == {p.name: p.read_bytes() for p in out.iterdir()}
+    assert hub.tokens == {"Bearer hf_" + "s" * 30}
+    assert "hf_s" not in done.stdout + done.stderr
 
 
 def test_another_run_begins_with_the_stage(trained: Trained, tmp_path: Path) -> None:
