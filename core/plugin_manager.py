@@ -112,6 +112,14 @@ class PluginManager:
             )
         self._entries[(kind, name)] = PluginEntry(kind, name, cls, package, version)
 
+    def offer(self, cls: type[AnyPlugin]) -> PluginEntry:
+        """Take one class, in the place of any plugin of its kind and name; for authors' tests."""
+        if wrong := fault(cls):
+            raise ConfigError(f"{_address(cls)} {wrong}")
+        entry = PluginEntry(cls.kind, cls.name, cls, LOCAL, "0")
+        self._entries[(cls.kind, cls.name)] = entry
+        return entry
+
     def entries(self, kind: str | None = None) -> list[PluginEntry]:
         """All plugins, or those of one kind, sorted by kind and name."""
         found = [e for e in self._entries.values() if kind in (None, e.kind)]
@@ -160,19 +168,12 @@ class PluginManager:
                 f"there is no file '{path}' for the plugin '{name}'{nearest(path.name, beside)}; a "
                 "path is relative to the config file that names it, or to the working directory"
             )
-        module = load_file(path)
-        offered = {
-            each.__name__: each
-            for each in vars(module).values()
-            if inspect.isclass(each) and each.__module__ == module.__name__
-        }
+        module, offered = load_file(path), _classes_in(path)
         plugins = [n for n, each in offered.items() if issubclass(each, Plugin)]
         listed = f"plugin classes in it: {plugins}" if plugins else "there is no plugin class in it"
         if found is None:
             example = f"{file}:{plugins[0] if plugins else 'CLASS'}"
-            raise ConfigError(
-                f"'{name}' names a file without a class: write {example} ({listed})"
-            )
+            raise ConfigError(f"'{name}' names a file without a class: write {example} ({listed})")
         cls = getattr(module, found["cls"], None)
         if cls is None:
             close = nearest(found["cls"], offered)
@@ -180,6 +181,22 @@ class PluginManager:
         if wrong := fault(cls):
             raise ConfigError(f"{path}: {found['cls']} {wrong}")
         return PluginEntry(cls.kind, name, cls, LOCAL, "file", local_source(path))
+
+    def all_in_file(self, path: Path) -> list[PluginEntry]:
+        """Every plugin that the file at `path` defines; `ConfigError` where there is none."""
+        if not path.is_file():
+            raise ConfigError(f"there is no file '{path}'; name a Python file with plugins")
+        names = [
+            name
+            for name, cls in _classes_in(path).items()
+            if issubclass(cls, Plugin) and not (inspect.isabstract(cls) and "name" not in vars(cls))
+        ]
+        if not names:
+            raise ConfigError(
+                f"{path} defines no plugin class: derive one from a base class of "
+                "posttrain.core.contracts"
+            )
+        return [self.in_file(self.local_name(f"{path}:{name}")) for name in names]
 
     def config(self, kind: str, name: str, fields: Mapping[str, object]) -> PluginConfig:
         """Validate `fields` against the plugin's own config; pydantic's error goes to the caller.
@@ -206,6 +223,16 @@ class PluginManager:
         if not isinstance(plugin, contract):
             raise ConfigError(f"{contract.kind} '{name}' does not implement {contract.__name__}")
         return plugin
+
+
+def _classes_in(path: Path) -> dict[str, type]:
+    """The classes that a file defines, by name."""
+    module = load_file(path)
+    return {
+        each.__name__: each
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == module.__name__
+    }
 
 
 def _address(cls: object) -> str:

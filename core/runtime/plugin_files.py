@@ -51,9 +51,7 @@ class PluginFiles:
             return [self.localised(item, folders, given) for item in values]
         return self.short(values, folders, given) if isinstance(values, str) else values
 
-    def short(
-        self, text: str, folders: Sequence[Path], given: frozenset[str] = frozenset()
-    ) -> str:
+    def short(self, text: str, folders: Sequence[Path], given: frozenset[str] = frozenset()) -> str:
         """`text` with a short name in place of the path, if it names a plugin in a file."""
         found = PLUGIN_FILE.fullmatch(text)
         if found is None or found["file"] in given:

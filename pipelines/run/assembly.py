@@ -39,7 +39,6 @@ from posttrain.pipelines.run.gates import Gates
 from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
 
-
 PLUGINS = "plugins"
 """Folder of a run's record, and of its artifacts, with the files of plugins in no package."""
 
