@@ -163,10 +163,10 @@ class PluginManager:
         file = Path(found["file"] if found else name.rpartition(".py")[0] + ".py").expanduser()
         path = self.files.paths.get(file.as_posix(), file)
         if not path.is_file():
-            beside = [each.name for each in path.parent.glob("*.py")]
+            hint = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
             raise ConfigError(
-                f"there is no file '{path}' for the plugin '{name}'{nearest(path.name, beside)}; a "
-                "path is relative to the config file that names it, or to the working directory"
+                f"there is no file '{path}' for the plugin '{name}'{hint}; a path is relative to "
+                "the config file that names it, or to the working directory"
             )
         module, offered = load_file(path), _classes_in(path)
         plugins = [n for n, each in offered.items() if issubclass(each, Plugin)]

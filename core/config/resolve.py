@@ -288,7 +288,7 @@ class _Resolver:
             return stage
         expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
         sets = expand()
-        if entry.local:  # it may name plugins in files beside its own
+        if entry.local:  # it may name plugins in files next to its own
             beside = self.manager.files.paths.get(entry.name.rpartition(":")[0])
             folders = () if beside is None else (beside.parent,)
             sets = self.manager.files.localised(sets, folders)

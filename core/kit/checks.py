@@ -1,7 +1,7 @@
 """Checks of what a plugin's kind promises: how they are written, chosen and run.
 
 A check is a function of a `Subject` that raises `Broken` with what was found, or `Skipped` with why
-it does not apply. The modules beside this one hold the checks of each kind.
+it does not apply. The other modules here hold the checks of each kind.
 """
 
 from __future__ import annotations

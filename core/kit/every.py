@@ -63,5 +63,5 @@ def _pickles(subject: Subject) -> None:
     if file_of(cls.__module__) is None:
         found = import_module(cls.__module__)
         expect(hasattr(found, cls.__qualname__), f"{cls.__module__} has no {cls.__qualname__}")
-    fields = subject.build().config.model_dump(mode="json")
+    fields = cls.Config.model_validate(dict(subject.fields)).model_dump(mode="json")
     expect_equal(pickle.loads(pickle.dumps(fields)), fields, "its settings, pickled")  # noqa: S301

@@ -34,7 +34,7 @@ USES: Mapping[str, str] = {
 
 
 def check_kind(kind: str) -> None:
-    """Raise `ConfigError` for what is no kind of plugin."""
+    """Raise `ConfigError` for an unknown kind of plugin."""
     if kind not in CONTRACTS:
         raise ConfigError(
             f"no plugin kind '{kind}'{nearest(kind, CONTRACTS)} (kinds: {sorted(CONTRACTS)})"
@@ -173,10 +173,15 @@ pytest                                                      # the same, and test
 pip install .                                               # posttrain then knows it by name
 ```
 
-In a config, installed or by its path:
+In a config, installed:
 
 ```yaml
 @USE@
+```
+
+By its path, without an installation:
+
+```yaml
 @LOCAL@
 ```
 

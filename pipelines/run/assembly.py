@@ -117,7 +117,7 @@ def assemble(
 
 
 def with_copies(resolved: ResolvedRun) -> ResolvedRun:
-    """The config as it is recorded: it names the copies of plugins' files that lie beside it."""
+    """The config as it is recorded: it names the copies of plugins' files next to it."""
     files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
     copies = {name: f"{PLUGINS}/{place}" for name, place in places(files).items()}
     return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": copies}))

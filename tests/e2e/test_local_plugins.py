@@ -1,4 +1,4 @@
-"""A run whose plugins are files beside its config: identity, processes, record, later commands."""
+"""A run whose plugins are files next to its config: identity, processes, record, later commands."""
 
 from __future__ import annotations
 

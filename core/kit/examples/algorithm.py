@@ -9,7 +9,7 @@ class Example(Algorithm[NoConfig]):
     """L = (1 / N_tok) sum_it clip loss(A_i, r_it), A_i by group. Source: an example, after DAPO.
 
     It names one plugin per axis; what it does not name has the stage's default, and users can
-    override any of it in the YAML. A plugin in a file beside this one is `"other.py:CLASS"`.
+    override any of it in the YAML. A plugin in a file next to this one is `"other.py:CLASS"`.
     """
 
     name = "example"
