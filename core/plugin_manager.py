@@ -18,7 +18,7 @@ import pluggy
 from pydantic import ValidationError
 
 from posttrain.core import hooks
-from posttrain.core.contracts import Plugin, PluginConfig
+from posttrain.core.contracts import Plugin, PluginConfig, Stage, StageBase
 from posttrain.core.contracts.validity import fault
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE, PluginFiles, load_file
@@ -55,7 +55,7 @@ class PluginManager:
     """Every plugin by (kind, name). Raises `ConfigError` on duplicates and misspelt hooks.
 
     Plugins in files (`FILE.py:CLASS`) are loaded when they are first asked for; `files` are those
-    that a configuration names.
+    that a configuration names, and `local_stages` the stage kinds that were found in files.
     """
 
     def __init__(self, *, load_entry_points: bool = True) -> None:
@@ -64,6 +64,7 @@ class PluginManager:
         self._entries: dict[tuple[str, str], PluginEntry] = {}
         self._seen_modules: set[str] = set()
         self.files = PluginFiles()
+        self.local_stages: dict[str, PluginEntry] = {}
         if load_entry_points:
             self._load_entry_points()
 
@@ -155,6 +156,8 @@ class PluginManager:
                 f"{name} is a plugin of kind '{entry.kind}', and one of kind '{kind}' is needed "
                 f"here: name another class, or use it where a {entry.kind} is named"
             )
+        if kind == "stage":
+            self.local_stages[name] = entry
         return entry
 
     def in_file(self, name: str) -> PluginEntry:
@@ -222,6 +225,12 @@ class PluginManager:
         plugin = entry.cls(config)
         if not isinstance(plugin, contract):
             raise ConfigError(f"{contract.kind} '{name}' does not implement {contract.__name__}")
+        return plugin
+
+    def stage(self, config: StageBase) -> Stage[Any]:
+        """What runs a stage of a resolved config."""
+        plugin = self.find("stage", config.kind).cls(config)
+        assert isinstance(plugin, Stage)
         return plugin
 
 
