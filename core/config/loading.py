@@ -26,6 +26,7 @@ from posttrain.core.config.positions import (
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
 from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.runtime.plugin_files import PluginFiles
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -387,12 +388,15 @@ def load_config(
     files = tuple(find_config(path) for path in paths)
     raw: dict[str, object] = {}
     marks: dict[Loc, str] = {}
+    local = PluginFiles()
     for path in files:
         value, lines = read_yaml(path)
         _open_model(value, lines)
-        _merge(raw, value, (), marks, lines)
+        _merge(raw, _with_short_names(value, path.resolve().parent, local), (), marks, lines)
     for override in overrides:
-        _apply_override(raw, marks, override)
+        _apply_override(raw, marks, override, local, files[0].resolve().parent)
+    if local.paths:
+        raw["plugin_files"] = {name: str(path) for name, path in local.paths.items()}
     raw.setdefault("name", default_name(files[0]))
 
     def where(loc: Loc) -> str:
@@ -413,12 +417,31 @@ def validated(
     if manager is not None or _other_kinds(raw):
         from posttrain.core.plugin_manager import PluginManager
 
-        kinds = stage_classes(manager or PluginManager())
+        manager = manager or PluginManager()
+        _load_local_kinds(raw, where, manager)
+        kinds = stage_classes(manager)
     try:
         return RunConfig.model_validate(raw, context=kinds)
     except ValidationError as error:
         raise_problems(explain(error, where, kinds=kinds))
         raise
+
+
+def _load_local_kinds(
+    raw: Mapping[str, object], where: Callable[[Loc], str], manager: PluginManager
+) -> None:
+    """Load the stage kinds that are named by a file; the schema reports what else is wrong."""
+    files, stages = raw.get("plugin_files"), raw.get("stages")
+    if isinstance(files, dict) and all(isinstance(path, str) for path in files.values()):
+        manager.add_files(files)
+    for name, stage in stages.items() if isinstance(stages, dict) else ():
+        kind = stage.get("kind") if isinstance(stage, dict) else None
+        if isinstance(kind, str) and ".py" in kind:
+            try:
+                manager.find("stage", kind)
+            except ConfigError as error:
+                place = ("stages", name, "kind")
+                raise ConfigError(f"{where(place)}: {dotted(place)}: {error}") from error
 
 
 def _other_kinds(raw: Mapping[str, object]) -> bool:
@@ -427,6 +450,19 @@ def _other_kinds(raw: Mapping[str, object]) -> bool:
     given = stages.values() if isinstance(stages, dict) else ()
     kinds = (stage.get("kind") for stage in given if isinstance(stage, dict))
     return any(kind is not None and str(kind) not in BUILT_IN for kind in kinds)
+
+
+def _with_short_names(
+    value: dict[str, object], folder: Path, local: PluginFiles
+) -> dict[str, object]:
+    """What a file in `folder` holds, plugins in files by the short names that `local` gives."""
+    given: object = value.pop("plugin_files", None) or {}
+    if not isinstance(given, dict) or not all(isinstance(path, str) for path in given.values()):
+        return {**value, "plugin_files": given}  # the schema says what is wrong
+    local.paths.update({name: folder / Path(path).expanduser() for name, path in given.items()})
+    found = local.localised(value, (folder, Path.cwd()), frozenset(given))
+    assert isinstance(found, dict)
+    return found
 
 
 def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:
@@ -468,8 +504,17 @@ def _forget(marks: dict[Loc, str], place: Loc) -> None:
         del marks[old]
 
 
-def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str) -> None:
-    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made."""
+def _apply_override(
+    raw: dict[str, object],
+    marks: dict[Loc, str],
+    override: str,
+    local: PluginFiles,
+    folder: Path,
+) -> None:
+    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made.
+
+    A path of a plugin's file is relative to the working directory, or else to `folder`.
+    """
     name, sign, text = override.partition("=")
     shown = OVERRIDE + (override if len(override) <= 100 else f"{override[:97]}...")
     keys = name.strip().split(".")
@@ -478,7 +523,7 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
             f"--set {_short(override)} must look like a.b=c, for instance stages.rl.steps=3"
         )
     try:
-        value = read_value(text)
+        value = local.localised(read_value(text), (Path.cwd(), folder))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(

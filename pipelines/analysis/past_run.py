@@ -20,6 +20,7 @@ from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.loading import LoadedConfig, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
 from posttrain.core.models.device import ModelRuntime
@@ -64,6 +65,13 @@ class PastRun:
         stage = self.resolved.config.stages[name]
         assert isinstance(stage, RlStage), "find_evidence has refused other kinds"
         return stage
+
+    def component(self, spec: Spec) -> dict[str, object]:
+        """A plugin named on the command line, as `with_stage` takes it.
+
+        A file is one of the working directory, where it has one of that name, else the run's copy.
+        """
+        return spec.component() | {"name": self.manager.local_name(spec.name)}
 
     def with_stage(self, name: str, values: Mapping[str, Any]) -> ResolvedRun:  # Any: YAML values
         """The config resolved again with other `values` for an rl stage; raises `ConfigError`.

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.redaction import redact_logs, redacted
 from posttrain.core.runtime.heap import keep_freed_memory
+from posttrain.core.runtime.plugin_files import copy_files, load_file, places
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import approvals
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, check_free_disk
@@ -35,6 +37,9 @@ from posttrain.core.training.checkpoint import kept_checkpoints
 from posttrain.pipelines.run.gates import Gates
 from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
+
+PLUGINS = "plugins"
+"""Folder of a run's record, and of its artifacts, with the files of plugins in no package."""
 
 
 def quiet_libraries() -> None:
@@ -79,12 +84,14 @@ def assemble(
     store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
     title = config.title(datetime.now(UTC).date())
+    recorded = with_copies(resolved)
     tracker = start_tracking(
-        resolved, manager, home, title, run_tags(base, engines, runtime), store.root
+        recorded, manager, home, title, run_tags(base, engines, runtime), store.root
     )
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    kept = redacted(resolved.to_yaml())
+    kept = redacted(recorded.to_yaml())
     record = RunRecorder(home, tracker.run_id, config.name, began, kept)
+    resolved = use_copies(resolved, manager, record.folder, tracker)
     for sentence in tracker.sent_before:
         reporter.say(sentence)
     if tracker.killed_runs:
@@ -106,6 +113,33 @@ def assemble(
         fresh=fresh,
         gates=gates or Gates(approvals(home)),
     )
+
+
+def with_copies(resolved: ResolvedRun) -> ResolvedRun:
+    """The config as it is recorded: it names the copies of plugins' files next to it."""
+    files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
+    copies = {name: f"{PLUGINS}/{place}" for name, place in places(files).items()}
+    return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": copies}))
+
+
+def use_copies(
+    resolved: ResolvedRun, manager: PluginManager, folder: Path, tracker: PipelineTracker
+) -> ResolvedRun:
+    """Copy plugins' files into a run's folder and MLflow; the run works on with the copies.
+
+    Raises `ResourceError` for a file that was edited since it was loaded.
+    """
+    files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
+    copies = copy_files(files, folder / PLUGINS)
+    manager.add_files(copies)
+    for path in copies.values():
+        load_file(path)  # the modules that are loaded, from now on with the copy as their file
+    for path in sorted((folder / PLUGINS).rglob("*")):
+        if path.is_file() and path.suffix not in (".pyc", ".pyo"):
+            text = path.read_text("utf-8", errors="replace")
+            tracker.log_text(redacted(text), path.relative_to(folder).as_posix())
+    named = {name: str(path) for name, path in copies.items()}
+    return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": named}))
 
 
 def start_tracking(
