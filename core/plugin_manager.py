@@ -18,7 +18,7 @@ import pluggy
 from pydantic import ValidationError
 
 from posttrain.core import hooks
-from posttrain.core.contracts import Plugin, PluginConfig
+from posttrain.core.contracts import Plugin, PluginConfig, Stage, StageBase
 from posttrain.core.contracts.validity import fault
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE, PluginFiles, load_file
@@ -55,7 +55,7 @@ class PluginManager:
     """Every plugin by (kind, name). Raises `ConfigError` on duplicates and misspelt hooks.
 
     Plugins in files (`FILE.py:CLASS`) are loaded when they are first asked for; `files` are those
-    that a configuration names.
+    that a configuration names, and `local_stages` the stage kinds that were found in files.
     """
 
     def __init__(self, *, load_entry_points: bool = True) -> None:
@@ -64,6 +64,7 @@ class PluginManager:
         self._entries: dict[tuple[str, str], PluginEntry] = {}
         self._seen_modules: set[str] = set()
         self.files = PluginFiles()
+        self.local_stages: dict[str, PluginEntry] = {}
         if load_entry_points:
             self._load_entry_points()
 
@@ -113,6 +114,14 @@ class PluginManager:
             )
         self._entries[(kind, name)] = PluginEntry(kind, name, cls, package, version)
 
+    def offer(self, cls: type[AnyPlugin]) -> PluginEntry:
+        """Take one class, in the place of any plugin of its kind and name; for authors' tests."""
+        if wrong := fault(cls):
+            raise ConfigError(f"{_address(cls)} {wrong}")
+        entry = PluginEntry(cls.kind, cls.name, cls, LOCAL, "0")
+        self._entries[(cls.kind, cls.name)] = entry
+        return entry
+
     def entries(self, kind: str | None = None) -> list[PluginEntry]:
         """All plugins, or those of one kind, sorted by kind and name."""
         found = [e for e in self._entries.values() if kind in (None, e.kind)]
@@ -148,6 +157,8 @@ class PluginManager:
                 f"{name} is a plugin of kind '{entry.kind}', and one of kind '{kind}' is needed "
                 f"here: name another class, or use it where a {entry.kind} is named"
             )
+        if kind == "stage":
+            self.local_stages[name] = entry
         return entry
 
     def in_file(self, name: str) -> PluginEntry:
@@ -156,17 +167,12 @@ class PluginManager:
         file = Path(found["file"] if found else name.rpartition(".py")[0] + ".py").expanduser()
         path = self.files.paths.get(file.as_posix(), file)
         if not path.is_file():
-            beside = [each.name for each in path.parent.glob("*.py")]
+            hint = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
             raise ConfigError(
-                f"there is no file '{path}' for the plugin '{name}'{nearest(path.name, beside)}; a "
-                "path is relative to the config file that names it, or to the working directory"
+                f"there is no file '{path}' for the plugin '{name}'{hint}; a path is relative to "
+                "the config file that names it, or to the working directory"
             )
-        module = load_file(path)
-        offered = {
-            each.__name__: each
-            for each in vars(module).values()
-            if inspect.isclass(each) and each.__module__ == module.__name__
-        }
+        module, offered = load_file(path), _classes_in(path)
         plugins = [n for n, each in offered.items() if issubclass(each, Plugin)]
         listed = f"plugin classes in it: {plugins}" if plugins else "there is no plugin class in it"
         if found is None:
@@ -179,6 +185,22 @@ class PluginManager:
         if wrong := fault(cls):
             raise ConfigError(f"{path}: {found['cls']} {wrong}")
         return PluginEntry(cls.kind, name, cls, LOCAL, "file", local_source(path))
+
+    def all_in_file(self, path: Path) -> list[PluginEntry]:
+        """Every plugin that the file at `path` defines; `ConfigError` where there is none."""
+        if not path.is_file():
+            raise ConfigError(f"there is no file '{path}'; name a Python file with plugins")
+        names = [
+            name
+            for name, cls in _classes_in(path).items()
+            if issubclass(cls, Plugin) and not (inspect.isabstract(cls) and "name" not in vars(cls))
+        ]
+        if not names:
+            raise ConfigError(
+                f"{path} defines no plugin class: derive one from a base class of "
+                "posttrain.core.contracts"
+            )
+        return [self.in_file(self.local_name(f"{path}:{name}")) for name in names]
 
     def config(self, kind: str, name: str, fields: Mapping[str, object]) -> PluginConfig:
         """Validate `fields` against the plugin's own config; pydantic's error goes to the caller.
@@ -205,6 +227,22 @@ class PluginManager:
         if not isinstance(plugin, contract):
             raise ConfigError(f"{contract.kind} '{name}' does not implement {contract.__name__}")
         return plugin
+
+    def stage(self, config: StageBase) -> Stage[Any]:
+        """What runs a stage of a resolved config."""
+        plugin = self.find("stage", config.kind).cls(config)
+        assert isinstance(plugin, Stage)
+        return plugin
+
+
+def _classes_in(path: Path) -> dict[str, type]:
+    """The classes that a file defines, by name."""
+    module = load_file(path)
+    return {
+        each.__name__: each
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == module.__name__
+    }
 
 
 def _address(cls: object) -> str:

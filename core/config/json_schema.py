@@ -11,12 +11,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from posttrain.core.config.base import MOST_LETTERS, STAGE_NAME, Component
+from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stage_kinds import StageKind, stage_kinds
+from posttrain.core.config.stage_kinds import stage_configs, takes_more_inputs
+from posttrain.core.contracts.stage import StageName
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginEntry, PluginManager
@@ -56,10 +57,10 @@ class _Builder:
         self.entries: dict[str, list[PluginEntry]] = {}
         for entry in manager.entries():
             self.entries.setdefault(entry.kind, []).append(entry)
-        self.stages = stage_kinds()
+        self.stages = stage_configs(manager)
+        self.doc = {entry.name: about(entry.cls) for entry in manager.entries("stage")}
         models: list[type[BaseModel]] = [
             RunConfig,
-            *(stage.cls for stage in self.stages),
             *(entry.cls.Config for entries in self.entries.values() for entry in entries),
         ]
         references, schema = models_json_schema(
@@ -89,13 +90,13 @@ class _Builder:
         run["properties"]["stages"] = {
             "type": "object",
             "minProperties": 1,
-            "propertyNames": {"pattern": STAGE_NAME, "maxLength": MOST_LETTERS},
+            "propertyNames": TypeAdapter(StageName).json_schema(),
             "additionalProperties": {"$ref": "#/$defs/stage"},
             "description": "the DAG: each stage by a name of your choice",
         }
         found["stage"] = self._stage()
-        for stage in self.stages:
-            self._inputs(found[self._name(stage.cls)], stage)
+        for stage in self.stages.values():
+            self._inputs(found[self._name(stage)], stage)
         root = {
             "$schema": DRAFT,
             "title": "posttrain configuration",
@@ -187,8 +188,8 @@ class _Builder:
 
     def _stage(self) -> JSON:
         kinds = {
-            "enum": [stage.kind for stage in self.stages],
-            "enumDescriptions": [about(stage.cls) for stage in self.stages],
+            "enum": list(self.stages),
+            "enumDescriptions": [self.doc[kind] for kind in self.stages],
             "description": "what the stage does (posttrain show)",
         }
         return {
@@ -197,26 +198,27 @@ class _Builder:
             "properties": {"kind": kinds},
             "allOf": [
                 {
-                    "if": {"properties": {"kind": {"const": stage.kind}}, "required": ["kind"]},
-                    "then": {"$ref": self.refs[stage.cls]},
+                    "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+                    "then": {"$ref": self.refs[stage]},
                 }
-                for stage in self.stages
+                for kind, stage in self.stages.items()
             ],
         }
 
-    def _inputs(self, definition: JSON, stage: StageKind) -> None:
+    def _inputs(self, definition: JSON, stage: type[StageBase]) -> None:
         """The roles of a stage's inputs. Rewards may ask for more of them, by name."""
         known = definition["properties"]["inputs"]
         one = known["additionalProperties"]
-        roles = {role: f"a stage that makes a {made}" for role, made in stage.reads.items()}
+        read = {**stage.reads, **stage.may_read}
+        roles = {role: f"a stage that makes: {made}" for role, made in read.items()}
         definition["properties"]["inputs"] = {
             "type": "object",
             "description": known["description"],
             "properties": {role: {**one, "description": text} for role, text in roles.items()},
-            "required": list(stage.required),
-            "additionalProperties": one if stage.more_inputs else False,
+            "required": list(stage.reads),
+            "additionalProperties": one if takes_more_inputs(stage) else False,
         }
-        if stage.required:
+        if stage.reads:
             definition["required"] = [*definition.get("required", []), "inputs"]
 
 

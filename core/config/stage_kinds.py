@@ -1,47 +1,28 @@
-"""Every kind of stage: its fields, what it reads and what it makes."""
+"""Every kind of stage by its config, and every section with the places that a config has it in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args, get_origin
+from typing import TYPE_CHECKING, get_args, get_origin
 
 from pydantic import BaseModel
 
 from posttrain.core.config.base import Section, StageBase
-from posttrain.core.config.dag import MAKES, OPTIONAL, REQUIRED
-from posttrain.core.config.schema import RunConfig, Stage
-from posttrain.core.store.artifacts import ArtifactKind
+from posttrain.core.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
 
 
-@dataclass(frozen=True, slots=True)
-class StageKind:
-    """One kind of stage. Inputs are roles with the kind of artifact that each takes."""
-
-    kind: str
-    cls: type[StageBase]
-    makes: ArtifactKind
-    required: Mapping[str, ArtifactKind]
-    optional: Mapping[str, ArtifactKind]
-
-    @property
-    def reads(self) -> dict[str, ArtifactKind]:
-        return {**self.required, **self.optional}
-
-    @property
-    def more_inputs(self) -> bool:
-        """Whether rewards or a ranking may ask for inputs of their own, such as `reward_model`."""
-        return bool({"rewards", "online"} & self.cls.model_fields.keys())
+def stage_configs(manager: PluginManager) -> dict[str, type[StageBase]]:
+    """The config of each kind of stage that is installed."""
+    return {entry.name: entry.cls.Config for entry in manager.entries("stage")}
 
 
-def stage_kinds() -> list[StageKind]:
-    """All kinds, in the order in which a run usually has them."""
-    union = get_args(get_args(Stage)[0])
-    classes = {get_args(cls.model_fields["kind"].annotation)[0]: cls for cls in union}
-    return [
-        StageKind(kind, classes[kind], makes, REQUIRED[kind], OPTIONAL.get(kind, {}))
-        for kind, makes in MAKES.items()
-    ]
+def takes_more_inputs(stage: type[StageBase]) -> bool:
+    """Whether its rewards or ranking may ask for inputs of their own, such as `reward_model`."""
+    return bool({"rewards", "online"} & stage.model_fields.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +33,11 @@ class SectionPlaces:
     places: tuple[str, ...]
 
 
-def sections() -> dict[str, SectionPlaces]:
+def sections(manager: PluginManager) -> dict[str, SectionPlaces]:
     """Every section of a config by the name of its field, those of the whole run first."""
     found: dict[str, SectionPlaces] = {}
     roots: list[tuple[str, type[BaseModel]]] = [("", RunConfig)]
-    roots += [(f"stages.<{stage.kind}>.", stage.cls) for stage in stage_kinds()]
+    roots += [(f"stages.<{kind}>.", cls) for kind, cls in stage_configs(manager).items()]
     while roots:
         place, model = roots.pop(0)
         for name, info in model.model_fields.items():
@@ -71,7 +52,7 @@ def sections() -> dict[str, SectionPlaces]:
 def _section_classes(annotation: object) -> Iterator[type[BaseModel]]:
     """The sections that a field may hold; components and stages are none."""
     if isinstance(annotation, type):
-        if issubclass(annotation, Section) and not issubclass(annotation, StageBase):
+        if issubclass(annotation, Section):
             yield annotation
     elif get_origin(annotation) is not dict:
         for argument in get_args(annotation):

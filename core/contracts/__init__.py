@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.preference import *
     from posttrain.core.contracts.renderer import *
     from posttrain.core.contracts.rollout import *
+    from posttrain.core.contracts.stage import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "base",
     "rollout",
+    "stage",
     "environment",
     "renderer",
     "advantages",
@@ -71,6 +73,7 @@ __all__ = [
     "BetaConfig",
     "BetaPairLoss",
     "ComparisonConfig",
+    "Component",
     "ConfigT",
     "Correction",
     "CorrectionConfig",
@@ -78,6 +81,7 @@ __all__ = [
     "DrawnToken",
     "EngineSetup",
     "Environment",
+    "FieldPlace",
     "GeneralCorrection",
     "GroupAdvantage",
     "GroupConfig",
@@ -85,6 +89,7 @@ __all__ = [
     "KlEstimator",
     "LabelLoss",
     "LabelledScores",
+    "ModelSize",
     "MovingController",
     "NoConfig",
     "Observation",
@@ -112,6 +117,14 @@ __all__ = [
     "SampledRollout",
     "Sampler",
     "SequenceRatioConfig",
+    "Stage",
+    "StageBase",
+    "StageConfigT",
+    "StageEstimate",
+    "StageOutput",
+    "StageRun",
+    "StageSetting",
+    "StageTokenizer",
     "StartConfig",
     "Task",
     "TokenAdvantage",

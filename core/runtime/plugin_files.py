@@ -74,8 +74,8 @@ class PluginFiles:
 def load_file(path: Path) -> ModuleType:
     """The module in the file at `path`, as the file is now; it is loaded once.
 
-    Modules beside the file can be imported in it, as in a script. Raises `ConfigError` for a file
-    that cannot be loaded, with the line.
+    It can import modules of its folder, as a script can. Raises `ConfigError` for a file that
+    cannot be loaded, with the line.
     """
     path = path.resolve()
     name = _module_name(path)
@@ -113,7 +113,7 @@ _FILES: dict[str, Path] = {}
 
 
 class _Uncached(SourceFileLoader):
-    """Leaves no bytecode beside the file, and reads none: two edits in a second are two edits."""
+    """Leaves no bytecode next to the file, and reads none: two edits in a second are two edits."""
 
     def path_stats(self, path: str) -> Mapping[str, object]:
         raise OSError
@@ -165,7 +165,7 @@ def _failure(path: Path, error: BaseException) -> str:
     if isinstance(first, ModuleNotFoundError):
         beside = [each.stem for each in path.parent.glob("*.py")]
         hint = nearest(str(first.name), beside)
-        fix = f"install it, or put it beside the file{hint}"
+        fix = f"install it, or put it next to the file{hint}"
     return f"{path}{f':{line}' if line else ''} cannot be loaded: {what}; {fix}"
 
 

@@ -25,7 +25,6 @@ from posttrain.core.analysis.statistics import (
     read_outcomes,
 )
 from posttrain.core.config.base import StageBase
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store.artifacts import read_manifest
 from posttrain.core.tracking.journal import journal_path, read_journal
@@ -162,7 +161,7 @@ def _evaluation(
 
 
 def _evaluates(stage: StageBase, trained: str) -> bool:
-    return stage_kind(stage) == "evaluate" and stage.inputs.get("model") == trained
+    return stage.kind == "evaluate" and stage.inputs.get("model") == trained
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:

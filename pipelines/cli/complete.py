@@ -17,7 +17,11 @@ import typer
 
 GROUP = "posttrain.plugins"
 PLUGIN_NAME = re.compile(r"^ +name(?:, \w+)* = \"([^\"]+)\"", re.MULTILINE)
-STAGE_KIND = re.compile(r"^    kind: Literal\[\"(\w+)\"\]", re.MULTILINE)
+STAGE = re.compile(
+    r"^class \w+\((?:BuiltIn|Stage)\[\w+\]\):\n(?:(?!class ).*\n)*?"
+    r"    name(?:, \w+)* = \"([^\"]+)\"",
+    re.MULTILINE,
+)
 SECTION = re.compile(r"^    (\w+): \w+Section(?: \| None)? = ", re.MULTILINE)
 PACKAGE = Path(__file__).parents[2]
 """The folder of `core`, `plugins` and `pipelines`, in a checkout and in a wheel alike."""
@@ -80,14 +84,7 @@ def stages(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def plugins(incomplete: str) -> list[str]:
     """Names of the plugins of every installed package."""
-    names: set[str] = set()
-    for folder in _plugin_folders():
-        for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
-            try:
-                names.update(PLUGIN_NAME.findall(path.read_text("utf-8")))
-            except (OSError, UnicodeDecodeError):
-                continue
-    return _starting(sorted(names), incomplete)
+    return _starting(_in_plugins(PLUGIN_NAME), incomplete)
 
 
 def plugin_kinds(incomplete: str) -> list[str]:
@@ -98,8 +95,7 @@ def plugin_kinds(incomplete: str) -> list[str]:
 
 def kinds(incomplete: str) -> list[str]:
     """Kinds of stages."""
-    text = "".join(path.read_text("utf-8") for path in _source("config"))
-    return _starting(sorted(set(STAGE_KIND.findall(text))), incomplete)
+    return _starting(_in_plugins(STAGE), incomplete)
 
 
 def sections(incomplete: str) -> list[str]:
@@ -112,14 +108,29 @@ def _source(package: str) -> list[Path]:
     return sorted((PACKAGE / "core" / package).glob("*.py"))
 
 
-def _plugin_folders() -> list[Path]:
-    """Where the modules of the entry points are, without importing them."""
-    found = [PACKAGE / "plugins"]
+def _in_plugins(pattern: re.Pattern[str]) -> list[str]:
+    """What the pattern finds in the source of all plugins."""
+    names: set[str] = set()
+    for place in _plugin_places():
+        for path in place.rglob("*.py") if place.is_dir() else [place]:
+            try:
+                names.update(pattern.findall(path.read_text("utf-8")))
+            except (OSError, UnicodeDecodeError):
+                continue
+    return sorted(names)
+
+
+def _plugin_places() -> list[Path]:
+    """Folders and files of the entry points' modules, without importing them."""
+    found = []
     for entry_point in entry_points(group=GROUP):
-        if entry_point.module.startswith("posttrain."):
+        package, *below = entry_point.module.split(".")
+        if package == "posttrain":
+            place = PACKAGE.joinpath(*below)
+            found.append(place if place.is_dir() else place.with_suffix(".py"))
             continue
         try:
-            spec = importlib.util.find_spec(entry_point.module.split(".")[0])
+            spec = importlib.util.find_spec(package)
         except (ImportError, ValueError):
             continue
         if spec is not None and spec.origin is not None:

@@ -91,7 +91,8 @@ def print_stages(rows: Sequence[Mapping[str, Any]], console: Console, *, why: bo
         table.add_row(*(escape(str(cell)) for cell in cells))
     console.print(table, soft_wrap=False)
     for row in rows:
-        console.print(f"{row['stage']}: {row['arithmetic']}", markup=False)
+        if row["arithmetic"]:
+            console.print(f"{row['stage']}: {row['arithmetic']}", markup=False)
     for row in rows if why else ():
         if row["changes"]:
             console.print(f"\n{row['stage']} runs because of:", markup=False)

@@ -16,7 +16,8 @@ from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import CommandContext, Result, command
 
 if TYPE_CHECKING:
-    from posttrain.core.config.stage_kinds import StageKind
+    from posttrain.core.config.base import StageBase
+    from posttrain.core.plugin_manager import PluginEntry
 
 app = typer.Typer(
     help="Stage kinds and config sections: fields, defaults, meaning, an example.",
@@ -30,21 +31,24 @@ def show(context: CommandContext, ctx: typer.Context) -> Result | None:
     """Show what a config can hold; without a command, list stage kinds and sections."""
     if ctx.invoked_subcommand is not None:
         return None
-    from posttrain.core.config.stage_kinds import sections, stage_kinds
+    from posttrain.core.config.stage_kinds import sections
+    from posttrain.core.plugin_manager import PluginManager
 
     console = context.console()
-    stages, places = stage_kinds(), sections()
+    manager = PluginManager()
+    stages = {entry.name: _summary(entry.cls) for entry in manager.entries("stage")}
+    places = {name: _summary(section.cls) for name, section in sections(manager).items()}
     console.print("stage kinds (posttrain show stage KIND)", style="bold")
-    for stage in stages:
-        console.print(f"  {stage.kind:<14}{_summary(stage.cls)}", markup=False)
+    for kind, summary in stages.items():
+        console.print(f"  {kind:<14}{summary}", markup=False)
     console.print("\nconfig sections (posttrain show section NAME)", style="bold")
-    for name, section in places.items():
-        console.print(f"  {name:<20}{_summary(section.cls)}", markup=False)
+    for name, summary in places.items():
+        console.print(f"  {name:<20}{summary}", markup=False)
     console.print("\nplugins: posttrain plugins list", markup=False)
     return Result(
         {
-            "stages": [{"kind": s.kind, "summary": _summary(s.cls)} for s in stages],
-            "sections": [{"name": n, "summary": _summary(s.cls)} for n, s in places.items()],
+            "stages": [{"kind": kind, "summary": text} for kind, text in stages.items()],
+            "sections": [{"name": name, "summary": text} for name, text in places.items()],
         }
     )
 
@@ -59,10 +63,10 @@ def show_stage(
     ],
 ) -> Result:
     """Show what a kind of stage reads, makes and does, its fields, and an example."""
-    from posttrain.core.config.stage_kinds import stage_kinds
+    from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.cli.describe import field_line
 
-    known = {stage.kind: stage for stage in stage_kinds()}
+    known = {entry.name: entry for entry in PluginManager().entries("stage")}
     if kind not in known:
         raise ConfigError(f"no stage kind '{kind}'{nearest(kind, known)} (kinds: {list(known)})")
     found = describe_stage(known[kind])
@@ -94,9 +98,10 @@ def show_section(
 ) -> Result:
     """Show a section's fields, defaults and meaning, and where a config has it."""
     from posttrain.core.config.stage_kinds import sections
+    from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.cli.describe import field_line, fields_of
 
-    known = sections()
+    known = sections(PluginManager())
     if name not in known:
         raise ConfigError(f"no section '{name}'{nearest(name, known)} (sections: {list(known)})")
     section, console = known[name], context.console()
@@ -109,27 +114,28 @@ def show_section(
     return Result({"section": name, "doc": doc, "fields": fields, "places": list(section.places)})
 
 
-def describe_stage(stage: StageKind) -> dict[str, Any]:
+def describe_stage(entry: PluginEntry) -> dict[str, Any]:
     """All that `show stage` prints. Any: it goes to JSON as it is."""
+    from posttrain.core.config.stage_kinds import takes_more_inputs
     from posttrain.pipelines.cli.describe import fields_of
 
-    example, file = stage_example(stage)
+    stage: type[StageBase] = entry.cls.Config
+    example, file = stage_example(entry.name, stage)
     return {
-        "stage": stage.kind,
-        "doc": inspect.getdoc(stage.cls) or "",
-        "required_inputs": dict(stage.required),
-        "optional_inputs": dict(stage.optional),
-        "more_inputs": stage.more_inputs,
+        "stage": entry.name,
+        "package": entry.package,
+        "doc": inspect.getdoc(stage) or inspect.getdoc(entry.cls) or "",
+        "required_inputs": dict(stage.reads),
+        "optional_inputs": dict(stage.may_read),
+        "more_inputs": takes_more_inputs(stage),
         "makes": stage.makes,
-        "fields": [
-            field for field in fields_of(stage.cls) if field["name"] not in ("kind", "inputs")
-        ],
+        "fields": [field for field in fields_of(stage) if field["name"] not in ("kind", "inputs")],
         "example": example,
         "example_from": file,
     }
 
 
-def stage_example(stage: StageKind) -> tuple[str, str]:
+def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
     """A stage of this kind as a shipped config has it, and that config's name.
 
     For a kind that none has: its inputs and required fields alone, and no name.
@@ -138,13 +144,13 @@ def stage_example(stage: StageKind) -> tuple[str, str]:
     from posttrain.pipelines.cli.describe import fields_of
 
     for name, path in _simplest_first(shipped_configs().items()):
-        found = _cut_out(path.read_text("utf-8"), stage.kind)
+        found = _cut_out(path.read_text("utf-8"), kind)
         if found:
             return found, name
     usual = {"model": "sft", "evaluation": "evaluate"}
-    inputs = ", ".join(f"{role}: {usual.get(made, made)}" for role, made in stage.required.items())
-    needed = [field["name"] for field in fields_of(stage.cls) if field["required"]]
-    lines = [f"{stage.kind}:", f"  kind: {stage.kind}", f"  inputs: {{{inputs}}}"]
+    inputs = ", ".join(f"{role}: {usual.get(made, made)}" for role, made in stage.reads.items())
+    needed = [field["name"] for field in fields_of(stage) if field["required"]]
+    lines = [f"{kind}:", f"  kind: {kind}", f"  inputs: {{{inputs}}}"]
     return "\n".join([*lines, *(f"  {name}: ..." for name in needed if name != "kind")]), ""
 
 

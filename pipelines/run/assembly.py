@@ -15,7 +15,6 @@ import torch
 import transformers
 import yaml
 
-from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
@@ -105,7 +104,7 @@ def assemble(
 
 
 def with_copies(resolved: ResolvedRun) -> ResolvedRun:
-    """The config as it is recorded: it names the copies of plugins' files that lie beside it."""
+    """The config as it is recorded: it names the copies of plugins' files next to it."""
     files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
     copies = {name: f"{PLUGINS}/{place}" for name, place in places(files).items()}
     return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": copies}))
@@ -186,7 +185,7 @@ def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     makers = [
         stage
         for stage in resolved.config.stages.values()
-        if makes(stage) in ("model", "reward_model") and stage.kind not in PASSES_ON
+        if stage.makes in ("model", "reward_model") and not stage.passes_on
     ]
     keep = resolved.config.keep
     saves = any(getattr(stage, "checkpoint_every", 0) or keep.every for stage in makers)

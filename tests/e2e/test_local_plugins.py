@@ -1,4 +1,4 @@
-"""A run whose plugins are files beside its config: identity, processes, record, later commands."""
+"""A run whose plugins are files next to its config: identity, processes, record, later commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 TASK = """
 from posttrain.core.contracts import NoConfig, Task
@@ -25,7 +25,8 @@ class Count(Task[NoConfig]):
 
     def problems(self, split, count, seed):
         first = 0 if split == "train" else 500
-        return [Problem(str(n), f"{n},", str(n + 1), str(n + 1)) for n in range(first, first + count)]
+        numbers = range(first, first + count)
+        return [Problem(str(n), f"{n},", str(n + 1), str(n + 1)) for n in numbers]
 
     def verify(self, problem, text):
         return Verdict(float(text.strip() == problem.answer), text or None)
@@ -53,7 +54,9 @@ class Brief(Reward[BriefConfig]):
     def score(self, samples):
         import late  # found in a worker process, and after the file was moved
 
-        return [Score(self.config.scale * words.share(s.text) * late.short(s.text, LIMIT)) for s in samples]
+        scale = self.config.scale
+        texts = [sample.text for sample in samples]
+        return [Score(scale * words.share(t) * late.short(t, LIMIT)) for t in texts]
 """
 WORDS = "def share(text):\n    return sum(c.isdigit() for c in text) / max(1, len(text))\n"
 LATE = "def short(text, limit):\n    return float(len(text) <= limit)\n"

@@ -1,4 +1,4 @@
-"""A reward for short responses."""
+"""A reward for short answers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward
-from posttrain.core.hooks import hookimpl
 from posttrain.core.types import RewardSample, Score
 
 
-class BrevityConfig(PluginConfig):
-    """Settings of `brevity`."""
+class ExampleConfig(PluginConfig):
+    """Settings of `example`."""
 
     max_tokens: int = Field(default=64, ge=1, description="responses of this length or more get 0")
 
 
-class BrevityReward(Reward[BrevityConfig]):
-    """R_i = max(0, 1 - n_i / max_tokens), n_i the tokens of response i. Source: an example."""
+class Example(Reward[ExampleConfig]):
+    """R = max(0, 1 - n / max_tokens), n the tokens of a response. Source: an example."""
 
-    name = "brevity"
-    Config = BrevityConfig
+    name = "example"
+    Config = ExampleConfig
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
-        """One score in [0, 1] per sample, in order."""
+        """One score in [0, 1] per sample, in order; `Score(None, "unscored", why)` for no score."""
         limit = self.config.max_tokens
         return [Score(max(0.0, 1 - len(sample.response_ids) / limit)) for sample in samples]
-
-
-@hookimpl
-def posttrain_register() -> list[type[BrevityReward]]:
-    """Offer this plugin."""
-    return [BrevityReward]
