@@ -145,6 +145,15 @@ def combine_digests(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def model_digest(files: Mapping[str, str]) -> str:
+    """The digest of a model from those of its files.
+
+    An adapter's config is left out: it says where its base lies, which every home has in another
+    place.
+    """
+    return combine_digests({n: digest for n, digest in files.items() if n != ADAPTER_CONFIG})
+
+
 def check_free_disk(folder: Path, needed_bytes: float, reserve_gb: float, what: str) -> None:
     """Raise `ResourceError` unless `needed_bytes` fit on `folder`'s disk in addition to the
     reserve.

@@ -70,7 +70,7 @@ def plan(
     from posttrain.pipelines.run.rounds import look
 
     home, console = context.home, context.console()
-    begun = look(resolved, manager, home)
+    begun = look(resolved, manager, home, store=context.store)
     resolved = begun.resolved
     plans = plan_stages(resolved, home, manager, context.store, begun.rows_digest)
     status = {stage.name: (stage.cached, stage.reason) for stage in plans}

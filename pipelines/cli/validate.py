@@ -26,9 +26,10 @@ def validate(
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
     from posttrain.core.store.artifacts import check_free_disk
-    from posttrain.pipelines.run.rounds import find_base, with_model
+    from posttrain.pipelines.run.model_reference import find_base
+    from posttrain.pipelines.run.rounds import with_model
 
-    found = find_base(resolved.config.model, context.home)
+    found = find_base(resolved.config.model, context.home, context.store)
     local = with_model(resolved, found.section)
     inputs = check_inputs(local, manager)
     reserve = resolved.config.limits.min_free_gb

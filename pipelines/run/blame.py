@@ -16,7 +16,7 @@ from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, Ru
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.ancestry import Ancestor, Family, Made
 from posttrain.core.store.run_record import RunRecord, find_run
-from posttrain.pipelines.run.rounds import tracking_uri
+from posttrain.pipelines.run.model_reference import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -72,7 +72,7 @@ def execute(
         check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
         make_folder(folder)
     check_answers(resolved, options.answers)
-    begun = begin(resolved, manager, options.home, fresh=options.fresh)
+    begun = begin(resolved, manager, options.home, store=options.store, fresh=options.fresh)
     try:
         if begun.nothing_new:
             reporter.say(begun.nothing_new)

@@ -27,14 +27,13 @@ from posttrain.core.runtime.heap import release_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, ApprovalNeeded, read_answer
 from posttrain.core.store.artifacts import (
-    ADAPTER_CONFIG,
     Artifact,
     ArtifactStore,
     RunResult,
     StageResult,
     check_free_disk,
-    combine_digests,
     digests_below,
+    model_digest,
     tree_digests,
 )
 from posttrain.core.store.identity import identity_of
@@ -80,10 +79,7 @@ def store_result(
     artifacts = []
     for made_kind, path in output.made.items():
         relative = path.relative_to(partial).as_posix()
-        below = digests_below(files, relative)
-        # An adapter's config says where its base lies, which every home has in another place.
-        below.pop(ADAPTER_CONFIG, None)
-        digest = combine_digests(below)
+        digest = model_digest(digests_below(files, relative))
         uri = str(final / relative)
         model_id = ""
         if made_kind in MODELS:
