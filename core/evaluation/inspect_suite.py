@@ -56,10 +56,11 @@ def run_inspect(
     Raises `ConfigError` for a file without such a task, and `RunError` where a task fails.
     """
     import inspect_ai
-    from inspect_ai.model import GenerateConfig, Model
+    from inspect_ai.model import GenerateConfig, get_model, modelapi
 
-    api = _engine_model(engine, tokenizer, max_model_len, options, check, progress)
-    model = Model(api, GenerateConfig(max_connections=options.batch_size))
+    modelapi("posttrain")(_engine_model(engine, tokenizer, max_model_len, options, check, progress))
+    config = GenerateConfig(max_connections=options.batch_size)
+    model = get_model("posttrain/model", config=config, memoize=False)
     with without_network(not options.download), tempfile.TemporaryDirectory() as logs:
         try:
             found = inspect_ai.eval(
@@ -80,17 +81,22 @@ def run_inspect(
                 f"suite '{suite.text}' failed with {type(error).__name__}: {error}; correct the "
                 "file (--debug shows the traceback)"
             ) from error
-    check()  # inspect-ai ends a cancelled evaluation as if it were done
-    api.raise_own()
-    for log in found:
-        if log.status == "cancelled":
-            raise KeyboardInterrupt
-        if log.status != "success":
-            reason = log.error.message if log.error is not None else log.status
-            raise RunError(f"suite '{suite.text}', task '{_name(log)}' failed: {reason}")
-    metrics = tuple(metric for log in found for metric in _metrics(log))
-    rows = tuple(row for log in found for row in _rows(log))
+        check()  # inspect-ai ends a cancelled evaluation as if it were done
+        model.api.raise_own()
+        for log in found:
+            _require_success(suite, log)
+        # Inside, since samples are read from the logs when they are asked for.
+        metrics = tuple(metric for log in found for metric in _metrics(log))
+        rows = tuple(row for log in found for row in _rows(log))
     return SuiteResult(suite, metrics, rows, f"inspect-ai {version('inspect-ai')}")
+
+
+def _require_success(suite: Suite, log: EvalLog) -> None:
+    if log.status == "cancelled":
+        raise KeyboardInterrupt
+    if log.status != "success":
+        reason = log.error.message if log.error is not None else log.status
+        raise RunError(f"suite '{suite.text}', task '{_name(log)}' failed: {reason}")
 
 
 def _task_names(suite: Suite) -> list[str]:
@@ -143,8 +149,14 @@ def _engine_model(
         draws with another seed.
         """
 
-        def __init__(self) -> None:
-            super().__init__("posttrain")
+        def __init__(
+            self,
+            model_name: str,
+            base_url: str | None = None,
+            api_key: str | None = None,
+            config: GenerateConfig = GenerateConfig(),  # noqa: B008 - inspect-ai's own signature
+        ) -> None:
+            super().__init__(model_name, base_url, api_key, [], config)
             self.waiting: list[_Request] = []
             self.lock = anyio.Lock()
             self.asked: Counter[tuple[int, ...]] = Counter()
@@ -209,7 +221,7 @@ def _engine_model(
         def should_retry(self, ex: BaseException) -> bool:
             return False
 
-    return EngineModel()
+    return EngineModel
 
 
 def _message(message: Any) -> Message:  # Any: inspect-ai's ChatMessage
@@ -251,7 +263,10 @@ def _output(tokenizer: ChatTokenizer, request: _Request) -> ModelOutput:
     if completion.finish_reason == "stop_string":
         ends = [text.find(stop) for stop in request.params.stop_strings if stop in text]
         text = text[: min(ends, default=len(text))]
-    calls = [Call(call.id or uuid.uuid4().hex, call.name, dict(call.arguments)) for call in said.tool_calls]
+    calls = [
+        Call(call.id or uuid.uuid4().hex, call.name, dict(call.arguments))
+        for call in said.tool_calls
+    ]
     content = [ContentReasoning(reasoning=said.reasoning), ContentText(text=text)]
     made = Output.from_message(
         ChatMessageAssistant(
@@ -263,9 +278,7 @@ def _output(tokenizer: ChatTokenizer, request: _Request) -> ModelOutput:
         "max_tokens" if tokenizer.is_truncated(completion) else "tool_calls" if calls else "stop",
     )
     read, written = len(request.prompt), len(completion.token_ids)
-    made.usage = ModelUsage(
-        input_tokens=read, output_tokens=written, total_tokens=read + written
-    )
+    made.usage = ModelUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
     return made
 
 
@@ -324,5 +337,3 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(str(getattr(item, "text", item)) for item in value)[:SHOWN]
     return str(value)[:SHOWN]
-
-

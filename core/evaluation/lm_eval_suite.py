@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ def run_lm_eval(
     """
     from lm_eval.evaluator import simple_evaluate
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    _quiet()
     manager = _manager(suite, options)
     tasks = _load(suite, options, manager)
     model = _model(model_dir, runtime, options, check, progress)
@@ -82,6 +83,17 @@ def run_lm_eval(
         model.forget()
     assert found is not None, "there is one process"
     return SuiteResult(suite, _metrics(found), _rows(found), f"lm-eval {version('lm-eval')}")
+
+
+def _quiet() -> None:
+    """Leave one display: ours. lm-eval has no switch for the bar over a task's documents."""
+    import datasets
+    import lm_eval.api.task
+    from tqdm import tqdm
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    lm_eval.api.task.tqdm = partial(tqdm, disable=True)
 
 
 def _first_line(error: BaseException) -> str:
@@ -271,7 +283,7 @@ def _rows(found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
             "prompt": _text(row["arguments"][0][0]),
             "target": _text(row["target"]),
             "answers": [_text(answer) for answer in row["filtered_resps"]],
-            **{name: row[name] for name in row["metrics"] if isinstance(row[name], int | float)},
+            **{n: float(row[n]) for n in row["metrics"] if isinstance(row[n], int | float)},
         }
         for task, rows in found.get("samples", {}).items()
         for row in rows
@@ -280,5 +292,3 @@ def _rows(found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def _text(value: object) -> object:
     return value[:SHOWN] if isinstance(value, str) else str(value)[:SHOWN]
-
-

@@ -27,6 +27,10 @@ HARNESSES: tuple[Harness, ...] = ("lm_eval", "inspect", "held_out")
 PACKAGES = {"lm_eval": ("lm_eval", "lm-eval"), "inspect": ("inspect_ai", "inspect-ai")}
 """Of a harness: the module that is imported, and the distribution that brings it."""
 FORMS = "lm_eval:TASK[,TASK], inspect:FILE.py[@TASK] or held_out"
+EVALUATIONS = "evaluations"
+"""The folder of a home with results that no stage made."""
+SUITES = "suites"
+"""The folder with results in a stage's artifact."""
 RESULTS, ROWS = "suites.json", "rows.jsonl"
 VERSION = 1
 NORMAL_975 = 1.959964
@@ -83,6 +87,12 @@ class SuiteMetric:
         """`TASK/METRIC` in the characters that MLflow takes."""
         return re.sub(r"[^\w\-. /]", "_", f"{self.task}/{self.metric}")
 
+    @property
+    def shown(self) -> str:
+        """`0.25 [0.1, 0.5] n=20`."""
+        bounds = "" if self.low is None else f" [{self.low:.3g}, {self.high:.3g}]"
+        return f"{self.value:.4g}{bounds} n={self.num_samples}"
+
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
@@ -137,7 +147,7 @@ def measured_mean(
     """The 95 % interval of a metric: (low, high), None where nothing is known of the spread.
 
     Of a mean it is that of `values`, one per sample: as for accuracies where all are in [0, 1],
-    else the t-interval. A metric that is no mean of them (perplexity, F1 of a corpus) has its value
+    else the t-interval. A metric that is not a mean of them (perplexity, F1 of a corpus) has its value
     +- 1.96 times the harness's own standard `error`.
     """
     if values and math.isclose(sum(values) / len(values), value, rel_tol=1e-6, abs_tol=1e-9):
