@@ -18,7 +18,7 @@ import pluggy
 from pydantic import ValidationError
 
 from posttrain.core import hooks
-from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
+from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig, Stage, StageBase
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.sources import plugin_source
 
@@ -147,4 +147,10 @@ class PluginManager:
         plugin = entry.cls(config)
         if not isinstance(plugin, contract):
             raise ConfigError(f"{contract.kind} '{name}' does not implement {contract.__name__}")
+        return plugin
+
+    def stage(self, config: StageBase) -> Stage[Any]:
+        """What runs a stage of a resolved config."""
+        plugin = self.find("stage", config.kind).cls(config)
+        assert isinstance(plugin, Stage)
         return plugin

@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "stop_string"]
 ScoreStatus = Literal["ok", "unscored", "error", "timeout", "crashed"]
 Split = Literal["train", "held_out"]
+
+ArtifactKind = str
+"""What an artifact is: one of `ARTIFACT_KINDS`, or another that a plugin's stage makes."""
+ARTIFACT_KINDS = (
+    "model",
+    "reward_model",
+    "evaluation",
+    "registration",
+    "report",
+    "rollouts",
+    "dataset",
+    "approval",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One thing a stage made: where it is, what it holds (sha256), where it comes from."""
+
+    kind: ArtifactKind
+    uri: str
+    digest: str
+    stage: str
+    parents: tuple[str, ...] = ()
+    mlflow_run_id: str = ""
+    mlflow_model_id: str = ""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.uri)
 
 
 @dataclass(frozen=True, slots=True)

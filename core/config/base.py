@@ -1,13 +1,15 @@
-"""What every part of the YAML is made of: sections, plugins by name, stages with their inputs."""
+"""What every part of the YAML is made of: sections, and plugins by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain, count
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict
 
+from posttrain.core.contracts.stage import Component as Component
+from posttrain.core.contracts.stage import StageBase as StageBase
 from posttrain.core.runtime.config_model import ConfigModel
 
 BASE_MODEL = "base"
@@ -19,28 +21,11 @@ NO_TASK = "none"
 TASK_DATA = "task"
 """What `data` of a preference stage says when the task brings the pairs; a file is `./task`."""
 
-StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
-
 
 class Section(ConfigModel):
     """Base of every section of the YAML; defaults are validated like given values."""
 
     model_config = ConfigDict(validate_default=True)
-
-
-class Component(ConfigModel):
-    """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(description="registered plugin name")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:  # Any: whatever YAML held
-        return {"name": value} if isinstance(value, str) else value
-
-    def fields(self) -> dict[str, object]:
-        return dict(self.model_extra or {})
 
 
 def one_or_many(value: Any) -> str:  # Any: whatever YAML held
@@ -57,20 +42,3 @@ def distinct_names(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]
         found.append(next(each for each in chain([name], numbered) if each not in known))
         known.add(found[-1])
     return found
-
-
-class StageBase(Section):
-    """What every stage has: the artifacts it reads, by the name of the stage that makes them."""
-
-    inputs: dict[str, StageName] = Field(
-        default_factory=dict,
-        description="role -> stage that produces it, or 'base' for the base model",
-    )
-
-    def outside_paths(self) -> dict[str, str]:
-        """Files and folders that the stage reads in addition to its inputs, by the field that
-        names them.
-
-        Their contents are part of the stage's identity.
-        """
-        return {}

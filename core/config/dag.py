@@ -1,62 +1,16 @@
-"""What each kind of stage reads and makes, the order that follows, and checks of gates."""
+"""The order of stages that follows from what each reads, and checks of inputs and of gates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import get_args
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.stages import ApproveStage, EvaluateStage, NewDataStage, PromoteStage
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.store.artifacts import ArtifactKind
+from posttrain.core.types import ARTIFACT_KINDS, ArtifactKind
 
 StageMap = Mapping[str, StageBase]
-
-MAKES: dict[str, ArtifactKind] = {
-    "evaluate": "evaluation",
-    "sft": "model",
-    "reward_model": "reward_model",
-    "preference": "model",
-    "rl": "model",
-    "register": "registration",
-    "transform": "dataset",
-    "approve": "model",
-    "promote": "registration",
-    "new_data": "dataset",
-}
-# Kinds that hand on the model they read, by the same digest, instead of making one.
-PASSES_ON = frozenset({"approve"})
-
-# role -> the kind of artifact it takes; the role has the artifact's own name where that is enough.
-REQUIRED: dict[str, dict[str, ArtifactKind]] = {
-    "evaluate": {"model": "model"},
-    "sft": {"model": "model"},
-    "reward_model": {"model": "model"},
-    "preference": {"model": "model"},
-    "rl": {"model": "model"},
-    "register": {"model": "model", "evaluation": "evaluation"},
-    "transform": {"model": "model"},
-    "approve": {"model": "model", "evaluation": "evaluation"},
-    "promote": {"model": "model", "evaluation": "evaluation"},
-    "new_data": {},
-}
-OPTIONAL: dict[str, dict[str, ArtifactKind]] = {
-    "evaluate": {"baseline": "evaluation"},
-    "sft": {"dataset": "dataset"},
-    "rl": {"dataset": "dataset"},
-    "approve": {"baseline": "evaluation"},
-    "promote": {"baseline": "evaluation"},
-}
-
-
-def stage_kind(stage: StageBase) -> str:
-    """The `kind` of a stage, as written in YAML."""
-    return str(getattr(stage, "kind"))  # noqa: B009 - declared by each stage class, not by the base
-
-
-def makes(stage: StageBase) -> ArtifactKind:
-    return MAKES[stage_kind(stage)]
 
 
 def dependencies(stage: StageBase) -> tuple[str, ...]:
@@ -117,10 +71,10 @@ def _check_stage(
     where: Callable[[Loc], str],
     reward_roles: frozenset[str],
 ) -> list[str]:
-    kind = stage_kind(stage)
-    required: dict[str, ArtifactKind | None] = dict(REQUIRED[kind])
+    kind = stage.kind
+    required: dict[str, ArtifactKind | None] = dict(stage.reads)
     required |= {role: _kind_of_role(role) for role in reward_roles}
-    allowed = required | OPTIONAL.get(kind, {})
+    allowed = required | dict(stage.may_read)
     inputs = ("stages", name, "inputs")
     problems = [
         f"{where(inputs)}: stages.{name}.inputs: stage kind '{kind}' reads '{role}'"
@@ -144,7 +98,7 @@ def _check_stage(
                 f"{at}: no stage named '{source}'{nearest(source, known)} (stages: {known})"
             )
         else:
-            made = "model" if source == BASE_MODEL else makes(stages[source])
+            made = "model" if source == BASE_MODEL else stages[source].makes
             wanted = allowed[role]
             if wanted is not None and made != wanted:
                 problems.append(
@@ -156,11 +110,11 @@ def _check_stage(
 
 def _kind_of_role(role: str) -> ArtifactKind | None:
     """An extra role that has the name of an artifact kind takes that kind, any other takes all."""
-    return next((kind for kind in get_args(ArtifactKind) if kind == role), None)
+    return role if role in ARTIFACT_KINDS else None
 
 
 def _makers(wanted: ArtifactKind, stages: StageMap, but: str) -> list[str]:
-    made = [name for name, stage in stages.items() if name != but and makes(stage) == wanted]
+    made = [name for name, stage in stages.items() if name != but and stage.makes == wanted]
     return [*([BASE_MODEL] if wanted == "model" else []), *made]
 
 
@@ -220,7 +174,7 @@ def _made_by(name: str | None, stages: StageMap) -> str | None:
     seen: set[str] = set()
     while name is not None and name not in seen and name in stages:
         seen.add(name)
-        if stage_kind(stages[name]) not in PASSES_ON:
+        if not stages[name].passes_on:
             break
-        name = stages[name].inputs.get("model")
+        name = stages[name].inputs.get(stages[name].passes_on)
     return name

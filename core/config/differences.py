@@ -112,4 +112,4 @@ def _resolved(values: Mapping[str, Any], manager: PluginManager) -> ResolvedRun:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "defaults.yaml"
         path.write_text(yaml.safe_dump(dict(values)))
-        return resolve(load_config([path]), manager)
+        return resolve(load_config([path], manager=manager), manager)

@@ -8,14 +8,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 import posttrain.core
-from posttrain.core.config.base import Component
-from posttrain.core.config.dag import MAKES
+from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.positions import (
     OVERRIDE,
     Loc,
@@ -25,11 +24,15 @@ from posttrain.core.config.positions import (
     read_yaml,
 )
 from posttrain.core.config.positions import where as mark_of
-from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
 from posttrain.core.errors import ConfigError, nearest, shortlist
 
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
+
 MAX_SHOWN = 10
-STAGE_KINDS = tuple(MAKES)
+StageClasses = Mapping[str, type[StageBase]]
+"""The config class of each stage kind."""
 
 # What pydantic puts into a place where one component or a list of them may stand.
 UNION_TAGS = ("one", "many")
@@ -54,8 +57,12 @@ def explain(
     root: type[BaseModel] = RunConfig,
     prefix: Loc = (),
     title: str = "a run",
+    kinds: StageClasses = BUILT_IN,
 ) -> list[str]:
-    """One line for each problem in `error`, which came from validating a `root` at `prefix`."""
+    """One line for each problem in `error`, which came from validating a `root` at `prefix`.
+
+    `kinds` are the stage kinds that were known.
+    """
     lines = []
     details = error.errors(include_url=False)
     for detail in details:
@@ -73,21 +80,21 @@ def explain(
         if kind == "missing":
             sentence = f"is missing: {owner} needs '{loc[-1]}'"
         elif kind == "extra_forbidden":
-            model = _model_at(tuple(detail["loc"])[:-1], root)
+            model = _model_at(tuple(detail["loc"])[:-1], root, kinds)
             known = list(model.model_fields) if model else []
-            elsewhere = _elsewhere(str(loc[-1]), tuple(detail["loc"])[:-1], model, root)
+            elsewhere = _elsewhere(str(loc[-1]), tuple(detail["loc"])[:-1], model, root, kinds)
             sentence = unknown_field(str(loc[-1]), detail["input"], known, owner, elsewhere)
-        elif kind == "union_tag_not_found":
-            sentence = f"has no kind; add 'kind: ...', one of {list(STAGE_KINDS)}"
-        elif kind == "union_tag_invalid":
-            tag = str((detail.get("ctx") or {}).get("tag"))
+        elif kind == "stage_without_kind":
+            sentence = f"has no kind; add 'kind: ...', one of {list(kinds)}"
+        elif kind == "stage_of_no_kind":
+            given = detail["ctx"]["kind"]
             loc = (*loc, "kind")
             sentence = (
-                f"no stage is of kind {_short(tag)}{nearest(tag, STAGE_KINDS)} (allowed: "
-                + (f"{list(STAGE_KINDS)})")
+                f"no stage is of kind {_short(given)}{nearest(str(given), kinds)} "
+                f"(allowed: {list(kinds)})"
             )
         else:
-            sentence = _wrong_value(kind, message, root, detail)
+            sentence = _wrong_value(kind, message, root, detail, kinds)
         lines.append(f"{where(loc)}: {dotted(loc) or 'the file'}: {sentence}")
     return list(dict.fromkeys(lines))
 
@@ -146,7 +153,13 @@ PLUGIN_FIELDS = {
 }
 
 
-def _elsewhere(name: str, owner: Loc, model: type[BaseModel] | None, root: type[BaseModel]) -> str:
+def _elsewhere(
+    name: str,
+    owner: Loc,
+    model: type[BaseModel] | None,
+    root: type[BaseModel],
+    kinds: StageClasses,
+) -> str:
     """Where a field `name` is, or one that is meant by it: below its owner, above, or in the root.
 
     As a person writes it: relative to the owner if it is below, else from the root. Empty if it is
@@ -158,12 +171,12 @@ def _elsewhere(name: str, owner: Loc, model: type[BaseModel] | None, root: type[
     held = (at for at in PLUGIN_FIELDS.get(name, ()) if at.split(".")[0] in model.model_fields)
     places = [*held, *(dotted(path) for path in _below(model) if path[-1] in wanted)]
     for end in range(len(owner) - 1, -1, -1):
-        above = _model_at(owner[:end], root)
+        above = _model_at(owner[:end], root, kinds)
         fields = () if above is None else above.model_fields
         places += [dotted((*_schema_free(owner[:end], root), w)) for w in wanted if w in fields]
     if root is RunConfig:
         places += [dotted(path) for path in _below(RunConfig) if path[-1] in wanted]
-        stages = _models(get_args(RunConfig.model_fields["stages"].annotation)[1])
+        stages = kinds.values()
         inside = (path for stage in stages for path in _below(stage) if path[-1] in wanted)
         places += [dotted(("stages", "<stage>", *path)) for path in inside]
     return places[0] if places else ""
@@ -184,11 +197,17 @@ def _below(model: type[BaseModel]) -> Iterator[Loc]:
         level = deeper
 
 
-def _wrong_value(kind: str, message: str, root: type[BaseModel], detail: Mapping[str, Any]) -> str:
+def _wrong_value(
+    kind: str,
+    message: str,
+    root: type[BaseModel],
+    detail: Mapping[str, Any],
+    kinds: StageClasses,
+) -> str:
     value = detail["input"]  # Any in the signature: pydantic's own error record
     loc = tuple(detail["loc"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        model = _model_at(loc, root)
+        model = _model_at(loc, root, kinds)
         if model is not None and issubclass(model, Component):
             return f"must be a plugin name or {{name: ..., <its fields>}}, got {_short(value)}"
         return f"must be a mapping of fields, got {_short(value)}"
@@ -222,8 +241,8 @@ def _short(value: object) -> str:
 
 
 def _schema_free(loc: Loc, root: type[BaseModel]) -> Loc:
-    """`loc` without the parts that pydantic adds for unions and keys."""
-    if root is RunConfig and loc[:1] == ("stages",) and len(loc) > 2 and loc[2] in STAGE_KINDS:
+    """`loc` without the parts that are added for unions, kinds of stages and keys."""
+    if root is RunConfig and loc[:1] == ("stages",) and len(loc) > 2 and loc[2] != "[key]":
         loc = (*loc[:2], *loc[3:])
     if root is RunConfig and loc[:1] == ("engine",):
         return ("engine",)
@@ -231,15 +250,15 @@ def _schema_free(loc: Loc, root: type[BaseModel]) -> Loc:
     return loc[:-1] if loc and loc[-1] == "[key]" else loc
 
 
-def _model_at(loc: Loc, root: type[BaseModel]) -> type[BaseModel] | None:
+def _model_at(loc: Loc, root: type[BaseModel], kinds: StageClasses) -> type[BaseModel] | None:
     """The model whose fields live at pydantic's `loc`, which names the kind of a stage."""
     current: Any = root  # Any: type annotations have no common type
     for part in loc:
         models = _models(current)
         if part in UNION_TAGS or (models and isinstance(part, int)):
             continue  # one component, or an item of a list of them
-        if len(models) > 1:  # the union of stages, narrowed by the kind in `loc`
-            current = next((m for m in models if part in get_args(_kind(m))), None)
+        if models == [StageBase]:  # `loc` names its kind
+            current = kinds.get(str(part))
         elif models:
             field = models[0].model_fields.get(str(part))
             current = field.annotation if field else None
@@ -247,11 +266,6 @@ def _model_at(loc: Loc, root: type[BaseModel]) -> type[BaseModel] | None:
             current = _item(current)
     models = _models(current)
     return models[0] if models else None
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    field = model.model_fields.get("kind")
-    return field.annotation if field else None
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -360,10 +374,13 @@ def default_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-_.") or "posttrain"
 
 
-def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    paths: Sequence[Path], overrides: Sequence[str] = (), manager: PluginManager | None = None
+) -> LoadedConfig:
     """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
 
-    Without a `name` the run has that of the first file.
+    Without a `name` the run has that of the first file. Without a `manager` the installed plugins
+    are loaded only where a stage is of a kind that is not built in.
     """
     if not paths:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
@@ -382,12 +399,34 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> LoadedC
         return mark_of(marks, loc, str(files[0]))
 
     check_plain(raw, where)
+    return LoadedConfig(validated(raw, where, manager), raw, files, marks)
+
+
+def validated(
+    raw: Mapping[str, object], where: Callable[[Loc], str], manager: PluginManager | None = None
+) -> RunConfig:
+    """The config of plain values; raises `ConfigError` with the place of each problem.
+
+    `manager` as of `load_config`.
+    """
+    kinds: StageClasses = BUILT_IN
+    if manager is not None or _other_kinds(raw):
+        from posttrain.core.plugin_manager import PluginManager
+
+        kinds = stage_classes(manager or PluginManager())
     try:
-        config = RunConfig.model_validate(raw)
+        return RunConfig.model_validate(raw, context=kinds)
     except ValidationError as error:
-        raise_problems(explain(error, where))
+        raise_problems(explain(error, where, kinds=kinds))
         raise
-    return LoadedConfig(config, raw, files, marks)
+
+
+def _other_kinds(raw: Mapping[str, object]) -> bool:
+    """Whether a stage is of a kind that is not built in, or of a wrong one."""
+    stages = raw.get("stages")
+    given = stages.values() if isinstance(stages, dict) else ()
+    kinds = (stage.get("kind") for stage in given if isinstance(stage, dict))
+    return any(kind is not None and str(kind) not in BUILT_IN for kind in kinds)
 
 
 def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:

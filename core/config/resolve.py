@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
-from posttrain.core.config.base import NO_TASK, TASK_DATA, Component
+from posttrain.core.config.base import NO_TASK, Component, StageBase
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
@@ -24,9 +24,8 @@ from posttrain.core.config.presets import (
     with_default_correction,
 )
 from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
-from posttrain.core.config.schema import RegisterStage, RunConfig, Stage, TransformStage
+from posttrain.core.config.schema import BUILT_IN, RunConfig, TransformStage, stage_classes
 from posttrain.core.config.stages import (
-    ApproveStage,
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
@@ -103,9 +102,9 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         engine = Component.model_validate(loaded.config.engine)
         values["engine"], used_engine = resolver.component("rollout_engine", engine, ("engine",))
     plugins: dict[str, tuple[PluginUse, ...]] = {}
-    stages: dict[str, Stage] = {}
+    stages: dict[str, StageBase] = {}
     for name, stage in loaded.config.stages.items():
-        filled: Stage
+        filled: StageBase
         used: list[PluginUse] = []
         if isinstance(stage, RlStage):
             filled, used = resolver.rl_stage(name)
@@ -119,14 +118,13 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             given = {"evaluation": evaluation, "environment": environment}
             filled = EvaluateStage.model_validate(stage.model_dump() | given)
         else:
-            filled = stage
+            filled, used = resolver.stage(name, stage)
         stages[name] = filled
-        values["stages"][name] = filled.model_dump(mode="json")
-        if not isinstance(stage, RegisterStage | ApproveStage):
+        if "task" in stage.sections or stage.needs_task():
             used = [*used_task, *used_renderer, *used]
-        if isinstance(stage, EvaluateStage | PreferenceDataStage | RlStage | TransformStage):
+        if "engine" in stage.sections:
             used = [*used, *used_engine]
-        plugins[name] = tuple(dict.fromkeys(used))
+        plugins[name] = tuple(dict.fromkeys([*used, *resolver.code_of(stage)]))
     for name, stage in stages.items():
         if isinstance(stage, PromoteStage):  # it measures with what its evaluation was measured
             plugins[name] = plugins.get(stage.inputs.get("evaluation", ""), ())
@@ -138,7 +136,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)
-    config = RunConfig.model_validate(values)
+    config = RunConfig.model_validate(values | {"stages": stages}, context=stage_classes(manager))
     return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
 
 
@@ -171,6 +169,23 @@ class _Resolver:
         use = PluginUse(kind, entry.name, entry.package, entry.version, entry.source)
         return plain | config.model_dump(mode="json"), [use]
 
+    def stage(self, name: str, stage: StageBase) -> tuple[StageBase, list[PluginUse]]:
+        """The stage with the plugins that its config names checked and filled in."""
+        values: dict[str, Any] = stage.model_dump(mode="json")  # Any: nested YAML values
+        used: list[PluginUse] = []
+        for path, kind, component in stage.components():
+            filled, use = self.component(kind, component, ("stages", name, *path))
+            put(values, path, filled)
+            used += use
+        return type(stage).model_validate(values), used
+
+    def code_of(self, stage: StageBase) -> list[PluginUse]:
+        """The plugin that runs the stage; built-in ones are in posttrain's own digest."""
+        if stage.kind in BUILT_IN:
+            return []
+        entry = self.manager.find("stage", stage.kind)
+        return [PluginUse("stage", entry.name, entry.package, entry.version, entry.source)]
+
     def environment(
         self, name: str, stage: EvaluateStage | RlStage
     ) -> tuple[dict[str, object] | None, list[PluginUse]]:
@@ -188,9 +203,9 @@ class _Resolver:
     def reward_model_stage(
         self, name: str, stage: RewardModelStage
     ) -> tuple[RewardModelStage, list[PluginUse]]:
-        loc, before = ("stages", name, "preference_loss"), len(self.problems)
-        loss, used = self.component("preference_loss", stage.preference_loss, loc)
-        filled = stage.model_copy(update={"preference_loss": Component.model_validate(loss)})
+        before = len(self.problems)
+        filled, used = self.stage(name, stage)
+        assert isinstance(filled, RewardModelStage)
         if len(self.problems) == before:
             self.problems += preference_checks.check_reward_model(
                 name, filled, self.loaded, self.manager
@@ -275,7 +290,7 @@ class _Resolver:
             config = self.manager.config("algorithm", entry.name, stage.algorithm.fields())
         except (ConfigError, ValidationError):
             return stage  # `component` reports it
-        kind, made_for = dag.stage_kind(stage), str(getattr(entry.cls, "stage"))  # noqa: B009
+        kind, made_for = stage.kind, str(getattr(entry.cls, "stage"))  # noqa: B009
         if made_for != kind:
             reported = (
                 f"'{entry.name}' is an algorithm for a stage of kind '{made_for}', not '{kind}'; "
@@ -300,29 +315,20 @@ class _Resolver:
             return stage
 
 
-def _check_task(loaded: LoadedConfig, stages: Mapping[str, Stage]) -> Iterable[str]:
-    """Without a task, stages that need problems; those with a file of preferences do not."""
+def _check_task(loaded: LoadedConfig, stages: Mapping[str, StageBase]) -> Iterable[str]:
+    """Without a task, stages that need one."""
     if loaded.config.task.name != NO_TASK:
         return
     for name, stage in stages.items():
-        has_file = isinstance(stage, PreferenceDataStage | SftStage) and stage.data not in (
-            None,
-            TASK_DATA,
-        )
-        if not has_file and not isinstance(stage, RegisterStage | ApproveStage | PromoteStage):
-            needs = "problems, or a file of preferences as its `data`"
-            if isinstance(stage, SftStage):
-                needs = "problems, or a file as its `data`"
+        if needs := stage.needs_task():
             yield loaded.problem(
                 ("stages", name),
-                f"a stage of kind '{dag.stage_kind(stage)}' needs "
-                f"{needs if isinstance(stage, PreferenceDataStage | SftStage) else 'problems'}, "
-                "and the "
-                "config has no `task`; add one, such as `task: gsm8k` (posttrain plugins list)",
+                f"a stage of kind '{stage.kind}' needs {needs}, and the config has no `task`; add "
+                "one, such as `task: gsm8k` (posttrain plugins list)",
             )
 
 
-def _check_stage(name: str, stage: Stage, loaded: LoadedConfig) -> Iterable[str]:
+def _check_stage(name: str, stage: StageBase, loaded: LoadedConfig) -> Iterable[str]:
     place = ("stages", name)
     if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)

@@ -194,6 +194,11 @@ class RlStage(StageBase):
     With an input `dataset` the training problems are those of a `transform` stage.
     """
 
+    reads = {"model": "model"}
+    may_read = {"dataset": "dataset"}
+    makes = "model"
+    takes_steps = True
+
     kind: Literal["rl"]
     algorithm: Component = Component(name="grpo")
     steps: int = Field(default=30, ge=1)
@@ -316,6 +321,12 @@ class RlStage(StageBase):
             named[f"rewards.{index}.path"] = None if path is None else str(path)
         read = {} if self.environment is None else self.environment.paths()
         return read | {field: path for field, path in named.items() if path is not None}
+
+    def needs_task(self) -> str:
+        return "problems"
+
+    def max_sequences(self) -> int:
+        return self.prompts_per_step * self.num_generations
 
     @field_validator("reward_clip")
     @classmethod

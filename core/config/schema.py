@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import functools
+from collections.abc import Mapping
 from string import Formatter
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from posttrain.core.config.base import NO_TASK, Component, Section, StageBase, StageName
+from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
     AlarmsSection,
@@ -29,6 +39,10 @@ from posttrain.core.config.stages import (
     RewardModelStage,
     SftStage,
 )
+from posttrain.core.contracts.stage import StageName
+
+if TYPE_CHECKING:
+    from posttrain.core.plugin_manager import PluginManager
 
 REWRITE = """\
 Rewrite a mathematics problem so that its answer is a single integer. Keep everything that the \
@@ -49,6 +63,10 @@ class TransformStage(StageBase):
 
     Reads `model`, makes a `dataset`, which an `rl` stage reads as its training problems.
     """
+
+    reads = {"model": "model"}
+    makes = "dataset"
+    repeatable = True
 
     kind: Literal["transform"]
     num_problems: int = Field(
@@ -81,28 +99,66 @@ class TransformStage(StageBase):
             raise ValueError("expected a text with {question} and {answer} in it")
         return value
 
+    def needs_task(self) -> str:
+        return "problems"
+
+    def max_sequences(self) -> int:
+        return self.batch_size * self.num_solutions
+
 
 class RegisterStage(StageBase):
     """Registers `model` in MLflow's registry with an alias. Reads `model` and `evaluation`."""
+
+    reads = {"model": "model", "evaluation": "evaluation"}
+    makes = "registration"
+    sections = ("name",)
+    repeatable = True
 
     kind: Literal["register"]
     registered_name: RegistryName = "posttrain"
     alias: RegistryAlias = "candidate"
 
 
-Stage = Annotated[
-    EvaluateStage
-    | SftStage
-    | RewardModelStage
-    | PreferenceStage
-    | RlStage
-    | RegisterStage
-    | TransformStage
-    | ApproveStage
-    | PromoteStage
-    | NewDataStage,
-    Field(discriminator="kind"),
-]
+BUILT_IN: dict[str, type[StageBase]] = {
+    "evaluate": EvaluateStage,
+    "sft": SftStage,
+    "reward_model": RewardModelStage,
+    "preference": PreferenceStage,
+    "rl": RlStage,
+    "register": RegisterStage,
+    "transform": TransformStage,
+    "approve": ApproveStage,
+    "promote": PromoteStage,
+    "new_data": NewDataStage,
+}
+"""The config class of each stage kind that is known before plugins are loaded."""
+
+
+def stage_classes(manager: PluginManager) -> dict[str, type[StageBase]]:
+    """The config class of each stage kind that is installed, the built-in ones first."""
+    found = {entry.name: entry.cls.Config for entry in manager.entries("stage")}
+    return BUILT_IN | found
+
+
+def _stage(value: Any, info: ValidationInfo) -> Any:  # Any: whatever YAML held
+    """A stage of the class of its kind, which the validation's context or `BUILT_IN` has.
+
+    The kind is part of the places of pydantic's errors: `("stages", "first", "sft", "steps")`.
+    """
+    if not isinstance(value, dict):
+        return value
+    known: Mapping[str, type[StageBase]] = info.context or BUILT_IN
+    kind = value.get("kind")
+    if kind is None:
+        raise PydanticCustomError("stage_without_kind", "no kind")
+    if not isinstance(kind, str) or kind not in known:
+        raise PydanticCustomError("stage_of_no_kind", "no such kind", {"kind": kind})
+    return _adapter(kind, known[kind]).validate_python({kind: value}, context=info.context)[kind]
+
+
+@functools.cache
+def _adapter(kind: str, cls: type[StageBase]) -> TypeAdapter[dict[str, StageBase]]:
+    return TypeAdapter(dict[str, cls])  # type: ignore[valid-type]
 
 
 PLACES = ("name", "seed", "task", "date")
@@ -138,7 +194,9 @@ class RunConfig(Section):
     limits: LimitsSection = LimitsSection()
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
-    stages: dict[StageName, Stage] = Field(min_length=1)
+    stages: dict[StageName, Annotated[SerializeAsAny[StageBase], BeforeValidator(_stage)]] = Field(
+        min_length=1
+    )
 
     @field_validator("run_name")
     @classmethod

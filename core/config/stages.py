@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -16,10 +17,19 @@ from posttrain.core.config.sections import (
     RegistryAlias,
     RegistryName,
 )
+from posttrain.core.contracts.stage import FieldPlace
+
+PAIR_PROMPTS_PER_CALL = 16
+"""Problems that a stage samples answers to at once, to make pairs of them."""
 
 
 class EvaluateStage(StageBase):
     """Greedy and sampled accuracy on held-out problems, with 95 % intervals. Reads `model`."""
+
+    reads = {"model": "model"}
+    may_read = {"baseline": "evaluation"}
+    makes = "evaluation"
+    repeatable = True
 
     kind: Literal["evaluate"]
     evaluation: EvaluationSection | None = Field(
@@ -31,6 +41,12 @@ class EvaluateStage(StageBase):
 
     def outside_paths(self) -> dict[str, str]:
         return {} if self.environment is None else self.environment.paths()
+
+    def needs_task(self) -> str:
+        return "problems"
+
+    def max_sequences(self) -> int:
+        return 0 if self.evaluation is None else self.evaluation.batch_size
 
 
 HUB = "hub:"
@@ -74,6 +90,12 @@ class SftStage(StageBase):
     Exactly one of `steps` and `epochs` is set, and one of `batch_size` and `max_tokens_per_batch`;
     setting the second of a pair turns the first one's default off.
     """
+
+    reads = {"model": "model"}
+    may_read = {"dataset": "dataset"}
+    makes = "model"
+    sections = ("seed", "task", "model")
+    takes_steps = True
 
     kind: Literal["sft"]
     data: tuple[DataSource, ...] | None = Field(
@@ -186,6 +208,12 @@ class SftStage(StageBase):
             given["held_out"] = self.held_out
         return {field: path for field, path in given.items() if not path.startswith(HUB)}
 
+    def needs_task(self) -> str:
+        return "problems, or a file as its `data`" if self.data is None else ""
+
+    def reads_task_data(self) -> bool:
+        return self.data is None and "dataset" not in self.inputs
+
 
 class PreferenceDataStage(StageBase):
     """What stages that learn from preferences share: where these come from, and how they are cut.
@@ -193,6 +221,10 @@ class PreferenceDataStage(StageBase):
     They come from a file or folder, from the task, or the model answers the task's problems and its
     right answers are paired with its wrong ones.
     """
+
+    reads = {"model": "model"}
+    sections = ("seed", "task", "engine", "model")
+    takes_steps = True
 
     kind: Literal["reward_model", "preference"]
     data: str | None = Field(
@@ -243,13 +275,25 @@ class PreferenceDataStage(StageBase):
         elsewhere = self.data in (None, TASK_DATA) or str(self.data).startswith("hub:")
         return {} if elsewhere else {"data": str(self.data)}
 
+    def needs_task(self) -> str:
+        needs = self.data in (None, TASK_DATA)
+        return "problems, or a file of preferences as its `data`" if needs else ""
+
+    def max_sequences(self) -> int:
+        return PAIR_PROMPTS_PER_CALL * self.num_generations if self.data is None else 0
+
 
 class RewardModelStage(PreferenceDataStage):
     """Bradley-Terry reward model on pairs of answers. Reads `model`."""
 
+    makes = "reward_model"
+
     kind: Literal["reward_model"]
     preference_loss: Component = Component(name="bradley_terry")
     optimizer: OptimizerSection = OptimizerSection()
+
+    def components(self) -> Iterable[tuple[FieldPlace, str, Component]]:
+        yield ("preference_loss",), "preference_loss", self.preference_loss
 
 
 class PreferenceComponent(Component):
@@ -303,6 +347,8 @@ class PreferenceStage(PreferenceDataStage):
     `reward_model`.
     """
 
+    makes = "model"
+
     kind: Literal["preference"]
     algorithm: Component = Component(name="dpo")
     preference_loss: PreferenceTerms = PreferenceComponent(name="dpo")
@@ -347,6 +393,11 @@ class PreferenceStage(PreferenceDataStage):
         terms = self.preference_loss
         return terms if isinstance(terms, tuple) else (terms,)
 
+    def max_sequences(self) -> int:
+        if self.online is not None:
+            return PAIR_PROMPTS_PER_CALL * self.online.num_generations
+        return super().max_sequences()
+
 
 class ApproveStage(StageBase):
     """Asks a person whether the model may go on. Reads `model`, `evaluation`, maybe `baseline`.
@@ -354,6 +405,14 @@ class ApproveStage(StageBase):
     Passes the model on: what reads this stage waits for the answer. The answer is kept for this
     very model with these very evaluations, and is never taken for another.
     """
+
+    reads = {"model": "model", "evaluation": "evaluation"}
+    may_read = {"baseline": "evaluation"}
+    makes = "model"
+    passes_on = "model"
+    sections = ()
+    without_effect = ("samples", "timeout_hours", "on_timeout")
+    outlives_code = True
 
     kind: Literal["approve"]
     question: str = Field(default="May this model go on?", min_length=1)
@@ -379,6 +438,11 @@ class PromoteStage(StageBase):
     difference lies above `min_improvement`, or if there is no champion yet.
     """
 
+    reads = {"model": "model", "evaluation": "evaluation"}
+    may_read = {"baseline": "evaluation"}
+    makes = "registration"
+    sections = ("seed", "task", "engine", "model")
+
     kind: Literal["promote"]
     registered_name: RegistryName = "posttrain"
     alias: RegistryAlias = "champion"
@@ -397,6 +461,10 @@ class NewDataStage(StageBase):
     ends at once.
     """
 
+    makes = "dataset"
+    sections = ()
+    without_effect = ("min_rows", "max_rows")
+
     kind: Literal["new_data"]
     min_rows: int = Field(default=1, ge=1, description="fewer new rows than this are left to wait")
     max_rows: int | None = Field(
@@ -411,3 +479,6 @@ class NewDataStage(StageBase):
                 "ever begin; raise one or lower the other"
             )
         return self
+
+    def needs_task(self) -> str:
+        return "problems"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.preference import *
     from posttrain.core.contracts.renderer import *
     from posttrain.core.contracts.rollout import *
+    from posttrain.core.contracts.stage import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "base",
     "rollout",
+    "stage",
     "environment",
     "renderer",
     "advantages",
@@ -71,12 +73,14 @@ __all__ = [
     "BetaConfig",
     "BetaPairLoss",
     "ComparisonConfig",
+    "Component",
     "ConfigT",
     "Correction",
     "CorrectionConfig",
     "Counts",
     "EngineSetup",
     "Environment",
+    "FieldPlace",
     "GeneralCorrection",
     "GroupAdvantage",
     "GroupConfig",
@@ -84,6 +88,7 @@ __all__ = [
     "KlEstimator",
     "LabelLoss",
     "LabelledScores",
+    "ModelSize",
     "MovingController",
     "NoConfig",
     "Observation",
@@ -111,6 +116,14 @@ __all__ = [
     "SampledRollout",
     "Sampler",
     "SequenceRatioConfig",
+    "Stage",
+    "StageBase",
+    "StageConfigT",
+    "StageEstimate",
+    "StageOutput",
+    "StageRun",
+    "StageSetting",
+    "StageTokenizer",
     "StartConfig",
     "Task",
     "TokenAdvantage",

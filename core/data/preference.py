@@ -98,9 +98,6 @@ def _diagonal(right: list[str], wrong: list[str], count: int) -> Iterator[tuple[
 
 Learned = tuple[bool, ...]
 
-PAIR_PROMPTS_PER_CALL = 16
-"""Problems that a stage samples answers to at once, to make pairs of them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:

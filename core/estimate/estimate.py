@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.core.config.base import StageBase
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import Stage, TransformStage
+from posttrain.core.config.schema import TransformStage
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.config.stages import (
+    PAIR_PROMPTS_PER_CALL,
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
@@ -24,7 +26,6 @@ from posttrain.core.config.stages import (
     SftStage,
 )
 from posttrain.core.contracts import KlController, PolicyLoss, PreferenceLoss
-from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.estimate import memory
 from posttrain.core.estimate.rates import Rates
 from posttrain.core.estimate.shape import ModelShape
@@ -130,7 +131,7 @@ class Estimator:
             pairs = min(pairs, stage.batch_size)  # a round's pairs beyond its steps are not used
         return self._rows(2 * pairs, 2, 2 * stage.micro_batch_size, response)
 
-    def sampled(self, stage: Stage) -> tuple[list[Rows], float]:
+    def sampled(self, stage: StageBase) -> tuple[list[Rows], float]:
         """The engine's calls for one batch of problems, and how many batches there are."""
         groups, data = [0], self.data
         if isinstance(stage, RlStage):
@@ -194,7 +195,7 @@ class Estimator:
         drawn = rows.number * rows.response * shape.vocabulary * DRAW_BYTES
         return seconds + (numbers * self.compute_bytes + drawn) / rates.bytes_s
 
-    def _time(self, stage: Stage, sampling: float) -> tuple[int, dict[str, float], float]:
+    def _time(self, stage: StageBase, sampling: float) -> tuple[int, dict[str, float], float]:
         """Steps, seconds of a mean step's phases, and seconds that come once."""
         if isinstance(stage, RlStage):
             return self._rl(stage, sampling / stage.steps)
@@ -255,7 +256,7 @@ class Estimator:
         }
         return stage.steps, phases, evaluation
 
-    def _has_reference(self, stage: Stage) -> bool:
+    def _has_reference(self, stage: StageBase) -> bool:
         """Whether a stage compares with a frozen copy of its input model."""
         manager = self.data.manager
         if isinstance(stage, RlStage):
@@ -275,7 +276,7 @@ class Estimator:
         each = self.weight_bytes
         return [memory.trained_model(self.shape, *part[:2], each, head=part[2]) for part in parts]
 
-    def _memory(self, stage: Stage, calls: Sequence[Rows], engine: bool) -> dict[str, float]:
+    def _memory(self, stage: StageBase, calls: Sequence[Rows], engine: bool) -> dict[str, float]:
         """Bytes by what holds them; `engine` if it has been started."""
         on_gpu, shape, each = self.rates.on_gpu, self.shape, self.compute_bytes
         parts = {"libraries": memory.GPU_CONTEXT if on_gpu else memory.CPU_LIBRARIES}

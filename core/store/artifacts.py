@@ -24,6 +24,8 @@ from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import WrongContent, put_in_place, read_json
 from posttrain.core.runtime.processes import hold, is_left_behind, owner
 from posttrain.core.store.locks import locked
+from posttrain.core.types import Artifact as Artifact
+from posttrain.core.types import ArtifactKind
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -34,34 +36,7 @@ ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
 NEVER = "never computed"
 _PARTIAL = ".partial-"
 
-ArtifactKind = Literal[
-    "model",
-    "reward_model",
-    "evaluation",
-    "registration",
-    "report",
-    "rollouts",
-    "dataset",
-    "approval",
-]
 StageStatus = Literal["ran", "cached", "resumed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """One thing a stage made: where it is, what it holds (sha256), where it comes from."""
-
-    kind: ArtifactKind
-    uri: str
-    digest: str
-    stage: str
-    parents: tuple[str, ...] = ()
-    mlflow_run_id: str = ""
-    mlflow_model_id: str = ""
-
-    @property
-    def path(self) -> Path:
-        return Path(self.uri)
 
 
 @dataclass(frozen=True, slots=True)

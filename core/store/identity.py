@@ -12,25 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import posttrain.core
+from posttrain.core.contracts.stage import RUN_SECTIONS, StageBase
 from posttrain.core.errors import ConfigError
 from posttrain.core.store.artifacts import combine_digests, file_digest, tree_digests
 
-# Sections of the run's config that decide results, by stage kind, in addition to the stage's own
-# section.
-_SHARED_SECTIONS: dict[str, tuple[str, ...]] = {
-    "evaluate": ("seed", "task", "engine", "model", "evaluation"),
-    "sft": ("seed", "task", "model"),
-    "reward_model": ("seed", "task", "engine", "model"),
-    "preference": ("seed", "task", "engine", "model"),
-    "rl": ("seed", "task", "engine", "model", "evaluation"),
-    "register": ("name",),
-    "transform": ("seed", "task", "engine", "model", "evaluation"),
-    "approve": (),
-    "promote": ("seed", "task", "engine", "model"),
-    "new_data": (),
-}
-SHARED = frozenset(name for names in _SHARED_SECTIONS.values() for name in names)
-"""Sections of the run whose fields are parts of identities."""
 # Where a model comes from is in its digest; the name of the place does not matter. Checkpoints
 # change no result. Nor does what to do about steps on numbers that are not finite: these are never
 # taken, so a stage either ends or makes the same.
@@ -48,17 +33,12 @@ _IGNORED = (
         for name in ("non_finite", "max_skipped")
     ),
 )
-# What of a stage does not decide its result, by kind: how long an answer is waited for, how many
-# rows would have been enough or too many when the rows themselves are known.
-_IGNORED_OF: dict[str, tuple[str, ...]] = {
-    "approve": ("samples", "timeout_hours", "on_timeout"),
-    "new_data": ("min_rows", "max_rows"),
-}
 
 
 def stage_parts(
     run: Mapping[str, object],
     stage: Mapping[str, object],
+    of: type[StageBase],
     input_digests: Mapping[str, str],
     plugins: Sequence[tuple[str, str, str]],
     engine: str,
@@ -67,31 +47,28 @@ def stage_parts(
 ) -> dict[str, str]:
     """The named parts of a stage's identity.
 
-    `run` and `stage` are the resolved config as JSON-like mappings, `input_digests` maps roles to
-    digests, `plugins` are (kind, name, origin), the origin being package, version and, for one that
-    is not built in, the digest of its source. `engine` is the engine that `auto` chose,
-    `task_fingerprint` the digest of outside data the task reads, `outside` maps the stage's fields
-    that name a file or folder to digests of what is in it.
+    `run` and `stage` are the resolved config as JSON-like mappings, `of` is the class of the
+    stage's config, `input_digests` maps roles to digests, `plugins` are (kind, name, origin), the
+    origin being package, version and, for one that is not built in, the digest of its source.
+    `engine` is the engine that `auto` chose, `task_fingerprint` the digest of the task's data if
+    the stage reads them, `outside` maps the stage's fields that name a file or folder to digests of
+    what is in it.
     """
-    kind = str(stage["kind"])
-    shared = {key: run[key] for key in _SHARED_SECTIONS[kind]}
+    shared = {key: run[key] for key in of.sections}
     if "engine" in shared:
         shared["engine"] = engine
-    # Supervised learning on a data set, or on files, reads no row of the task itself.
-    own_rows = "dataset" in input_digests or stage.get("data") is not None
-    reads_task = "task" in shared and not (kind == "sft" and own_rows)
-    if reads_task and task_fingerprint:
+    if task_fingerprint:
         shared["task_data"] = task_fingerprint
     settings = {**shared, **{k: v for k, v in stage.items() if k != "kind"}}
     parts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(settings)}
-    ignored = (*_IGNORED, *_IGNORED_OF.get(kind, ()))
+    ignored = (*_IGNORED, *of.without_effect)
     parts = {k: v for k, v in parts.items() if not k.startswith(ignored)}
     outside = outside or {}
     parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
     parts |= {f"file {field}": digest for field, digest in outside.items()}
     parts |= {f"input {role}": digest for role, digest in input_digests.items()}
     parts |= {f"plugin {kind} {name}": origin for kind, name, origin in plugins}
-    if kind != "approve":  # a person's answer is about the model, whatever code asked for it
+    if not of.outlives_code:
         parts["posttrain"] = f"{importlib.metadata.version('posttrain')}+{source_digest()[:12]}"
     return parts
 
@@ -215,8 +192,8 @@ def _changes(
     stage: str, old: Mapping[str, str], now: Mapping[str, str], sources: Mapping[str, str]
 ) -> list[Change]:
     before, after = _tree(old), _tree(now)
-    own = [*_differ(before, after, f"stages.{stage}", lambda root: root not in SHARED)]
-    shared = [*_differ(before, after, "", lambda root: root in SHARED)]
+    own = [*_differ(before, after, f"stages.{stage}", lambda root: root not in RUN_SECTIONS)]
+    shared = [*_differ(before, after, "", lambda root: root in RUN_SECTIONS)]
     facts = [name for name in dict.fromkeys((*now, *old)) if old.get(name) != now.get(name)]
     files = [
         Change(f"the content of stages.{stage}.{name.removeprefix(_FILE)} changed")

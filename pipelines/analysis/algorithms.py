@@ -26,7 +26,6 @@ from posttrain.core.analysis.compare import (
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.frozen import FrozenStep, Variant, VariantResult, evaluate, freeze
 from posttrain.core.analysis.report import Picture, Report, Row, Table, shortened, table
-from posttrain.core.config.dag import makes
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.device import set_threads
@@ -164,7 +163,7 @@ def _start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, s
     inputs, source = run.inputs(name), "the stage's input model"
     checkpoint = None
     if result is not None and after == stage.steps:
-        inputs["model"] = result.artifact(makes(stage))
+        inputs["model"] = result.artifact(stage.makes)
         source = f"the stage's trained model, after step {after}"
     elif after:
         checkpoint, source = checkpoints[after], f"the checkpoint after step {after}"

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from posttrain.core.analysis.evidence import (
     FOLDER,
     StepEvidence,
@@ -19,11 +17,9 @@ from posttrain.core.analysis.evidence import (
     tensors_path,
 )
 from posttrain.core.config.base import BASE_MODEL
-from posttrain.core.config.dag import makes, stage_kind
-from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
+from posttrain.core.config.loading import LoadedConfig, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
-from posttrain.core.config.schema import RunConfig
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
 from posttrain.core.models.device import ModelRuntime
@@ -79,11 +75,7 @@ class PastRun:
         needed = self._roles(values)
         inputs = {role: source for role, source in values["inputs"].items() if role in needed}
         raw["stages"][name] = {**values, "inputs": inputs}
-        try:
-            config = RunConfig.model_validate(raw)
-        except ValidationError as error:
-            raise_problems(explain(error, loaded.where))
-            raise
+        config = validated(raw, loaded.where, self.manager)
         return resolve(LoadedConfig(config, raw, loaded.files, loaded.marks), self.manager)
 
     def _roles(self, values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
@@ -106,7 +98,7 @@ class PastRun:
     def training_stage(self, wanted: str | None) -> str:
         """The stage named, or the only one that can be meant, of those with optimizer steps."""
         stages = self.resolved.config.stages
-        able = {name: stage_kind(stages[name]) for name in self.resolved.order}
+        able = {name: stages[name].kind for name in self.resolved.order}
         able = {name: kind for name, kind in able.items() if kind in TRAINING}
         if wanted is not None:
             if wanted in able:
@@ -151,7 +143,7 @@ class PastRun:
                     f"{self.store.root} any more ({reason}): the `posttrain run` command of this "
                     "run makes it again"
                 )
-            found[role] = result.artifact(makes(config.stages[source]))
+            found[role] = result.artifact(config.stages[source].makes)
         return found
 
     def checkpoints(

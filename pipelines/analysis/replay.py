@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
+from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.runtime.heap import keep_freed_memory
@@ -31,7 +31,7 @@ from posttrain.pipelines.analysis.replay_comparison import (
     find_steps,
 )
 from posttrain.pipelines.run.assembly import quiet_libraries
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
 from posttrain.pipelines.stages.preference import run_preference
@@ -211,7 +211,7 @@ def _bring_answers(source: StepSource, folder: Path) -> None:
 
 def _compute(context: ReplayContext, until: int) -> None:
     """The stage's steps up to `until`, which its sink ends."""
-    kind = stage_kind(context.stage)
+    kind = context.stage.kind
     if kind in _RUNNERS:
         _RUNNERS[kind](context)
         return

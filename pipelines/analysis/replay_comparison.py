@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.core.config.dag import makes
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store.artifacts import Artifact, file_digest, read_manifest
 from posttrain.core.training.checkpoint import master_weights, starting_points, step_of
@@ -127,7 +126,7 @@ def find_steps(run: PastRun, stage: str) -> StepSource:
     all_recorded = len(recorded) == max(recorded)
     last = getattr(section, "steps", None) or (max(recorded) if all_recorded else 0)
     adapted = getattr(section, "lora", None) is not None  # and merged before it was saved
-    model = None if result is None or adapted else result / makes(section) / "model.safetensors"
+    model = None if result is None or adapted else result / section.makes / "model.safetensors"
     if model is not None and not model.is_file():
         model = None
     return StepSource(stage, folder, recorded, checkpoints, result, last, model)

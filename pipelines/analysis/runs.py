@@ -25,7 +25,6 @@ from posttrain.core.analysis.statistics import (
     read_outcomes,
 )
 from posttrain.core.config.base import StageBase
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation.suites import (
     EVALUATIONS,
@@ -193,7 +192,7 @@ def _evaluation(
 
 
 def _evaluates(stage: StageBase, trained: str) -> bool:
-    return stage_kind(stage) == "evaluate" and stage.inputs.get("model") == trained
+    return stage.kind == "evaluate" and stage.inputs.get("model") == trained
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:

@@ -23,7 +23,8 @@ from posttrain.pipelines.run.checks import resolve_configs
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from posttrain.core.config.schema import RunConfig, Stage
+    from posttrain.core.config.base import StageBase
+    from posttrain.core.config.schema import RunConfig
     from posttrain.core.estimate.tokens import RunData
 
 EPILOG = (
@@ -95,7 +96,6 @@ def stage_rows(
     data: RunData,
 ) -> list[dict[str, Any]]:
     """What is reported of each stage, in the order they run."""
-    from posttrain.core.config.dag import makes
 
     rows = []
     for name in order:
@@ -106,7 +106,7 @@ def stage_rows(
                 "stage": name,
                 "kind": stage.kind,
                 "reads": dict(stage.inputs),
-                "makes": makes(stage),
+                "makes": stage.makes,
                 "cached": cached,
                 "reason": str(reason),
                 "changes": [asdict(change) for change in reason.changes],
@@ -116,11 +116,23 @@ def stage_rows(
     return rows
 
 
-def arithmetic(stage: Stage, data: RunData) -> str:
+def arithmetic(stage: StageBase, data: RunData) -> str:
     """The batch arithmetic of a stage in words, with the counts that the run will have."""
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.config.schema import RegisterStage, TransformStage
+    from posttrain.core.config.stages import (
+        ApproveStage,
+        EvaluateStage,
+        NewDataStage,
+        PreferenceDataStage,
+        PreferenceStage,
+        PromoteStage,
+        SftStage,
+    )
+
     config = data.config
-    match stage.kind:
-        case "evaluate":
+    match stage:
+        case EvaluateStage():
             section = stage.evaluation or config.evaluation
             problems, samples = data.count("held_out", section.num_problems), section.num_samples
             return (
@@ -128,7 +140,7 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"{problems * (1 + samples)} answers of at most {section.max_response_length} "
                 "tokens"
             )
-        case "sft":
+        case SftStage():
             given = data.supervised(stage)
             count = given.steps * given.batch
             what = "problems" if stage.data is None else "rows"
@@ -139,8 +151,9 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"{about}{given.steps} steps x {given.batch} examples = {count} examples"
                 f"{again if 0 < given.rows < count else ''}; {micro} micro-batch(es) a step"
             )
-        case "reward_model" | "preference":
-            if stage.kind == "preference" and (online := stage.online) is not None:
+        case PreferenceDataStage():
+            online = stage.online if isinstance(stage, PreferenceStage) else None
+            if online is not None:
                 answers = online.prompts_per_round * online.num_generations
                 return (
                     f"{online.rounds} round(s) x {online.prompts_per_round} problems x "
@@ -161,7 +174,7 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"of {stage.batch_size}, {stage.epochs} epoch(s): at most {found.steps} "
                 "optimizer step(s)"
             )
-        case "rl":
+        case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations
             mini, updates = rows_a_step // stage.num_mini_batches, stage.num_mini_batches
             tokens = stage.steps * rows_a_step * stage.generation.max_response_length
@@ -176,7 +189,7 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"most {tokens:,} tokens; {-(-mini // stage.micro_batch_size)} micro-batch(es) per "
                 "optimizer step"
             )
-        case "transform":
+        case TransformStage():
             problems, solutions = data.count("train", stage.num_problems), stage.num_solutions
             tokens = problems * (1 + solutions) * stage.generation.max_response_length
             asked = 0 if stage.rewrite == "rules" else tokens
@@ -184,20 +197,22 @@ def arithmetic(stage: Stage, data: RunData) -> str:
                 f"at most {problems} problems x (1 rewriting + {solutions} solutions), {asked:,} "
                 "tokens at most; integers and closed forms need none"
             )
-        case "approve":
+        case ApproveStage():
             limit = stage.timeout_hours
             return "asks a person" + ("" if limit is None else f", and waits up to {limit:g} hours")
-        case "promote":
+        case PromoteStage():
             return (
                 f"makes the model champion of '{stage.registered_name}' if the lower bound of the "
                 f"paired difference is above {stage.min_improvement:+g}; evaluates the champion "
                 "if there is one"
             )
-        case "new_data":
+        case NewDataStage():
             most = "all" if stage.max_rows is None else f"at most {stage.max_rows}"
             return f"takes {most} new rows; needs at least {stage.min_rows}"
-        case _:
+        case RegisterStage():
             return f"registers as '{stage.registered_name}' with alias '{stage.alias}'"
+        case _:
+            return data.manager.stage(stage).describe()
 
 
 def _estimates(
@@ -231,7 +246,8 @@ def print_stages(rows: Sequence[Mapping[str, Any]], console: Console, *, why: bo
         table.add_row(*(escape(str(cell)) for cell in cells))
     console.print(table, soft_wrap=False)
     for row in rows:
-        console.print(f"{row['stage']}: {row['arithmetic']}", markup=False)
+        if row["arithmetic"]:
+            console.print(f"{row['stage']}: {row['arithmetic']}", markup=False)
     for row in rows if why else ():
         if row["changes"]:
             console.print(f"\n{row['stage']} runs because of:", markup=False)

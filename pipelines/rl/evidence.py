@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.analysis.evidence import FOLDER, steps_in
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import ArtifactStore, read_manifest
@@ -31,7 +30,7 @@ def find_evidence(
     Raises `ConfigError` for a stage that is none of its `rl` stages, and `ResourceError` where
     nothing was kept. A stage that still runs, or was interrupted, is looked up too.
     """
-    kinds = {name: stage_kind(resolved.config.stages[name]) for name in resolved.order}
+    kinds = {name: resolved.config.stages[name].kind for name in resolved.order}
     rl = [name for name, kind in kinds.items() if kind == "rl"]
     if stage is not None and stage not in rl:
         what = f"is of kind '{kinds[stage]}'" if stage in kinds else "is none of this run's"

@@ -16,7 +16,6 @@ import transformers
 import yaml
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
@@ -164,7 +163,7 @@ def expected_bytes(model_dir: Path, resolved: ResolvedRun) -> float:
     makers = [
         stage
         for stage in resolved.config.stages.values()
-        if makes(stage) in ("model", "reward_model") and stage.kind not in PASSES_ON
+        if stage.makes in ("model", "reward_model") and not stage.passes_on
     ]
     keep = resolved.config.keep
     saves = any(getattr(stage, "checkpoint_every", 0) or keep.every for stage in makers)

@@ -21,7 +21,6 @@ from posttrain.core.analysis.report import (
     table,
     write_page,
 )
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.differences import differing_settings
 from posttrain.core.redaction import redacted
 from posttrain.core.store.artifacts import StageResult
@@ -209,7 +208,7 @@ def _cost(client: MlflowClient | None, pipeline: Pipeline) -> Iterator[list[Cell
 
 
 def _rl(pipeline: Pipeline) -> Iterator[object]:
-    return (stage for stage in pipeline.config.stages.values() if stage_kind(stage) == "rl")
+    return (stage for stage in pipeline.config.stages.values() if stage.kind == "rl")
 
 
 def _sum(client: MlflowClient, results: list[StageResult], metric: str) -> float:

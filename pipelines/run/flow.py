@@ -31,15 +31,13 @@ from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.prefect_server import running
 from posttrain.pipelines.run.settling import first_closed
 
-REPEATABLE = frozenset({"evaluate", "transform", "register"})
-"""Kinds of stages that read, measure and write what they made at their end, in one piece."""
 RETRIES = 2
 DELAY_S = 5.0
 
 
-def options_for(kind: str) -> dict[str, Any]:
-    """Options of the task that runs a stage of that kind."""
-    if kind not in REPEATABLE:
+def options_for(repeatable: bool) -> dict[str, Any]:
+    """Options of the task that runs a stage."""
+    if not repeatable:
         return {"retries": 0}
     return {
         "retries": RETRIES,
@@ -128,10 +126,10 @@ def _run_stages(pipeline: Live[Pipeline]) -> State[None] | None:
     parallel = live.config.limits.max_parallel_stages > 1
     results: dict[str, LiveResult | PrefectFuture[LiveResult]] = {}
     for stage in live.resolved.order:
-        kind = live.config.stages[stage].kind
+        config = live.config.stages[stage]
         tags = device_tags(live.runtime.device.type)
-        of_kind = run_stage.with_options(tags=tags, **options_for(kind))
-        upstream = {other: results[other] for other in dependencies(live.config.stages[stage])}
+        of_kind = run_stage.with_options(tags=tags, **options_for(config.repeatable))
+        upstream = {other: results[other] for other in dependencies(config)}
         if parallel:
             results[stage] = of_kind.submit(stage, pipeline, upstream)  # type: ignore[arg-type]
         else:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
-from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
 from posttrain.core.config.stages import ApproveStage, PromoteStage
-from posttrain.core.contracts import Task
-from posttrain.core.errors import ApprovalRefused, ResourceError
+from posttrain.core.contracts import StageOutput, Task
+from posttrain.core.errors import ApprovalRefused, ResourceError, RunError
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
@@ -51,14 +50,28 @@ from posttrain.pipelines.run.gates import Gates, check_passed
 from posttrain.pipelines.run.planning import parts_of_stage, why_missed
 from posttrain.pipelines.run.progress import Reporters
 from posttrain.pipelines.run.stops import Stop, Watchdog, follows_a_stop, never
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
-from posttrain.pipelines.stages.runners import stage_runner
 
 MODELS = ("model", "reward_model")
 """Kinds of artifacts that MLflow has an entry of."""
+
+
+def check_made(name: str, stage: StageBase, output: StageOutput, out: Path) -> None:
+    """Raise `RunError` unless the stage made what its kind says, in its own folder."""
+    if not stage.passes_on and stage.makes not in output.made:
+        raise RunError(
+            f"stage '{name}': kind '{stage.kind}' says that it makes '{stage.makes}' and returned "
+            f"{sorted(output.made)}: correct `makes` or `run` of its plugin"
+        )
+    for kind, path in output.made.items():
+        if not path.is_relative_to(out) or not path.exists():
+            raise RunError(
+                f"stage '{name}': its '{kind}' is {path}, expected an existing file or folder in "
+                f"the stage's own folder (context.out): correct `run` of kind '{stage.kind}'"
+            )
 
 
 def store_result(
@@ -112,9 +125,6 @@ def store_result(
         for item in result.artifacts
     )
     return replace(result, artifacts=moved)
-
-
-TRAINING = ("sft", "reward_model", "preference", "rl")
 
 
 def algorithms_of(config: RunConfig) -> str:
@@ -260,8 +270,8 @@ class Pipeline:
         except (ApprovalNeeded, ApprovalRefused) as closed:
             self.closed[name] = closed
             return None
-        if result.kind in PASSES_ON:
-            result = replace(result, artifacts=(*result.artifacts, inputs["model"]))
+        if stage.passes_on:
+            result = replace(result, artifacts=(*result.artifacts, inputs[stage.passes_on]))
         self.results[name] = result
         return result
 
@@ -336,7 +346,7 @@ class Pipeline:
             if source == BASE_MODEL:
                 inputs[role] = self.base
             else:
-                made = upstream[source].artifact(makes(self.config.stages[source]))
+                made = upstream[source].artifact(self.config.stages[source].makes)
                 inputs[role] = self._real(made)
         if isinstance(stage, PromoteStage):
             inputs |= champion_input(self.tracker.uri, stage)
@@ -381,7 +391,7 @@ class Pipeline:
         answer: Answer | None,
     ) -> StageResult:
         began = time.perf_counter()
-        kind = str(getattr(stage, "kind"))  # noqa: B009 - declared by each stage class
+        kind = stage.kind
         check_free_disk(self.home, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         check_free_disk(self.store.root, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         if self.fresh:
@@ -399,12 +409,13 @@ class Pipeline:
             for artifact in inputs.values():
                 if artifact.mlflow_model_id:
                     tracker.log_model_input(artifact.mlflow_model_id)
-            recorder = self._recorder(name, files, newest) if kind in TRAINING else None
+            recorder = self._recorder(name, files, newest) if stage.takes_steps else None
             context = self._context(
                 name, stage, inputs, out, files.root, tracker, answer, newest, recorder
             )
             with kept_evidence(files, newest, kind) as evidence:
-                output = stage_runner(kind)(replace(context, evidence=evidence))
+                output = self.manager.stage(stage).run(replace(context, evidence=evidence))
+            check_made(name, stage, output, out)
             files.hand_over(out)
             release_memory()
             result = store_result(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
-from posttrain.core.config.dag import PASSES_ON, makes
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
@@ -49,15 +48,17 @@ def parts_of_stage(
             key: measured[key] for key in ("evaluation", "environment")
         }
     plugins = origins(resolved.plugins[name])
-    paths = resolved.config.stages[name].outside_paths()
+    stage = resolved.config.stages[name]
+    paths = stage.outside_paths()
     outside = outside_digests({f"stages.{name}.{field}": path for field, path in paths.items()})
     parts = stage_parts(
         config,
         config["stages"][name],
+        type(stage),
         input_digests,
         plugins,
         engine,
-        task_fingerprint,
+        task_fingerprint if stage.reads_task_data() else "",
         {field: outside[f"stages.{name}.{field}"] for field in paths},
     )
     server = os.environ.get("MLFLOW_TRACKING_URI")
@@ -125,7 +126,7 @@ def _plan(
             if answer is not None and not answer.approved:
                 plans.append(StagePlan(name, True, Reason(answer.described())))
                 continue
-            passed = (inputs["model"],) if found.kind in PASSES_ON else ()
+            passed = (inputs[stage.passes_on],) if stage.passes_on else ()
             done[name] = replace(found, artifacts=(*found.artifacts, *passed))
         elif isinstance(stage, ApproveStage):
             reason = Reason("this model was not approved yet")
@@ -145,7 +146,7 @@ def _planned_inputs(
         if source == BASE_MODEL and base is not None:
             inputs[role] = Artifact(kind="model", uri="", digest=base, stage=BASE_MODEL)
         elif source in done:
-            inputs[role] = done[source].artifact(makes(resolved.config.stages[source]))
+            inputs[role] = done[source].artifact(resolved.config.stages[source].makes)
         else:
             waits_for.append(role)
     return inputs, waits_for

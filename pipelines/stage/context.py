@@ -1,41 +1,37 @@
-"""What a stage is given and what it returns."""
+"""What a stage is given."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from posttrain.core.analysis.evidence import EvidenceKeeper
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import PromptGroup
+from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
-from posttrain.core.data.row_task import problems_digest
+from posttrain.core.data.problems import problem_to_json
+from posttrain.core.data.row_task import held_out_problems, problems_digest, read_problems
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import DataError
 from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer
-from posttrain.core.store.artifacts import ArtifactKind
 from posttrain.core.tracking.sink import StageSink
 from posttrain.core.training.checkpoint import Checkpoints
 from posttrain.core.training.step_record import StepSink
-from posttrain.core.types import Problem
+from posttrain.core.types import Problem, Split
 from posttrain.pipelines.stage.engines import EnginePool
-from posttrain.pipelines.stage.inputs import StageInputs
+from posttrain.pipelines.stage.inputs import PROBLEMS_FILE, StageInputs, load_tokenizer
 
 CHECKPOINT_SAVED = "posttrain.checkpoint.saved"
 EVAL_IMPROVED = "posttrain.eval.improved"
-
-
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """What a stage made: files below its folder, by kind, and its final metrics."""
-
-    made: Mapping[ArtifactKind, Path]
-    metrics: Mapping[str, float]
-    resumed: bool = False
 
 
 def _to_nobody(event: str, payload: Mapping[str, Any]) -> None:
@@ -67,9 +63,79 @@ class StageContext(StageInputs):
     evidence: EvidenceKeeper | None = None
     reported: set[str] = field(default_factory=set)
 
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.run.seed
+
+    @property
+    def device(self) -> torch.device:
+        """Where models go."""
+        return self.runtime.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights."""
+        return self.runtime.dtype
+
     def started(self, total_steps: int) -> None:
         """Tell the person watching that the stage begins."""
-        self.reporter.stage_started(self.name, self.stage.kind, total_steps)  # type: ignore[attr-defined]
+        self.reporter.stage_started(self.name, self.stage.kind, total_steps)
+
+    def progress(self, step: int) -> None:
+        """Show how many steps are done."""
+        self.reporter.step_done(self.name, step, {})
+
+    def say(self, text: str) -> None:
+        """Show a line, with the stage's name."""
+        self.reporter.say(f"{self.name}: {text}")
+
+    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """As of the tracker."""
+        self.tracker.log_table(name, step, rows)
+
+    def log_summary(self, metrics: Mapping[str, float]) -> None:
+        """As of the tracker."""
+        self.tracker.log_summary(metrics)
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """As of the tracker."""
+        self.tracker.log_file(path, folder)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """As of the tracker."""
+        self.tracker.set_tags(tags)
+
+    def problems(self, split: Split, count: int) -> list[Problem]:
+        """Problems of the task, recorded in MLflow."""
+        if split == "train":
+            return self.training_problems(count)
+        problems = held_out_problems(self.task, count, self.run.seed)
+        self.record_dataset("held_out", problems)
+        return problems
+
+    def read_problems(self, role: str = "dataset") -> list[Problem]:
+        """The problems in an input of kind `dataset`."""
+        return read_problems(self.inputs[role].path / PROBLEMS_FILE)
+
+    def write_problems(self, problems: Sequence[Problem]) -> Path:
+        """Write problems below `out` as a `dataset`; its folder. Raises `DataError` for none."""
+        if not problems:
+            raise DataError(f"stage '{self.name}' kept no problem, so there is nothing to learn")
+        folder = self.out / "dataset"
+        folder.mkdir(parents=True)
+        with (folder / PROBLEMS_FILE).open("w", encoding="utf-8") as stream:
+            for problem in problems:
+                stream.write(json.dumps(problem_to_json(problem)) + "\n")
+        return folder
+
+    def tokenizer_of(self, role: str = "model") -> ChatTokenizer:
+        """The tokenizer of an input model."""
+        return load_tokenizer(self.inputs[role].path, self.run, self.manager)
+
+    def engine(self, role: str = "model") -> AbstractContextManager[RolloutEngine[Any]]:
+        """The run's rollout engine with the weights of an input model."""
+        return self.engines.lease(self.inputs[role].path)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics, show them, and tell the listeners."""

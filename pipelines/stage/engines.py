@@ -12,10 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import RunConfig, TransformStage
-from posttrain.core.config.stages import EvaluateStage, PreferenceDataStage, PreferenceStage
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.contracts import EngineSetup, RolloutEngine
-from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.device import ModelRuntime, is_cuda
@@ -49,19 +48,8 @@ def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def largest_request(config: RunConfig) -> int:
     """Most sequences that any stage samples at once: what the engine makes room for."""
-    sizes = [config.evaluation.batch_size]
-    for stage in config.stages.values():
-        if isinstance(stage, EvaluateStage) and stage.evaluation is not None:
-            sizes.append(stage.evaluation.batch_size)
-        elif isinstance(stage, PreferenceStage) and stage.online is not None:
-            sizes.append(PAIR_PROMPTS_PER_CALL * stage.online.num_generations)
-        elif isinstance(stage, PreferenceDataStage) and stage.data is None:
-            sizes.append(PAIR_PROMPTS_PER_CALL * stage.num_generations)
-        elif isinstance(stage, TransformStage):
-            sizes.append(stage.batch_size * stage.num_solutions)
-        elif isinstance(stage, RlStage):
-            sizes.append(stage.prompts_per_step * stage.num_generations)
-    return max(sizes)
+    sizes = [stage.max_sequences() for stage in config.stages.values()]
+    return max(config.evaluation.batch_size, *sizes)
 
 
 def adapter_rank(config: RunConfig) -> int | None:

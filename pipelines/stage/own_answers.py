@@ -16,9 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.config.base import Component
-from posttrain.core.config.stages import OnlineSection, PreferenceDataStage, PreferenceStage
+from posttrain.core.config.stages import (
+    PAIR_PROMPTS_PER_CALL,
+    OnlineSection,
+    PreferenceDataStage,
+    PreferenceStage,
+)
 from posttrain.core.contracts import PromptGroup, Reward, RewardContext, RolloutEngine
-from posttrain.core.data.preference import PAIR_PROMPTS_PER_CALL, Pair, make_pairs, scored_pairs
+from posttrain.core.data.preference import Pair, make_pairs, scored_pairs
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.rollout.prompts import PromptStream

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from posttrain.core.config.stages import EvaluateStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference
 from posttrain.pipelines.stage.context import (
     StageContext,
-    StageOutput,
     evaluation_table,
     write_evaluation,
 )

@@ -11,6 +11,7 @@ from typing import TypeVar
 from posttrain.core.analysis.learning_curves import preference_curves
 from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, preference_digest
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import (
@@ -39,7 +40,7 @@ from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.methods import preference_objective
 from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
 from posttrain.pipelines.rl.recording import raise_alarm
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.own_answers import OnlinePairs, sample_pairs
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.steps import Steps

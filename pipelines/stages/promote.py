@@ -11,12 +11,13 @@ from pydantic import BaseModel
 
 from posttrain.core.analysis.statistics import Comparison, compare, read_outcomes, same_problems
 from posttrain.core.config.stages import EvaluateStage, PromoteStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.store.approval import this_person, utc_now
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.tracking import registry
 from posttrain.core.tracking.registry import RegisteredVersion
-from posttrain.pipelines.stage.context import StageContext, StageOutput, write_evaluation
+from posttrain.pipelines.stage.context import StageContext, write_evaluation
 from posttrain.pipelines.stage.outside import CHAMPION
 from posttrain.pipelines.stages.evaluate import measure
 

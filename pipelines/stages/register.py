@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 from posttrain.core.config.schema import RegisterStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.tracking import registry
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 
 
 def run_register(context: StageContext) -> StageOutput:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from posttrain.core.config.stages import RewardModelStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.intervals import wilson
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.preference import gather_pairs, mini_batches
 from posttrain.pipelines.stages.steps import Steps

@@ -14,6 +14,7 @@ from posttrain.core.contracts import (
     KlEstimator,
     RolloutEngine,
     Sampler,
+    StageOutput,
 )
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.rollout.prompts import PromptStream
@@ -35,7 +36,7 @@ from posttrain.pipelines.rl.build import (
 from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.episodes import build_episodes
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages

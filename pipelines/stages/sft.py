@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from posttrain.core.config.stages import SftStage
+from posttrain.core.contracts import StageOutput
 from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.row_task import check_worked, read_problems, repeat_problems
 from posttrain.core.data.sft_rows import (
@@ -37,7 +38,7 @@ from posttrain.core.training.sft import BestLoss
 from posttrain.core.training.step_record import example_tensors
 from posttrain.core.types import Problem
 from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.steps import Steps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.schema import TransformStage
-from posttrain.core.contracts import RolloutEngine
+from posttrain.core.contracts import RolloutEngine, StageOutput
 from posttrain.core.data.row_task import training_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.transformation import (
@@ -22,7 +22,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.math.splits import loose_key
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Message, SamplingParams
-from posttrain.pipelines.stage.context import StageContext, StageOutput
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.config.schema import BUILT_IN
 from posttrain.core.contracts import CONTRACTS
 from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
@@ -26,6 +27,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("task", "rows"): {"path": "problems.jsonl"},
     ("task", "gsm8k"): {"path": "gsm8k"},
     ("task", "hub"): {"dataset": "somebody/something"},
+    **{("stage", kind): {"kind": kind} for kind in BUILT_IN},
 }
 
 

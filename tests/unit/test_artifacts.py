@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.processes import Owner
@@ -174,7 +175,7 @@ def parts(**changes: object) -> dict[str, str]:
     stage = {**STAGE, **{k: v for k, v in changes.items() if k in STAGE}}
     plugins = changes.get("plugins", PLUGINS)
     digests = changes.get("digests", {"model": "d1"})
-    return stage_parts(run, stage, digests, plugins, "transformers", "")  # type: ignore[arg-type]
+    return stage_parts(run, stage, RlStage, digests, plugins, "transformers", "")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from pydantic import TypeAdapter
 
 from posttrain.core.config import dag
 from posttrain.core.config.positions import Loc
-from posttrain.core.config.schema import Stage
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.contracts import StageBase
 from posttrain.core.errors import ConfigError
 
 WHOLE = """
@@ -21,8 +21,8 @@ sft: {kind: sft, inputs: {model: base}}
 """
 
 
-def stages_of(text: str) -> dict[str, Stage]:
-    return TypeAdapter(dict[str, Stage]).validate_python(yaml.safe_load(text))
+def stages_of(text: str) -> dict[str, StageBase]:
+    return RunConfig.model_validate({"stages": yaml.safe_load(text)}).stages
 
 
 def nowhere(loc: Loc) -> str:

@@ -158,6 +158,9 @@ def test_supervised_learning_on_a_data_set_is_not_about_the_task_s_other_rows(
     reads = {"model": "m", "dataset": "d"}
     two = [parts_of_stage(run, "sft", reads, "transformers", data) for data in ("x", "y")]
     assert two[0] == two[1]
+    config = rounds(tmp_path)
+    del config["stages"]["sft"]["inputs"]["dataset"]
+    run = resolved(config, tmp_path, manager)
     plain = [parts_of_stage(run, "sft", {"model": "m"}, "transformers", d) for d in ("x", "y")]
     assert plain[0] != plain[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.store.identity import Change, explain, stage_parts
 
 RUN = {
@@ -34,6 +35,7 @@ def parts(**changes: object) -> dict[str, str]:
     found = stage_parts(
         run,
         stage,
+        RlStage,
         {**DIGESTS, **changes.get("digests", {})},  # type: ignore[dict-item]
         changes.get("plugins", PLUGINS),  # type: ignore[arg-type]
         "transformers",

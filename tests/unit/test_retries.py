@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.core.config.loading import STAGE_KINDS
+from posttrain.core.config.schema import BUILT_IN
 from posttrain.core.errors import RunError
-from posttrain.pipelines.run.flow import REPEATABLE, lost_connection, options_for
+from posttrain.pipelines.run.flow import lost_connection, options_for
 
 
 def test_no_stage_that_trains_or_asks_or_promotes_is_tried_again() -> None:
-    assert set(STAGE_KINDS) >= REPEATABLE
-    for kind in STAGE_KINDS:
-        assert options_for(kind)["retries"] == (2 if kind in REPEATABLE else 0)
-    assert not REPEATABLE & {"sft", "rl", "reward_model", "preference", "approve", "promote"}
+    again = {kind for kind, cls in BUILT_IN.items() if cls.repeatable}
+    assert again == {"evaluate", "transform", "register"}
+    assert not any(BUILT_IN[kind].takes_steps for kind in again)
+    assert options_for(True)["retries"] == 2
+    assert options_for(False)["retries"] == 0
 
 
 def wrapped(cause: Exception) -> Exception:

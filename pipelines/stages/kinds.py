@@ -1,0 +1,114 @@
+"""The built-in stage kinds, registered by the hook that other packages use.
+
+The code of a kind is `run_<kind>` in the module of that name. It is imported when a stage is
+computed: a run that reuses every stage does not wait for transformers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RegisterStage, TransformStage
+from posttrain.core.config.stages import (
+    ApproveStage,
+    EvaluateStage,
+    NewDataStage,
+    PreferenceStage,
+    PromoteStage,
+    RewardModelStage,
+    SftStage,
+)
+from posttrain.core.contracts import Stage, StageConfigT, StageOutput, StageRun
+from posttrain.core.hooks import hookimpl
+
+_IMPORTING = threading.Lock()  # stages of two branches start in two threads
+
+
+class BuiltIn(Stage[StageConfigT]):
+    """A stage whose code is in a module of this package."""
+
+    def run(self, context: StageRun) -> StageOutput:
+        with _IMPORTING:
+            module = import_module(f"posttrain.pipelines.stages.{self.name}")
+        run: Callable[[StageRun], StageOutput] = getattr(module, f"run_{self.name}")
+        return run(context)
+
+
+class Evaluate(BuiltIn[EvaluateStage]):
+    """Measures a model: greedy and sampled accuracy on held-out problems, with 95 % intervals."""
+
+    name, Config = "evaluate", EvaluateStage
+
+
+class Sft(BuiltIn[SftStage]):
+    """Fine-tunes a model on conversations, texts or the task's worked answers."""
+
+    name, Config = "sft", SftStage
+
+
+class RewardModel(BuiltIn[RewardModelStage]):
+    """Trains a Bradley-Terry reward model on pairs of answers."""
+
+    name, Config = "reward_model", RewardModelStage
+
+
+class Preference(BuiltIn[PreferenceStage]):
+    """Trains a model on preferences: DPO, IPO, KTO and their relatives."""
+
+    name, Config = "preference", PreferenceStage
+
+
+class Rl(BuiltIn[RlStage]):
+    """Trains a model by reinforcement learning: rollout, scores, advantages, update, repeated."""
+
+    name, Config = "rl", RlStage
+
+
+class Transform(BuiltIn[TransformStage]):
+    """Rewrites training problems so that answers are integers, and keeps what verifies (DAPO)."""
+
+    name, Config = "transform", TransformStage
+
+
+class NewData(BuiltIn[NewDataStage]):
+    """Takes the training problems that no earlier run of the config was trained on."""
+
+    name, Config = "new_data", NewDataStage
+
+
+class Approve(BuiltIn[ApproveStage]):
+    """Asks a person whether the model may go on, and passes it on."""
+
+    name, Config = "approve", ApproveStage
+
+
+class Register(BuiltIn[RegisterStage]):
+    """Registers a model in MLflow's registry under an alias."""
+
+    name, Config = "register", RegisterStage
+
+
+class Promote(BuiltIn[PromoteStage]):
+    """Makes a model the champion of the registry if it is better than the present one."""
+
+    name, Config = "promote", PromoteStage
+
+
+@hookimpl
+def posttrain_register() -> list[type[Stage[Any]]]:
+    return [
+        Evaluate,
+        Sft,
+        RewardModel,
+        Preference,
+        Rl,
+        Transform,
+        NewData,
+        Approve,
+        Register,
+        Promote,
+    ]
