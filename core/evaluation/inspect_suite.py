@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.suites import Suite
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, PosttrainError, RunError, nearest
 from posttrain.core.evaluation.offline import without_network
 from posttrain.core.evaluation.suites import (
     Progress,
-    Suite,
     SuiteMetric,
     SuiteOptions,
     SuiteResult,
@@ -103,20 +104,19 @@ def _task_names(suite: Suite) -> list[str]:
     """The tasks to run, as inspect-ai names them: FILE@TASK."""
     from inspect_ai import list_tasks
 
-    assert suite.file is not None, "a suite of inspect-ai has a file"
-    folder = suite.file.parent
-    names = [task.name for task in list_tasks(suite.file.name, root_dir=folder)]
+    file = Path(suite.file).expanduser().resolve()
+    names = [task.name for task in list_tasks(file.name, root_dir=file.parent)]
     if not names:
         raise ConfigError(
-            f"suite '{suite.text}': {suite.file} has no function with inspect-ai's decorator @task"
+            f"suite '{suite.text}': {file} has no function with inspect-ai's decorator @task"
         )
     for wanted in suite.tasks:
         if wanted not in names:
             raise ConfigError(
-                f"suite '{suite.text}': {suite.file.name} has no task '{wanted}'"
+                f"suite '{suite.text}': {file.name} has no task '{wanted}'"
                 f"{nearest(wanted, names)} (tasks: {names})"
             )
-    return [f"{suite.file}@{name}" for name in suite.tasks or names]
+    return [f"{file}@{name}" for name in suite.tasks or names]
 
 
 # --- the model -----------------------------------------------------------------------------------

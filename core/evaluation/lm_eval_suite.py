@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.config.suites import Suite
 from posttrain.core.errors import ConfigError, DataError, ResourceError, nearest, shortlist
 from posttrain.core.evaluation.offline import without_network
 from posttrain.core.evaluation.suites import (
     Progress,
-    Suite,
     SuiteMetric,
     SuiteOptions,
     SuiteResult,
@@ -30,8 +30,8 @@ from posttrain.core.evaluation.suites import (
 if TYPE_CHECKING:
     from posttrain.core.models.device import ModelRuntime
 
-PART = 256
-"""Requests between two looks at whether to stop."""
+BATCHES = 4
+"""Batches between two looks at whether to stop."""
 BOOTSTRAP = 1000
 """Resamplings for the standard error of a metric that is not a mean."""
 LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow")
@@ -212,9 +212,10 @@ def _model(
 
         def _in_parts(self, compute: Any, requests: Any, what: str) -> list[Any]:
             found: list[Any] = []
-            for start in range(0, len(requests), PART):
+            size = BATCHES * options.batch_size
+            for start in range(0, len(requests), size):
                 check()
-                found += compute(requests[start : start + PART], disable_tqdm=True)
+                found += compute(requests[start : start + size], disable_tqdm=True)
                 progress(what, len(found), len(requests))
             return found
 

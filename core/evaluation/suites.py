@@ -1,8 +1,7 @@
-"""Benchmark suites: what `--suite` names, what one measures, and the files that hold results.
+"""Benchmark suites: how they are measured, what one measures, and the files that hold results.
 
-A suite is `lm_eval:TASK[,TASK]`, `inspect:FILE.py[@TASK]` or `held_out`. Whatever measures it, its
-results are `SuiteMetric`s, each with a 95 % interval where one can be computed, and one row for
-each sample.
+Whatever measures a suite, its results are `SuiteMetric`s, each with a 95 % interval where one can
+be computed, and one row for each sample.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from posttrain.core.errors import ConfigError, ResourceError, nearest
+from posttrain.core.config.suites import PACKAGES, Harness, Suite
+from posttrain.core.errors import ResourceError, nearest
 from posttrain.core.math.intervals import mean_interval, share_interval
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 
-Harness = Literal["lm_eval", "inspect", "held_out"]
-HARNESSES: tuple[Harness, ...] = ("lm_eval", "inspect", "held_out")
-PACKAGES = {"lm_eval": ("lm_eval", "lm-eval"), "inspect": ("inspect_ai", "inspect-ai")}
-"""Of a harness: the module that is imported, and the distribution that brings it."""
-FORMS = "lm_eval:TASK[,TASK], inspect:FILE.py[@TASK] or held_out"
 EVALUATIONS = "evaluations"
 """The folder of a home with results that no stage made."""
 SUITES = "suites"
@@ -38,16 +33,6 @@ NORMAL_975 = 1.959964
 
 Progress = Callable[[str, int, int | None], None]
 """Called with what is measured, how many requests are done, and of how many if that is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """One `--suite`: a harness with the names of its tasks, or the file that has them."""
-
-    text: str
-    harness: Harness
-    tasks: tuple[str, ...] = ()
-    file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,40 +89,20 @@ class SuiteResult:
     version: str
 
 
-def parse_suite(text: str, base: Path | None = None) -> Suite:
-    """What `text` names; a relative file is below `base`, or the working directory.
-
-    Raises `ConfigError` for a text of another form, and `ResourceError` for a file that is not
-    there.
-    """
-    harness, colon, rest = text.partition(":")
-    if text == "held_out":
-        return Suite(text, "held_out")
-    if harness == "lm_eval" and colon:
-        tasks = tuple(name.strip() for name in rest.split(",") if name.strip())
-        if tasks:
-            return Suite(text, "lm_eval", tasks)
-    if harness == "inspect" and colon:
-        name, _, task = rest.rpartition("@") if "@" in rest else (rest, "", "")
-        file = ((base or Path.cwd()) / Path(name).expanduser()).resolve()
-        if name.endswith(".py"):
-            if not file.is_file():
-                siblings = [p.name for p in file.parent.glob("*.py")]
-                raise ResourceError(
-                    f"suite '{text}': there is no file {file}{nearest(file.name, siblings)}"
-                )
-            return Suite(text, "inspect", (task,) if task else (), file)
-    raise ConfigError(f"suite '{text}' is none{nearest(harness, HARNESSES)} (expected {FORMS})")
-
-
-def require_packages(suites: Sequence[Suite]) -> None:
-    """Raise `ResourceError` unless the packages that the suites need are installed."""
+def require_suites(suites: Sequence[Suite]) -> None:
+    """Raise `ResourceError` unless the packages and files that the suites need are there."""
     for suite in suites:
         module, package = PACKAGES.get(suite.harness, ("", ""))
         if module and importlib.util.find_spec(module) is None:
             raise ResourceError(
                 f"suite '{suite.text}' needs the package {package}, which is not installed: "
                 "pip install 'posttrain[eval]'"
+            )
+        file = Path(suite.file).expanduser()
+        if suite.file and not file.is_file():
+            siblings = [path.name for path in file.parent.glob("*.py")]
+            raise ResourceError(
+                f"suite '{suite.text}': there is no file {file}{nearest(file.name, siblings)}"
             )
 
 
@@ -147,8 +112,8 @@ def measured_mean(
     """The 95 % interval of a metric: (low, high), None where nothing is known of the spread.
 
     Of a mean it is that of `values`, one per sample: as for accuracies where all are in [0, 1],
-    else the t-interval. A metric that is not a mean of them (perplexity, F1 of a corpus) has its value
-    +- 1.96 times the harness's own standard `error`.
+    else the t-interval. A metric that is not a mean of them (perplexity, F1 of a corpus) has its
+    value +- 1.96 times the harness's own standard `error`.
     """
     if values and math.isclose(sum(values) / len(values), value, rel_tol=1e-6, abs_tol=1e-9):
         if all(0 <= one <= 1 for one in values):

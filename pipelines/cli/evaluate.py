@@ -24,8 +24,9 @@ EPILOG = (
     "  posttrain eval 3f2a9c --suite lm_eval:capitals --tasks-dir benchmarks\n\n"
     "  posttrain eval 3f2a9c/sft --suite held_out --suite inspect:sums.py --limit 50\n\n"
     "  posttrain eval ./model --suite lm_eval:arc_easy --fewshot 5 --download\n\n"
-    "Results go to HOME/evaluations and to MLflow, among the run's own; `posttrain compare RUN RUN` "
-    "shows them in one table. docs/evaluation.md says how to write a benchmark.\n\n" + EPILOG_CODES
+    "Results go to HOME/evaluations and to MLflow, among the run's own; `posttrain compare RUN "
+    "RUN` shows them in one table. docs/evaluation.md says how to write a benchmark.\n\n"
+    + EPILOG_CODES
 )
 
 
@@ -95,15 +96,19 @@ def evaluate(
 
     Works offline with tasks in local files. Needs `pip install 'posttrain\\[eval]'`.
     """
-    from posttrain.core.evaluation.suites import SuiteOptions, parse_suite, require_packages
+    from posttrain.core.config.suites import parse_suite
+    from posttrain.core.evaluation.suites import SuiteOptions, require_suites
 
     if not suite:
         raise ConfigError(
             "nothing to measure: name a suite, such as --suite lm_eval:TASK, --suite "
             "inspect:FILE.py or --suite held_out"
         )
-    suites = [parse_suite(text) for text in suite]
-    require_packages(suites)
+    try:
+        suites = [parse_suite(text) for text in suite]
+    except ValueError as error:
+        raise ConfigError(f"--suite {error}") from error
+    require_suites(suites)
     options = SuiteOptions(
         limit=limit,
         fewshot=fewshot,
@@ -121,7 +126,7 @@ def evaluate(
     found = find_model(model, context.home, context.store)
     console.print(f"model: {found.path} ({found.origin})", markup=False)
     for one in suites:
-        if one.file is not None:
+        if one.file:
             console.print(f"suite {one.text}: runs the code in {one.file}", markup=False)
     with _bar() as progress:
         evaluated = evaluate_model(found, suites, options, context.home, progress, max_model_len)

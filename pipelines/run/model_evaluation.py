@@ -16,11 +16,11 @@ from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection, ModelSection
 from posttrain.core.config.stages import EvaluateStage
+from posttrain.core.config.suites import Suite
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation.suites import (
     EVALUATIONS,
     Progress,
-    Suite,
     SuiteMetric,
     SuiteOptions,
     SuiteResult,
@@ -37,7 +37,7 @@ from posttrain.pipelines.run.assembly import quiet_libraries
 from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.stage.engines import EnginePool
-from posttrain.pipelines.stage.suites import Measurement
+from posttrain.pipelines.stage.suites import TABLE_ROWS, Measurement
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ EXPERIMENT = "evaluations"
 """MLflow's experiment for models that no run of the home made."""
 MAX_LEN = 2048
 """Tokens of prompt and response together for a model of no run, where its own limit is no less."""
-TABLE_ROWS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def _settings(
     elif any(suite.harness == "held_out" for suite in suites):
         raise ConfigError(
             "suite 'held_out' is the evaluation of the run that made the model, and "
-            f"'{model.given}' was made by no run of this home: name RUN or RUN/STAGE, or another suite"
+            f"'{model.given}' was made by no run of this home: name RUN, RUN/STAGE or another suite"
         )
     else:
         stage = EvaluateStage(kind="evaluate", inputs={"model": "base"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.suites import Suite
 from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
 from posttrain.core.data.row_task import held_out_problems
@@ -17,7 +18,6 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.accuracy import evaluate_policy
 from posttrain.core.evaluation.suites import (
     Progress,
-    Suite,
     SuiteMetric,
     SuiteOptions,
     SuiteResult,
@@ -27,6 +27,8 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.inputs import load_tokenizer
 
+TABLE_ROWS = 100
+"""Samples that MLflow shows as a table; the file has all."""
 HELD_OUT = {
     "accuracy": ("eval/greedy_accuracy", "eval/greedy_low", "eval/greedy_high"),
     "sampled_accuracy": ("eval/sampled_accuracy", "eval/sampled_low", "eval/sampled_high"),
