@@ -12,7 +12,7 @@ from posttrain.core.analysis.evidence import EvidenceKeeper
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
-from posttrain.core.data.row_task import problems_digest
+from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.rollout.prompts import PromptEncoder
 from posttrain.core.runtime.reporter import Reporter

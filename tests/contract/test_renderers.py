@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.contracts import CONTRACTS, Rendered, Renderer
+from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.messages import message_to_json
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.types import Message, ToolCall, ToolSchema
+from posttrain.core.types import Message, ToolSchema
 from tests.helpers.plugins import MANAGER
 from tests.helpers.renderers import (
+    CALL,
+    CHATS,
     FAMILIES,
     ODD,
     TEXTS,
     TOOLS,
+    WITH_CALLS,
     random_conversation,
+    said,
     tokenizer_of,
+    turn_of,
 )
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -49,37 +54,6 @@ def test_every_renderer_has_a_family_here() -> None:
 
 
 # --- the family's own template ------------------------------------------------------------------
-
-CALL = ToolCall("add", {"a": 1, "text": "x y"}, "abcdefghi")
-SECOND = ToolCall("add", {"a": 2}, "123456789")
-
-
-def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", content, calls, reasoning=reasoning)
-
-
-CHATS: dict[str, list[Message]] = {
-    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
-    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
-    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
-    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
-    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
-    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
-    "call": [
-        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
-        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "content and call": [
-        *(Message("user", "1 + 1?"), said("I add.", CALL)),
-        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "two calls": [
-        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
-        Message("tool", "(2)", tool_call_id=CALL.id),
-        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
-    ],
-}
-WITH_CALLS = {"call", "content and call", "two calls"}
 
 # Where the own template cannot be followed, and why.
 REMOVES_REASONING = "the template leaves reasoning out"
@@ -188,12 +162,6 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 
 
 # --- round trips --------------------------------------------------------------------------------
-
-
-def turn_of(rendered: Rendered, index: int) -> list[int]:
-    """The tokens that the assistant wrote in message `index`."""
-    rows = zip(rendered.token_ids, rendered.sampled, rendered.message, strict=True)
-    return [token for token, sampled, message in rows if sampled and message == index]
 
 
 def without_ids(message: Message) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.core.contracts import Rendered
 from posttrain.core.types import Message, ToolCall
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
@@ -198,6 +199,44 @@ ODD = (
     *("[INST]", "</s>", "<|eot_id|>", "<end_of_turn>", "<|user|>", "<｜User｜>", "a<|im_end|>b"),
 )
 """Texts with blanks at the ends, parts of tags, and control tokens of one family or another."""
+
+
+CALL = ToolCall("add", {"a": 1, "text": "x y"}, "abcdefghi")
+SECOND = ToolCall("add", {"a": 2}, "123456789")
+
+
+def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message("assistant", content, calls, reasoning=reasoning)
+
+
+CHATS: dict[str, list[Message]] = {
+    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
+    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
+    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
+    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
+    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
+    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
+    "call": [
+        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
+        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "content and call": [
+        *(Message("user", "1 + 1?"), said("I add.", CALL)),
+        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "two calls": [
+        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
+        Message("tool", "(2)", tool_call_id=CALL.id),
+        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
+    ],
+}
+WITH_CALLS = {"call", "content and call", "two calls"}
+
+
+def turn_of(rendered: Rendered, index: int) -> list[int]:
+    """The tokens that the assistant wrote in message `index`."""
+    rows = zip(rendered.token_ids, rendered.sampled, rendered.message, strict=True)
+    return [token for token, sampled, message in rows if sampled and message == index]
 
 
 def random_conversation(
