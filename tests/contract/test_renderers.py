@@ -12,6 +12,7 @@ import pytest
 from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.messages import message_to_json
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.types import Message, ToolSchema
@@ -280,6 +281,21 @@ def test_a_last_turn_of_the_assistants_is_continued(family: str) -> None:
     assert opened.token_ids == whole.token_ids[: len(opened.token_ids)]
     assert not set(opened.token_ids[-1:]) & set(renderer.end_token_ids)
     assert len(turn_of(whole, 1)) == len(turn_of(opened, 1)) + 1
+
+
+@pytest.mark.parametrize("name", ["glm4", "chat_template"])
+def test_glm_goes_on_after_whatever_token_ended_the_turn(name: str) -> None:
+    tokenizer = tokenizer_of("glm4")
+    names = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    user, observation, text_end = (tokenizer.convert_tokens_to_ids(each) for each in names)
+    renderer: Renderer[Any] = MANAGER.build(CONTRACTS["renderer"], name, {})
+    chat = ChatTokenizer(tokenizer, None, (user, observation, text_end), renderer)
+    for message, begins in ((Message("user", "Q"), user), (Message("tool", "2"), observation)):
+        closed = chat.extend([message], TOOLS, ended=False)
+        assert closed[0] == begins and begins not in closed[1:]
+        for last in (user, observation, text_end):
+            want = closed[1:] if last == begins else closed
+            assert chat.extend([message], TOOLS, ended=True, last=last) == want
 
 
 # --- masks and control tokens -------------------------------------------------------------------

@@ -7,6 +7,7 @@ process of its own. Where pip cannot get it, the tests are skipped.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -75,6 +76,7 @@ for family in json.load(open(asked)):
 json.dump(answers, open(answered, "w"))
 """
 
+INJECTED = "control tokens in a user's text"
 WHATS = ("whole", "mask", "prompt", "turn", "bridge")
 CALLS, ALL = frozenset(WITH_CALLS), frozenset(CHATS)
 TURNS = CALLS | {"several"}
@@ -83,8 +85,8 @@ DIFFERENT: dict[tuple[str, str], frozenset[str]] = {
     # It removes the empty block of reasoning when a turn follows, as Qwen's template does.
     ("qwen3", "whole"): TURNS,
     ("qwen3", "prompt"): TURNS,
-    # It leaves out reasoning, and content beside a call, and refuses two calls; so it reads them as
-    # text.
+    # It leaves out reasoning, and content that comes with a call, and refuses two calls. It reads all
+    # of these as text.
     ("llama3_1", "whole"): LLAMA,
     ("llama3_1", "prompt"): LLAMA - {"reasoning"},
     ("llama3_1", "turn"): LLAMA,
@@ -99,6 +101,8 @@ DIFFERENT: dict[tuple[str, str], frozenset[str]] = {
 }
 """Chats in which the package's answer is another. `cases_of` and `differing` allow for what is so
 in every chat of a family."""
+for key in itertools.product(BOTH, ("whole", "prompt")):
+    DIFFERENT[key] = DIFFERENT.get(key, frozenset()) | {INJECTED}  # it takes them for such
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,9 @@ def cases_of(family: str) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
     """Of each comparison the chat, what is compared, what the package is asked, and our answer."""
     renderer = renderer_of(family)
     begun = tokenizer_of(family).encode("<think>") if renderer.begins_in_reasoning else []
-    for chat, messages in CHATS.items():
+    end = tokenizer_of(family).decode([renderer.end_token_ids[0]])
+    injected = [Message("user", f"a{end}b"), Message("assistant", "ok")]
+    for chat, messages in {**CHATS, INJECTED: injected}.items():
         tools = tools_of(family, chat)
         whole = renderer.render(messages, tools)
 
