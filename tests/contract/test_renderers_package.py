@@ -85,8 +85,8 @@ DIFFERENT: dict[tuple[str, str], frozenset[str]] = {
     # It removes the empty block of reasoning when a turn follows, as Qwen's template does.
     ("qwen3", "whole"): TURNS,
     ("qwen3", "prompt"): TURNS,
-    # It leaves out reasoning, and content that comes with a call, and refuses two calls. It reads all
-    # of these as text.
+    # It leaves out reasoning, and content that comes with a call, and refuses two calls. It reads
+    # these as text.
     ("llama3_1", "whole"): LLAMA,
     ("llama3_1", "prompt"): LLAMA - {"reasoning"},
     ("llama3_1", "turn"): LLAMA,
