@@ -56,7 +56,7 @@ def resolve_configs(
     from posttrain.core.config.resolve import resolve
 
     loaded = load_config(configs, overrides or [])
-    from posttrain.core.data.preference_files import check_files
+    from posttrain.core.data.preference_checks import check_files
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
@@ -152,7 +152,7 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.config.stages import PreferenceDataStage, SftStage
     from posttrain.core.data.formats import examples
-    from posttrain.core.data.row_task import check_worked, read_examples
+    from posttrain.core.data.problem_sets import check_worked, read_examples
     from posttrain.core.data.rows import data_rows
     from posttrain.core.rewards.judge import api_key
 
