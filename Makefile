@@ -21,6 +21,9 @@ else
 EXTRAS := [dev]
 endif
 
+# Every command of the tests is a process of its own; without bytecode it compiles 330 modules first.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help run ui up down status test test-slow test-learning check audit format dev install install-vllm docs bench clean
 

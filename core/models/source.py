@@ -118,15 +118,8 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
     path = Path(section.source).expanduser()
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(section.source, revision=section.revision, local_files_only=True)
-        )
-    except LocalEntryNotFoundError:
-        pass
+    if (cached := _cached(section)) is not None:
+        return cached
     gguf = bundled_gguf()
     if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
         return None
