@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.config.dag import makes, stage_kind
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import Artifact, RunResult, StageResult
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
@@ -147,7 +146,7 @@ class Run:
             raise ConfigError(
                 f"stage '{name}' keeps no samples; stages of this run that do: {able}"
             )
-        if stage_kind(self.config.stages[name]) == "evaluate":
+        if self.config.stages[name].kind == "evaluate":
             return pd.DataFrame(_evaluated(self._made(name, ("evaluation",)).path))
         from posttrain.core.tracking.tables import sample_rows
 
@@ -230,7 +229,7 @@ class Run:
 
     def _of_kinds(self, kinds: tuple[str, ...]) -> list[str]:
         stages = self.config.stages
-        return [n for n in self._past.resolved.order if stage_kind(stages[n]) in kinds]
+        return [n for n in self._past.resolved.order if stages[n].kind in kinds]
 
     def _made(self, stage: str, kinds: tuple[str, ...]) -> Artifact:
         """What the stage made of these kinds."""
@@ -246,7 +245,7 @@ class Run:
     def _model(self, stage: str | None) -> Artifact:
         if stage is None:
             stages, order = self.config.stages, self._past.resolved.order
-            able = [name for name in order if makes(stages[name]) == "model"]
+            able = [name for name in order if stages[name].makes == "model"]
             stage = next((n for n in reversed(able) if f"{n}/model" in self.artifacts), None)
         if stage is None:
             raise ResourceError(f"run {self._past.short_id} has made no model yet")

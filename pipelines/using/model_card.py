@@ -13,7 +13,6 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.core.analysis.report import Row, Table, in_words, table, table_markdown
-from posttrain.core.config.dag import stage_kind
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.core.models.source import BUNDLED_ID, BUNDLED_PACKAGE
@@ -115,7 +114,7 @@ def _algorithms(facts: CardFacts) -> Iterator[str]:
         stage = facts.config.stages.get(item.stage) if facts.config and item.stage else None
         if stage is not None:
             algorithm = getattr(stage, "algorithm", None)
-            yield stage_kind(stage) if algorithm is None else algorithm.name
+            yield stage.kind if algorithm is None else algorithm.name
 
 
 def _about(facts: CardFacts) -> str:
@@ -175,13 +174,13 @@ def _results(facts: CardFacts) -> Iterator[str]:
     of_this = [
         n
         for n, s in config.stages.items()
-        if stage_kind(s) == "evaluate" and s.inputs.get("model") == stage
+        if s.kind == "evaluate" and s.inputs.get("model") == stage
     ]
     named = {*of_this, *(baselines[n] for n in of_this if n in baselines)}
     named |= {
         n
         for n, s in config.stages.items()
-        if stage_kind(s) == "evaluate" and s.inputs.get("model") == "base"
+        if s.kind == "evaluate" and s.inputs.get("model") == "base"
     }
     shown = [result for n, result in facts.results.items() if n in named]
     if not any(result.name in of_this for result in shown):
