@@ -17,7 +17,7 @@ from posttrain.core.errors import ConfigError, DataError, PosttrainError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.types import Message, SamplingParams, ToolSchema
+from posttrain.core.types import Message, SamplingParams
 from posttrain.pipelines.run.model_reference import FoundModel
 
 ENGINE = "transformers"
@@ -149,16 +149,6 @@ class Speaker:
     def close(self) -> None:
         """Free the model."""
         self._engine.close()
-
-    def answer(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        on_text: OnText | None = None,
-        tools: Sequence[ToolSchema] = (),
-    ) -> list[Answer]:
-        """The answers to a conversation; errors as of `complete`."""
-        return self.complete(self.tokenizer.encode_chat(messages, tools), params, on_text)
 
     def complete(
         self, prompt: Sequence[int], params: SamplingParams, on_text: OnText | None = None
