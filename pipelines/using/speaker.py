@@ -14,7 +14,7 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import DrawnToken, EngineSetup, Renderer, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, PosttrainError
-from posttrain.core.models.device import ModelRuntime, set_threads
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Message, SamplingParams
@@ -115,11 +115,9 @@ class Speaker:
         *,
         max_model_len: int | None = None,
         dtype: str | None = None,
-        num_threads: int = 0,
     ) -> None:
         check_talks(found)
         quiet_libraries()
-        set_threads(num_threads)
         section = chat_section(found)
         if dtype is not None:
             section = section.model_copy(update={"dtype": dtype})
