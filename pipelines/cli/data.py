@@ -45,9 +45,7 @@ def show(
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="Model whose tokens are shown: a folder, a hub's id, RUN/STAGE."
-        ),
+        typer.Option("--model", help="Model whose tokens are shown: a folder, a hub's id, a run."),
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show.")] = 3,
     max_model_len: Annotated[
