@@ -30,14 +30,14 @@ def test_transformers_reads_back_what_was_written(tmp_path: Path, tied: bool) ->
     write_gguf(folder, tmp_path / "tiny-q8_0.gguf", "q8_0", "tiny", "")
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     wanted = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
-    for kind, close in (("f16", 0.02), ("q8_0", 0.2)):
+    for kind, close in (("f16", 0.005), ("q8_0", 0.15)):
         file = {"pretrained_model_name_or_path": tmp_path, "gguf_file": f"tiny-{kind}.gguf"}
         read = AutoTokenizer.from_pretrained(**file)
         assert read(TEXT).input_ids == ids[0].tolist()
         assert read.eos_token == "<|im_end|>"
         assert read.chat_template == tokenizer.chat_template
         got = AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)(ids).logits
-        assert (got - wanted).abs().max() < close, kind
+        assert (got - wanted).abs().mean() < close, kind  # logits are of -5 to 5
 
 
 def test_a_qwen2_keeps_its_biases(tmp_path: Path) -> None:
