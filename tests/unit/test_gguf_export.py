@@ -14,7 +14,7 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.gguf_export import write_gguf
 from posttrain.core.models.source import obtain
-from tests.helpers.gguf import PROMPTS, by_llama_cpp, by_transformers, tokens_of_llama_cpp
+from tests.helpers.gguf import PROMPTS, by_llama_cpp, likeliest_by_transformers, tokens_of_llama_cpp
 from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 TEXT = "what is the sum of 12 and 30? it's 42, <|im_end|> naïve 東京"
@@ -94,5 +94,9 @@ def test_llama_cpp_answers_as_the_original_does(tmp_path: Path) -> None:
     file = tmp_path / "smollm2-f16.gguf"
     write_gguf(folder, file, "f16", "smollm2", "apache-2.0")
     assert tokens_of_llama_cpp(file, texts) == prompts
-    wanted = by_transformers(folder, prompts, count=24)
-    assert by_llama_cpp(file, prompts, count=24) == wanted
+    answers = by_llama_cpp(file, prompts, count=24)
+    ends = [
+        answer if len(answer) == 24 else [*answer, tokenizer.eos_token_id] for answer in answers
+    ]
+    likeliest = likeliest_by_transformers(folder, prompts, answers)
+    assert [row[: len(end)] for row, end in zip(likeliest, ends, strict=True)] == ends
