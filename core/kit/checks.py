@@ -100,6 +100,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "rollout_correction": ("corrections",),
     "preference_loss": ("preferences",),
     "algorithm": ("algorithms",),
+    "stage": ("stages",),
 }
 
 

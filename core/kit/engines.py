@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from posttrain.core.contracts import (
@@ -139,6 +140,7 @@ def _running(subject: Subject) -> Iterator[tuple[RolloutEngine[Any], Path]]:
     reason = subject.cls.unavailable_reason()
     if reason is not None:
         raise Skipped(f"it cannot run here: {reason}")
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", init_std=0.25)
         engine: RolloutEngine[Any] = subject.build()
@@ -162,9 +164,7 @@ def _running(subject: Subject) -> Iterator[tuple[RolloutEngine[Any], Path]]:
 
 def _logprobs(folder: Path, ids: Sequence[int]) -> Tensor:
     """Log-probs [T, V] of a plain forward pass."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         found: Tensor = model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
     return found
@@ -210,12 +210,10 @@ def _greedy(subject: Subject) -> None:
 
 @check("it answers with the weights that it was given last", "rollout_engine")
 def _weights(subject: Subject) -> None:
-    from transformers import AutoModelForCausalLM
-
     prompt = make_tiny_tokenizer().encode(TEXTS[0])
     with _running(subject) as (engine, _), tempfile.TemporaryDirectory() as folder:
         other = make_tiny_model(Path(folder) / "other", seed=1, init_std=0.25)
-        model: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
         engine.sync_weights(iter(model.state_dict().items()), 7)
         ((found,),) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0))
         best = _logprobs(other, [*prompt, *found.token_ids])[:-1].argmax(-1)[len(prompt) - 1 :]

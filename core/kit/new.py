@@ -28,6 +28,7 @@ USES: Mapping[str, str] = {
     "kl_controller": "stages: {{rl: {{kind: rl, kl: {{controller: {}}}}}}}",
     "rollout_correction": "stages: {{rl: {{kind: rl, rollout_correction: {{plugin: {}}}}}}}",
     "preference_loss": "stages: {{dpo: {{kind: preference, preference_loss: {}}}}}",
+    "stage": "stages: {{short: {{kind: {}}}}}",
     "algorithm": "stages: {{rl: {{kind: rl, algorithm: {}}}}}",
 }
 """Where a configuration names a plugin of each kind; what is left out is as in any config."""

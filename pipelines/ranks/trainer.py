@@ -112,7 +112,9 @@ class RankTrainer:
         env = {"OMP_NUM_THREADS": str(threads or cores)}
         self._ranks = RankProcesses(size, WORKER, env)
         try:
-            setup = RankSetup(stage.run, stage.name, dict(stage.inputs), args)
+            # Ranks have no use for other stages, whose kinds they may not know.
+            run = stage.run.model_copy(update={"stages": {stage.name: stage.stage}})
+            setup = RankSetup(run, stage.name, dict(stage.inputs), args)
             self._ranks.start(setup, stage.check)
         except BaseException:
             self._ranks.close()
