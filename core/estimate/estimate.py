@@ -25,7 +25,7 @@ from posttrain.core.config.stages import (
     RewardModelStage,
     SftStage,
 )
-from posttrain.core.contracts import KlController, PolicyLoss, PreferenceLoss
+from posttrain.core.contracts import KlController, Optimizer, PolicyLoss, PreferenceLoss
 from posttrain.core.estimate import memory
 from posttrain.core.estimate.rates import Rates
 from posttrain.core.estimate.shape import ModelShape
@@ -274,7 +274,13 @@ class Estimator:
         if isinstance(stage, RlStage) and stage.critic is not None:
             parts.append((stage.critic.lora, stage.critic.optimizer, False))
         each = self.weight_bytes
-        return [memory.trained_model(self.shape, *part[:2], each, head=part[2]) for part in parts]
+        build = self.data.manager.build
+        return [
+            memory.trained_model(
+                self.shape, lora, build(Optimizer, used.name, used.fields()), each, head=head
+            )
+            for lora, used, head in parts
+        ]
 
     def _memory(self, stage: StageBase, calls: Sequence[Rows], engine: bool) -> dict[str, float]:
         """Bytes by what holds them; `engine` if it has been started."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model
@@ -124,7 +125,9 @@ def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str
                 tries.append(f"stages.{name}.micro_batch_size={stage.micro_batch_size // 2}")
             if stage.lora is None:
                 tries.append(f"stages.{name}.lora={{}}")
-            if stage.optimizer.moments == "float32" and not stage.lora and estimator.rates.on_gpu:
+            used = stage.optimizer
+            wide = isinstance(used, OptimizerSection) and used.moments == "float32"
+            if wide and not stage.lora and estimator.rates.on_gpu:
                 tries.append(f"stages.{name}.optimizer.moments=8bit")
         found.append(
             f"{name} does not fit: it needs about {peak:.3g} GB of {room:.3g} GB. Try "

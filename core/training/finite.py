@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.errors import RunError
 from posttrain.core.models.sharded import whole
 from posttrain.core.training.metrics import MetricSums
@@ -81,7 +81,7 @@ class FiniteGuard:
     """
 
     stage: str
-    section: OptimizerSection
+    section: OptimizerBase
     warn: Callable[[str], None]
     place: str = "optimizer"
     metric: str = "grad/non_finite"

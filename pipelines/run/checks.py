@@ -77,7 +77,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     config = resolved.config
     check_source(config.model)
     ModelRuntime.from_config(config.model)
-    check_training(resolved)
+    check_training(resolved, manager)
     check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
@@ -193,21 +193,24 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 
 
-def check_training(resolved: ResolvedRun) -> None:
+def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
     """Packages and precisions that optimizers need."""
     import torch
 
+    from posttrain.core.config.sections import OptimizerSection
+    from posttrain.core.contracts import Optimizer
     from posttrain.core.models.device import choose_dtype
-    from posttrain.core.training.compact_adamw import why_missing
 
     model = resolved.config.model
     for name, stage in resolved.config.stages.items():
         for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
             section = getattr(holder, "optimizer", None)
-            reason = why_missing() if section is not None and section.moments == "8bit" else None
-            if reason is not None:
+            if section is None:
+                continue
+            reason = manager.build(Optimizer, section.name, section.fields()).missing()
+            if reason:
                 raise ResourceError(f"stages.{place}: {reason}")
-            stochastic = section is not None and section.rounding == "stochastic"
+            stochastic = isinstance(section, OptimizerSection) and section.rounding == "stochastic"
             if stochastic and choose_dtype(model) != torch.bfloat16:
                 raise ConfigError(
                     f"stages.{place}.optimizer.rounding: stochastic is for bfloat16 weights, and "

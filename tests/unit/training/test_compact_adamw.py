@@ -284,4 +284,4 @@ def test_a_missing_package_stops_a_run_before_it_starts(
     )
     where = "rl" if place == "optimizer" else "rl.critic"
     with pytest.raises(ResourceError, match=rf"stages\.{where}: optimizer.moments.*pip install"):
-        check_training(resolved)
+        check_training(resolved, manager)
