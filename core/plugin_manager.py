@@ -19,11 +19,30 @@ from pydantic import ValidationError
 
 from posttrain.core import hooks
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig, Stage, StageBase
+from posttrain.core.contracts.stage import RUN_SECTIONS
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.sources import plugin_source
 
 AnyPlugin = Plugin[Any]  # Any: the manager handles plugins of every config type
 PluginT = TypeVar("PluginT", bound=AnyPlugin)
+
+
+def _check_stage(cls: type[AnyPlugin], package: str) -> None:
+    """Raise `ConfigError` for a stage class whose config does not say what a stage must say."""
+    config, wrong = cls.Config, ""
+    if not issubclass(config, StageBase):
+        wrong = "Config is not a subclass of StageBase: derive it from that"
+    elif not isinstance(getattr(config, "makes", None), str):
+        wrong = f"{config.__name__} does not say what the stage makes: set `makes`, as in 'dataset'"
+    elif unknown := set(config.sections) - set(RUN_SECTIONS):
+        wrong = f"{config.__name__}.sections has {sorted(unknown)} (allowed: {list(RUN_SECTIONS)})"
+    elif config.passes_on and config.passes_on not in config.reads:
+        wrong = f"{config.__name__}.passes_on is '{config.passes_on}', which is not in `reads`"
+    if wrong:
+        place = f"{cls.__module__}.{cls.__qualname__}"
+        raise ConfigError(f"stage '{cls.name}' ({place}, package {package}): {wrong}")
+
+
 _REWARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # it is part of metrics' names
 
 
@@ -99,6 +118,8 @@ class PluginManager:
                 f"plugin class {cls.__module__}.{cls.__qualname__} has the name {name!r}, expected "
                 "letters, digits, _, . and -, such as 'my_reward': rename it"
             )
+        if kind == "stage":
+            _check_stage(cls, package)
         known = self._entries.get((kind, name))
         if known is not None:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,13 @@ def estimate_run(
         most, left = max(most, left + row["disk_peak_gb"]), left + row["disk_gb"]
     total = {
         "seconds": round(sum(row["seconds"] for row in stages.values()), 2),
-        "memory_gb": max(row["memory_gb"] for row in stages.values()),
+        "memory_gb": max((row["memory_gb"] for row in stages.values()), default=0.0),
         "disk_gb": round(left, 4),
         "disk_peak_gb": round(most, 4),
     }
     return {
         "model": model,
-        "notes": [*_notes(estimator), *_advice(estimator, stages)],
+        "notes": [*_notes(estimator), *_not_estimated(names, stages), *_advice(estimator, stages)],
         "calibration": dict(rates.measured),
         "total": total,
         "stages": stages,
@@ -111,6 +111,12 @@ def _notes(estimator: Estimator) -> list[str]:
     if estimator.data.config.limits.learner_ranks > 1:
         found.append("All figures are of one process, not of limits.learner_ranks.")
     return found
+
+
+def _not_estimated(names: Sequence[str], stages: Mapping[str, object]) -> list[str]:
+    """Stages of kinds that say nothing of what they take."""
+    left = [name for name in names if name not in stages]
+    return [f"Not estimated, and not in the totals: {', '.join(left)}."] if left else []
 
 
 def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str]:

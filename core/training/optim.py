@@ -177,7 +177,7 @@ class StoredOptimizer(Protocol):
 
 
 class MasterOptimizer:
-    """An optimizer of a module's trainable parameters; see the module docstring for the precision."""
+    """An optimizer of a module's trainable parameters; the module docstring has the precision."""
 
     def __init__(
         self,

@@ -91,8 +91,29 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))
     unjudged = check_answers(resolved, manager, task)
-    notes = (*filter(None, (unchecked(config.model), unjudged)), *resolved.notes)
+    own = check_stages(resolved, manager, task)
+    notes = (*filter(None, (unchecked(config.model), unjudged)), *own, *resolved.notes)
     return Inputs(task, problems, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a stage's own check may look at (`StageSetting`)."""
+
+    name: str
+    seed: int
+    task: Task[Any]
+    max_model_len: int
+
+
+def check_stages(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> list[str]:
+    """The checks that stage kinds bring themselves; returns their warnings."""
+    config, found = resolved.config, []
+    for name, stage in config.stages.items():
+        setting = Setting(name, config.seed, task, config.model.max_model_len)
+        warnings = manager.stage(stage).check(setting)
+        found += [f"stages.{name}: {warning}" for warning in warnings]
+    return found
 
 
 # Weights (bytes) that are loaded to check what a model computes; larger ones are checked at load.
