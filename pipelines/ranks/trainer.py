@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.models.device import is_cuda
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.digests import Block
@@ -123,7 +123,7 @@ class RankTrainer:
     @property
     def stored(self) -> StoredOptimizer:
         """As in `Trainer`."""
-        section: OptimizerSection = self.stage.stage.optimizer  # type: ignore[attr-defined]
+        section: OptimizerBase = self.stage.stage.optimizer  # type: ignore[attr-defined]
         return RankedOptimizer(self, ONLY, section)
 
     def call(self, method: str, *args: object) -> Any:  # Any: as in `Methods`
@@ -174,7 +174,7 @@ class RankedOptimizer:
         self,
         trainer: RankTrainer,
         of: str,
-        section: OptimizerSection,
+        section: OptimizerBase,
         after_read: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer, self._of, self._after_read = trainer, of, after_read
