@@ -91,7 +91,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tool": ("environments",),
     "renderer": ("renderers",),
     "rollout_engine": ("engines",),
-    "sampler": ("engines",),
+    "sampler": ("samplers",),
     "advantage": ("advantages",),
     "aggregator": ("losses",),
     "policy_loss": ("losses",),
@@ -101,6 +101,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "preference_loss": ("preferences",),
     "algorithm": ("algorithms",),
     "stage": ("stages",),
+    "optimizer": ("optimizers",),
 }
 
 

@@ -146,6 +146,7 @@ BROKEN = [
         "goes on",
     ),
     ("tool", "if not arguments.strip()", "if arguments[0] == ' '", "any text", "IndexError"),
+    ("optimizer", "return 4.0", "return 8.0", "as large", "holds 4"),
     ("stage", "float(len(kept))", "float(id(kept))", "equal files", "a second run"),
     ("sampler", "[:wanted]", "[:0]", "groups hold", "no group"),
     ("algorithm", '"grpo"', '"no_such"', "each axis", "no advantage named"),
