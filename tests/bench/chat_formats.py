@@ -28,7 +28,7 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
 from posttrain.core.data.tokens import ChatTokenizer  # noqa: E402
-from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer  # noqa: E402
+from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer  # noqa: E402
 
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.helpers.learning import SEEDS, Learned, final, run, run_config
+from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 STEPS = 50
 # A call is two tokens and its expression, so that a tiny model can write it.

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.learning import SEEDS, Learned, final, run, run_config
+from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 STEPS = 40
