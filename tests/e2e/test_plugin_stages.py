@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -177,22 +178,10 @@ def test_its_command_is_one_of_ours(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"even": {"kind": "keep_evn"}},
-            "no stage is of kind 'keep_evn'; did you mean 'keep_even'?",
-        ),
-        (
-            {"even": {"kind": "keep_even", "cuont": 3}},
-            "run.yaml:.*unknown field of stages.even.*'count'",
-        ),
-        (
-            {"even": {"kind": "keep_even", "count": 2000}},
-            "stages.even.count: at most 1000; lower it",
-        ),
-        (
-            {"merged": {"kind": "merge", "inputs": {"model": "sft"}}},
-            "stage kind 'merge' reads 'other'",
-        ),
+        ({"even": {"kind": "keep_evn"}}, "no stage is of kind 'keep_evn'; .*'keep_even'"),
+        ({"even": {"kind": "keep_even", "cuont": 3}}, "yaml:.*field of stages.even.*'count'"),
+        ({"even": {"kind": "keep_even", "count": 2000}}, "stages.even.count: at most 1000"),
+        ({"merged": {"kind": "merge", "inputs": {"model": "sft"}}}, "'merge' reads 'other'"),
         ({"sft": {"kind": "sft", "optimizer": {"name": "lyon"}}}, "no optimizer named 'lyon'"),
         (
             {"sft": {"kind": "sft", "optimizer": {"name": "lion", "moments": "8bit"}}},
@@ -209,6 +198,4 @@ def test_a_mistake_in_its_fields_is_one_sentence(
     path = write_config(tmp_path / "run.yaml", config)
     done = lab.command("validate", str(path))
     assert done.code == 2, done.text
-    import re
-
     assert re.search(message, done.text), done.text

@@ -13,7 +13,7 @@ class ExampleConfig(StageBase):
     """Settings of `example`. The class attributes say what it makes and what decides the result."""
 
     makes = "dataset"
-    sections: ClassVar[tuple[str, ...]] = ("seed", "task")
+    sections: ClassVar[tuple[str, ...]] = ("seed", "task", "evaluation")
 
     num_problems: int = Field(default=64, ge=1, description="training problems to look at")
     max_chars: int = Field(default=400, ge=1, description="longest prompt kept, characters")
