@@ -145,8 +145,8 @@ class PassesNothing(Made):
     ("config", "message"),
     [
         (NoMakes, "does not say what the stage makes"),
-        (BadSection, r"sections has \['sed'\] \(allowed: "),
-        (PassesNothing, "which is not in `reads`"),
+        (BadSection, r"has the sections \['sed'\]: choose from"),
+        (PassesNothing, "passes on 'model', not an input: add it to `reads`"),
     ],
 )
 def test_a_stage_that_says_too_little_is_refused_at_load(
@@ -158,7 +158,7 @@ def test_a_stage_that_says_too_little_is_refused_at_load(
 
     module = ModuleType("reported")
     vars(module)["posttrain_register"] = posttrain_register
-    with pytest.raises(ConfigError, match=f"stage 'reported' .*{message}"):
+    with pytest.raises(ConfigError, match=f"package 'local' offers the class .*{message}"):
         PluginManager(load_entry_points=False).register(module)
 
 
