@@ -16,7 +16,6 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
     Finished,
@@ -26,6 +25,7 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
+from tests.helpers.tiny import make_tiny_model
 
 MEASURED = ("time/", "memory/", "throughput/")
 
