@@ -201,6 +201,9 @@ def test_what_a_stage_returns_must_be_what_it_says(tmp_path: Path) -> None:
     for wrong in (tmp_path / "none", tmp_path.parent):
         with pytest.raises(RunError, match="expected an existing file or folder in the stage's"):
             check_made("a", stage, StageOutput({"report": wrong}, {}), tmp_path)
+    both = {"report": tmp_path / "page.html", "evaluation": tmp_path}
+    with pytest.raises(RunError, match=r"holds no metrics\.json, which other stages read"):
+        check_made("a", stage, StageOutput(both, {}), tmp_path)
 
 
 def lion(lab: Any, seed: int) -> tuple[nn.Module, MasterOptimizer]:
