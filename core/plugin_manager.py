@@ -36,6 +36,10 @@ def _check_stage(cls: type[AnyPlugin], package: str) -> None:
         wrong = f"{config.__name__} does not say what the stage makes: set `makes`, as in 'dataset'"
     elif unknown := set(config.sections) - set(RUN_SECTIONS):
         wrong = f"{config.__name__}.sections has {sorted(unknown)} (allowed: {list(RUN_SECTIONS)})"
+    elif taken := set(config.model_fields) & set(RUN_SECTIONS) - {"evaluation"}:
+        wrong = (
+            f"{config.__name__} has fields named as sections of the run, {sorted(taken)}: rename"
+        )
     elif config.passes_on and config.passes_on not in config.reads:
         wrong = f"{config.__name__}.passes_on is '{config.passes_on}', which is not in `reads`"
     if wrong:

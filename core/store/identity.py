@@ -59,10 +59,10 @@ def stage_parts(
         shared["engine"] = engine
     if task_fingerprint:
         shared["task_data"] = task_fingerprint
-    settings = {**shared, **{k: v for k, v in stage.items() if k != "kind"}}
+    left_out = {"kind", *of.without_effect}
+    settings = {**shared, **{k: v for k, v in stage.items() if k not in left_out}}
     parts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(settings)}
-    ignored = (*_IGNORED, *of.without_effect)
-    parts = {k: v for k, v in parts.items() if not k.startswith(ignored)}
+    parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
     outside = outside or {}
     parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
     parts |= {f"file {field}": digest for field, digest in outside.items()}
