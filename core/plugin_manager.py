@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from posttrain.core import hooks
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig, Stage, StageBase
-from posttrain.core.contracts.stage import RUN_SECTIONS
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.sources import plugin_source
+from posttrain.core.types import RUN_SECTIONS
 
 AnyPlugin = Plugin[Any]  # Any: the manager handles plugins of every config type
 PluginT = TypeVar("PluginT", bound=AnyPlugin)

@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import posttrain.core
-from posttrain.core.contracts.stage import RUN_SECTIONS, StageBase
 from posttrain.core.errors import ConfigError
 from posttrain.core.store.artifacts import combine_digests, file_digest, tree_digests
+from posttrain.core.types import RUN_SECTIONS
+
+if TYPE_CHECKING:
+    from posttrain.core.contracts.stage import StageBase
 
 # Where a model comes from is in its digest; the name of the place does not matter. Checkpoints
 # change no result. Nor does what to do about steps on numbers that are not finite: these are never
