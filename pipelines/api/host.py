@@ -80,8 +80,12 @@ def as_guest() -> Iterator[None]:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a variable is one of those that a run sets for Prefect and MLflow."""
-    return name.startswith(("PREFECT_", "MLFLOW_")) or name == "DO_NOT_TRACK"
+    """Whether a variable says where Prefect and MLflow are.
+
+    Others that a run sets only if the user did not, such as MLflow's telemetry, stay: they are set
+    once in a process.
+    """
+    return name.startswith("PREFECT_") or name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
 
 
 def _threads() -> int | None:

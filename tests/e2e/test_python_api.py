@@ -64,11 +64,15 @@ def process_stays_as_it_is() -> Iterator[None]:
     """Signal handlers, environment, threads of torch, processes."""
     import torch
 
+    from posttrain.core.tracking.mlflow_store import HTTP_SETTINGS
+
+    once = {*HTTP_SETTINGS, "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "GOMP_SPINCOUNT"}
+
     def state() -> dict[str, object]:
         return {
             "handlers": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
             "watchdog": signal.getsignal(signal.SIGUSR1),
-            "environment": dict(os.environ),
+            "environment": {k: v for k, v in os.environ.items() if k not in once},
             "torch threads": torch.get_num_threads(),
             "processes": {child.pid for child in psutil.Process().children()},
         }
