@@ -114,7 +114,7 @@ def test_choices_of_lm_eval_are_those_that_the_engine_finds_likeliest(
             question = f"Q: {('France', 'Italy', 'Norway')[number % 3]} {number}? A:"
             likelihoods = []
             for choice in CHOICES:
-                ids = tokenizer.encode_text(question + choice, special=False)
+                ids = tokenizer.encode_text(f"{question} {choice}", special=False)
                 start = len(tokenizer.encode_text(question, special=False))
                 (logprobs,) = engine.score([ids])
                 likelihoods.append(sum(logprobs[start - 1 :]))

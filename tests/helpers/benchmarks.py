@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CHOICES = (" Paris", " Rome", " Oslo")
+CHOICES = ("Paris", "Rome", "Oslo")
 CAPITALS = """\
 task: capitals
 dataset_path: json

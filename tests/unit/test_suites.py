@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,8 @@ def test_files_of_tasks_decide_the_identity_of_a_stage(tmp_path: Path) -> None:
         tasks_dir=str(folder),
     )
     before = outside_digests(stage.outside_paths())
+    installed = importlib.util.find_spec("lm_eval") is not None
+    assert {"version of lm_eval", "version of inspect"} & set(before) or not installed
     (folder / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     after = outside_digests(stage.outside_paths())
     changed = {name for name in before if before[name] != after[name]}
