@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _GIVEN = ("kind", "inputs", "algorithm")
 _ALWAYS_READ = ("model", "dataset")
 _LEANED_ON = ("rewards", "environment", "sampler")
-_NOT_SETTINGS = ("name", "description", "run_name", "limits", "keep", "alarms")
+_NOT_SETTINGS = ("name", "description", "run_name", "limits", "keep", "alarms", "plugin_files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ def _defaults(
     needed = {"name"} | {key for key, field in fields.items() if field.is_required()}
     task = {key: value for key, value in used["task"].items() if key in needed}
     bare = {"name": used["name"], "task": task, "stages": stages}
+    bare |= {"plugin_files": {name: str(path) for name, path in manager.files.paths.items()}}
     try:
         return dict(flat(_resolved(bare, manager).config.model_dump(mode="json")))
     except PosttrainError:

@@ -26,6 +26,7 @@ from posttrain.core.config.positions import (
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
 from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.runtime.plugin_files import PluginFiles
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -288,6 +289,8 @@ def _item(annotation: Any) -> Any:
 
 
 SUFFIXES = (".yaml", ".yml")
+MAPPING = "the config"
+"""Where a value stands that came from no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +305,8 @@ class LoadedConfig:
     def where(self, loc: str | Loc) -> str:
         """`file.yaml:12` of a place (`stages.rl.steps` or its parts), or of what holds it."""
         parts: Loc = tuple(loc.split(".")) if isinstance(loc, str) else loc
-        return mark_of(self.marks, _indexed(parts, self.raw), str(self.files[0]))
+        default = str(self.files[0]) if self.files else MAPPING
+        return mark_of(self.marks, _indexed(parts, self.raw), default)
 
     def problem(self, loc: str | Loc, text: str) -> str:
         """A line about this place: `file.yaml:12: stages.rl.steps: TEXT`."""
@@ -375,28 +379,42 @@ def default_name(path: Path) -> str:
 
 
 def load_config(
-    paths: Sequence[Path], overrides: Sequence[str] = (), manager: PluginManager | None = None
+    configs: Sequence[Path | Mapping[str, object]],
+    overrides: Sequence[str] = (),
+    manager: PluginManager | None = None,
 ) -> LoadedConfig:
-    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
+    """Merge YAML files and mappings from left to right, apply `a.b=c` overrides, validate.
 
-    Without a `name` the run has that of the first file. Without a `manager` the installed plugins
-    are loaded only where a stage is of a kind that is not built in.
+    Without a `name` the run has that of the first file; of mappings alone it is `posttrain`.
+    Without a `manager` the installed plugins are loaded only where a stage is of a kind that is not
+    built in.
     """
-    if not paths:
+    if not configs:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
-    files = tuple(find_config(path) for path in paths)
+    files = tuple(find_config(each) for each in configs if isinstance(each, Path))
+    waiting = iter(files)
     raw: dict[str, object] = {}
     marks: dict[Loc, str] = {}
-    for path in files:
-        value, lines = read_yaml(path)
+    local = PluginFiles()
+    for each in configs:
+        folder = Path.cwd()
+        if isinstance(each, Path):
+            path = next(waiting)
+            folder, (value, lines) = path.resolve().parent, read_yaml(path)
+        else:
+            value, lines = _of_mapping(each)
         _open_model(value, lines)
-        _merge(raw, value, (), marks, lines)
+        _merge(raw, _with_short_names(value, folder, local), (), marks, lines)
     for override in overrides:
-        _apply_override(raw, marks, override)
-    raw.setdefault("name", default_name(files[0]))
+        _apply_override(
+            raw, marks, override, local, files[0].resolve().parent if files else Path.cwd()
+        )
+    if local.paths:
+        raw["plugin_files"] = {name: str(path) for name, path in local.paths.items()}
+    raw.setdefault("name", default_name(files[0] if files else Path()))
 
     def where(loc: Loc) -> str:
-        return mark_of(marks, loc, str(files[0]))
+        return mark_of(marks, loc, str(files[0]) if files else MAPPING)
 
     check_plain(raw, where)
     return LoadedConfig(validated(raw, where, manager), raw, files, marks)
@@ -413,12 +431,31 @@ def validated(
     if manager is not None or _other_kinds(raw):
         from posttrain.core.plugin_manager import PluginManager
 
-        kinds = stage_classes(manager or PluginManager())
+        manager = manager or PluginManager()
+        _load_local_kinds(raw, where, manager)
+        kinds = stage_classes(manager)
     try:
         return RunConfig.model_validate(raw, context=kinds)
     except ValidationError as error:
         raise_problems(explain(error, where, kinds=kinds))
         raise
+
+
+def _load_local_kinds(
+    raw: Mapping[str, object], where: Callable[[Loc], str], manager: PluginManager
+) -> None:
+    """Load the stage kinds that are named by a file; the schema reports what else is wrong."""
+    files, stages = raw.get("plugin_files"), raw.get("stages")
+    if isinstance(files, dict) and all(isinstance(path, str) for path in files.values()):
+        manager.add_files(files)
+    for name, stage in stages.items() if isinstance(stages, dict) else ():
+        kind = stage.get("kind") if isinstance(stage, dict) else None
+        if isinstance(kind, str) and ".py" in kind:
+            try:
+                manager.find("stage", kind)
+            except ConfigError as error:
+                place = ("stages", name, "kind")
+                raise ConfigError(f"{where(place)}: {dotted(place)}: {error}") from error
 
 
 def _other_kinds(raw: Mapping[str, object]) -> bool:
@@ -427,6 +464,35 @@ def _other_kinds(raw: Mapping[str, object]) -> bool:
     given = stages.values() if isinstance(stages, dict) else ()
     kinds = (stage.get("kind") for stage in given if isinstance(stage, dict))
     return any(kind is not None and str(kind) not in BUILT_IN for kind in kinds)
+
+
+def _with_short_names(
+    value: dict[str, object], folder: Path, local: PluginFiles
+) -> dict[str, object]:
+    """What a file in `folder` holds, plugins in files by the short names that `local` gives."""
+    given: object = value.pop("plugin_files", None) or {}
+    if not isinstance(given, dict) or not all(isinstance(path, str) for path in given.values()):
+        return {**value, "plugin_files": given}  # the schema says what is wrong
+    local.paths.update({name: folder / Path(path).expanduser() for name, path in given.items()})
+    found = local.localised(value, (folder, Path.cwd()), frozenset(given))
+    assert isinstance(found, dict)
+    return found
+
+
+def _of_mapping(given: Mapping[str, object]) -> tuple[dict[str, object], dict[Loc, str]]:
+    """The values of a mapping as YAML would have them, and the mark of each place."""
+    marks: dict[Loc, str] = {}
+
+    def plain(value: object, loc: Loc) -> object:
+        if loc:
+            marks[loc] = MAPPING
+        if isinstance(value, Mapping):
+            return {key: plain(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item, (*loc, index)) for index, item in enumerate(value)]
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: plain(value, (key,)) for key, value in given.items()}, marks
 
 
 def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:
@@ -468,8 +534,17 @@ def _forget(marks: dict[Loc, str], place: Loc) -> None:
         del marks[old]
 
 
-def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str) -> None:
-    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made."""
+def _apply_override(
+    raw: dict[str, object],
+    marks: dict[Loc, str],
+    override: str,
+    local: PluginFiles,
+    folder: Path,
+) -> None:
+    """Set one `a.b=c`: `c` is YAML, digits index a list, missing mappings are made.
+
+    A path of a plugin's file is relative to the working directory, or else to `folder`.
+    """
     name, sign, text = override.partition("=")
     shown = OVERRIDE + (override if len(override) <= 100 else f"{override[:97]}...")
     keys = name.strip().split(".")
@@ -478,7 +553,7 @@ def _apply_override(raw: dict[str, object], marks: dict[Loc, str], override: str
             f"--set {_short(override)} must look like a.b=c, for instance stages.rl.steps=3"
         )
     try:
-        value = read_value(text)
+        value = local.localised(read_value(text), (Path.cwd(), folder))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -89,6 +89,7 @@ class ResolvedRun:
 
 def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     """Expand presets, check every component, the inputs and the batch arithmetic."""
+    manager.add_files(loaded.config.plugin_files)
     resolver = _Resolver(loaded, manager)
     values = loaded.config.model_dump(mode="json")
     task, used_task = resolver.component("task", loaded.config.task, ("task",))
@@ -136,6 +137,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)
+    values["plugin_files"] = {name: str(path) for name, path in manager.files.paths.items()}
     config = RunConfig.model_validate(values | {"stages": stages}, context=stage_classes(manager))
     return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
 
@@ -264,7 +266,8 @@ class _Resolver:
                 built = self.manager.build(Reward, reward.name, reward.fields())
                 roles |= built.required_inputs()
         if len(self.problems) == before:  # the name of no plugin need not be fit for a label
-            for index, label in enumerate(reward_labels(expanded.rewards)):
+            own = [self.manager.find("reward", reward.name).cls.name for reward in expanded.rewards]
+            for index, label in enumerate(reward_labels(expanded.rewards, own)):
                 values["rewards"][index]["label"] = label
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
@@ -299,9 +302,14 @@ class _Resolver:
             self.problems.append(self.loaded.problem(loc, reported))
             return stage
         expand = getattr(entry.cls(config), "expand")  # noqa: B009 - the contract of the kind
+        sets = expand()
+        if entry.local:  # it may name plugins in files next to its own
+            beside = self.manager.files.paths.get(entry.name.rpartition(":")[0])
+            folders = () if beside is None else (beside.parent,)
+            sets = self.manager.files.localised(sets, folders)
         stages = self.loaded.raw["stages"]
         assert isinstance(stages, dict)
-        merged = merge_fields(expand(), stages[name])
+        merged = merge_fields(sets, stages[name])
         try:
             return type(stage).model_validate(merged)
         except ValidationError as error:

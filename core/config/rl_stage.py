@@ -52,10 +52,14 @@ TOTAL = "total"
 """What reports call the sum of the rewards."""
 
 
-def reward_labels(rewards: Sequence[RewardComponent]) -> list[str]:
-    """What each reward is called in records: its label, or a name that no other reward has."""
+def reward_labels(rewards: Sequence[RewardComponent], own: Sequence[str] = ()) -> list[str]:
+    """What each reward is called in records: its label, or a name that no other reward has.
+
+    `own` are the plugins' own names, where they are not those of the config.
+    """
     given = [reward.label for reward in rewards if reward.label is not None]
-    unlabelled = [reward.name for reward in rewards if reward.label is None]
+    names_of = own or [reward.name for reward in rewards]
+    unlabelled = [n for n, reward in zip(names_of, rewards, strict=True) if reward.label is None]
     names = iter(distinct_names(unlabelled, (TOTAL, *given)))
     return [next(names) if reward.label is None else reward.label for reward in rewards]
 

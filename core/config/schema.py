@@ -138,7 +138,8 @@ BUILT_IN: dict[str, type[StageBase]] = {
 
 def stage_classes(manager: PluginManager) -> dict[str, type[StageBase]]:
     """The config class of each stage kind that is installed, the built-in ones first."""
-    found = {entry.name: entry.cls.Config for entry in manager.entries("stage")}
+    entries = [*manager.entries("stage"), *manager.local_stages.values()]
+    found = {entry.name: entry.cls.Config for entry in entries}
     return BUILT_IN | found
 
 
@@ -196,6 +197,11 @@ class RunConfig(Section):
     limits: LimitsSection = LimitsSection()
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
+    plugin_files: dict[str, str] = Field(
+        default={},
+        description="short name -> path of each file that plugins are named in (FILE.py:CLASS); "
+        "filled in when the config is read",
+    )
     stages: dict[StageName, Annotated[SerializeAsAny[StageBase], BeforeValidator(_stage)]] = Field(
         min_length=1
     )
@@ -215,5 +221,5 @@ class RunConfig(Section):
 
     def title(self, day: datetime.date) -> str:
         return self.run_name.format(
-            name=self.name, seed=self.seed, task=self.task.name, date=day.isoformat()
+            name=self.name, seed=self.seed, task=self.task.shown, date=day.isoformat()
         )

@@ -78,6 +78,7 @@ __all__ = [
     "Correction",
     "CorrectionConfig",
     "Counts",
+    "DrawnToken",
     "EngineSetup",
     "Environment",
     "FieldPlace",

@@ -22,6 +22,9 @@ class KlEstimator(Plugin[ConfigT]):
     from_logits: ClassVar[bool] = False
     """Whether it is exact over the vocabulary: then `kl_of_logits` is called instead of `kl`."""
 
+    stops_gradients: ClassVar[bool] = False
+    """Whether its gradient is another estimator's than its value (k1_plus)."""
+
     def ratio_source(self) -> Literal["old", "rollout", "policy"] | None:
         """Which importance ratio `kl` is to be given: against the old or the engine's log-probs, or
         the policy loss's own. None = it takes none."""

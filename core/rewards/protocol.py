@@ -20,11 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.errors import ConfigError
 from posttrain.core.rewards.checking import checked_score, failed
+from posttrain.core.runtime.plugin_files import file_of, load_file
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
 _HEADER = struct.Struct(">I")
@@ -159,15 +161,19 @@ def read_score(fields: object) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """One reward: the address of its class and its config as JSON."""
+    """One reward: the address of its class, with the file of a module that is in no package, and
+    its config as JSON.
+    """
 
     name: str
     module: str
     qualname: str
     config: dict[str, object]
+    file: Path | None = None
 
     def load(self) -> type[Reward[Any]]:
-        found: object = attrgetter(self.qualname)(importlib.import_module(self.module))
+        module = importlib.import_module(self.module) if not self.file else load_file(self.file)
+        found: object = attrgetter(self.qualname)(module)
         if not (isinstance(found, type) and issubclass(found, Reward)):
             raise ConfigError(f"{self.module}.{self.qualname} is not a reward")
         return found
@@ -217,5 +223,6 @@ def specs_of(rewards: Sequence[Reward[Any]]) -> tuple[RewardSpec, ...]:
                 "module of its own, or set runs_in = 'host' on it if it can neither hang nor crash"
             )
         config = reward.config.model_dump(mode="json")
-        specs.append(RewardSpec(reward.name, cls.__module__, cls.__qualname__, config))
+        file = file_of(cls.__module__)
+        specs.append(RewardSpec(reward.name, cls.__module__, cls.__qualname__, config, file))
     return tuple(specs)

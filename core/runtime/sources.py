@@ -6,11 +6,13 @@ config, so a stage's identity holds this digest too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
@@ -24,6 +26,7 @@ _LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache
 _COMPILED = {".pyc", ".pyo"}
 # The first name of each module that a line imports. Relative imports stay inside a package.
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w. \t,]+))", re.MULTILINE)
+_TEXT = re.compile(r"""(["'])([^"'\\\n]{1,200})\1""")
 
 
 def plugin_source(cls: type, package: str) -> str:
@@ -37,14 +40,48 @@ def plugin_source(cls: type, package: str) -> str:
     foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
     places = dict.fromkeys(place for name in foreign if (place := _place(name)) is not None)
     digests = [_digest(place, package) for place in places]
+    if foreign and not places:
+        digests = [hashlib.sha256(_typed(cls).encode()).hexdigest()]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
+
+
+def _typed(cls: type) -> str:
+    """The source of a class that was typed into a notebook; its name where that is not known."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return cls.__qualname__
 
 
 @functools.cache
 def _digest(place: Path, package: str) -> str:
     """Digest of every file of a package or module, and of what it imports from next to it."""
+    return _digest_of(_files(place, _neighbours(place.parent, package)))
+
+
+def local_source(path: Path) -> str:
+    """sha256 over a plugin's file that is in no package, and what belongs to it (`files_of`)."""
+    return _digest_of(files_of(path))
+
+
+def files_of(path: Path) -> list[tuple[str, Path]]:
+    """(name from the folder on, path) of a plugin's file and of what belongs to it, each once.
+
+    That is what it imports from its own folder, and the files there that a text in it names.
+    """
+    files = dict(_files(path, None))
+    for module in [each for each in files.values() if each.suffix == ".py"]:
+        for _, name in _TEXT.findall(_read(module)):
+            with contextlib.suppress(OSError):  # a text that cannot be a file's name
+                named = path.parent / name
+                if not Path(name).is_absolute() and named.is_file() and ".." not in named.parts:
+                    files.setdefault(named.relative_to(path.parent).as_posix(), named)
+    return sorted(files.items())
+
+
+def _digest_of(files: Iterable[tuple[str, Path]]) -> str:
     digest = hashlib.sha256()
-    for name, path in sorted(_files(place, package)):
+    for name, path in sorted(files):
         try:
             size = path.stat().st_size
             whole = path.suffix == ".py" or size <= LARGE
@@ -58,10 +95,9 @@ def _digest(place: Path, package: str) -> str:
     return digest.hexdigest()
 
 
-def _files(place: Path, package: str) -> Iterator[tuple[str, Path]]:
-    """(name from the package on, path) of each file, once."""
+def _files(place: Path, neighbours: frozenset[str] | None) -> Iterator[tuple[str, Path]]:
+    """(name from the package on, path) of each file, once; `neighbours` as of `_beside`."""
     waiting, seen = [place], {place}
-    neighbours = _neighbours(place.parent, package)
     while waiting:
         here = waiting.pop()
         for path in _below(here):
@@ -102,17 +138,18 @@ def _below(place: Path) -> list[Path]:
 
 def _imported(path: Path) -> set[str]:
     """First names of what a module imports, wherever in it."""
-    if path.suffix != ".py":
-        return set()
-    try:
-        text = path.read_text("utf-8", errors="replace")
-    except OSError:
-        return set()  # reading it for the digest says why
     found = set()
-    for single, several in _IMPORT.findall(text):
+    for single, several in _IMPORT.findall(_read(path) if path.suffix == ".py" else ""):
         names = [single] if single else several.split(",")
         found |= {name.split()[0].partition(".")[0] for name in names if name.split()}
     return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""  # reading it for the digest says why
 
 
 def _beside(folder: Path, name: str, allowed: frozenset[str] | None) -> Path | None:

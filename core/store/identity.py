@@ -108,7 +108,7 @@ def source_digest() -> str:
             f"{name}/{path.relative_to(folder).as_posix()}": file_digest(path)
             for name, folder in folders.items()
             for path in sorted(folder.rglob("*.py"))
-            if not path.relative_to(folder).as_posix().startswith("cli/")
+            if not path.relative_to(folder).as_posix().startswith(("cli/", "api/"))
         }
     )
 

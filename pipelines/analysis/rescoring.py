@@ -31,6 +31,7 @@ from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import set_threads
 from posttrain.core.rewards.checking import is_failure
 from posttrain.core.rewards.scoring import Scorer, score_samples, shaped_sum
+from posttrain.core.runtime.plugin_files import PLUGIN_FILE
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.forensics import distribution_row
 from posttrain.pipelines.analysis.past_run import PastRun, read_steps
@@ -41,6 +42,9 @@ SHOWN_EXAMPLES, SHOWN_FAILURES = 12, 20
 
 def parse_reward(text: str) -> tuple[Spec, float]:
     """`length_penalty,max_length=64:0.5` as a spec and a weight, 1 where none is given."""
+    in_file = PLUGIN_FILE.match(text.partition(",")[0].strip())
+    if in_file is not None and text.strip().count(":") == in_file[0].count(":"):
+        return parse_spec("--reward", text), 1.0  # its colon stands before a class
     head, sign, tail = text.rpartition(":")
     if not sign or any(bracket in tail for bracket in "]})"):
         return parse_spec("--reward", text), 1.0
@@ -139,7 +143,7 @@ def rescore(
 def _with_rewards(run: PastRun, stage: str, rewards: Sequence[tuple[Spec, float]]) -> ResolvedRun:
     """The run's config with these rewards, every field filled in as for a stage of a run."""
     values: dict[str, Any] = run.raw_stage(stage)  # Any: YAML values
-    values["rewards"] = [spec.component() | {"weight": weight} for spec, weight in rewards]
+    values["rewards"] = [run.component(spec) | {"weight": weight} for spec, weight in rewards]
     try:
         return run.with_stage(stage, values)
     except ConfigError as error:

@@ -105,7 +105,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
     """Everything of one run; raises `ResourceError` where no step's metrics are kept."""
     config = run.resolved.config
     name = run.training_stage(stage)
-    rows, source = _rows(run, name)
+    rows, source = step_rows(run, name)
     evaluation, outcomes, notes = _evaluation(run, name)
     manifest = read_manifest(run.store.folder(name, run.record.stages[name]))
     return RunResults(
@@ -150,7 +150,8 @@ def suite_results(
     return tuple(found.values())
 
 
-def _rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]], str]:
+def step_rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]], str]:
+    """The metrics of each step of a stage, and where they were kept; `ResourceError` if nowhere."""
     identity = run.identity(stage)
     path = journal_path(run.home / "runs", stage, identity)
     rows: dict[int, Mapping[str, float]] = {}

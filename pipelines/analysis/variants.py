@@ -80,14 +80,14 @@ def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> 
     # Label, option, and the stage's values.
     asked: list[tuple[str, str, dict[str, Any]]] = []  # Any: YAML values
     for spec in wanted.algorithms:
-        values = bare | {"algorithm": spec.component()}
+        values = bare | {"algorithm": run.component(spec)}
         asked.append((f"algorithm {spec.text}", f"--algorithm '{spec.text}'", values))
     for name, specs, place in (
         ("loss", wanted.losses, "policy_loss"),
         ("aggregation", wanted.aggregators, "aggregator"),
     ):
         for spec in specs:
-            values = raw | {place: spec.component()}
+            values = raw | {place: run.component(spec)}
             asked.append((f"{name} {spec.text}", f"--{name} '{spec.text}'", values))
     for low, high in wanted.clips:
         what = f"clip {low:g}:{high:g}"

@@ -1,27 +1,31 @@
-"""`posttrain plugins list|show`: what is installed, and the fields of each plugin."""
+"""`posttrain plugins list|show|new|check`: what is installed, and what authors begin with."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
-from pydantic_core import PydanticUndefined
 
-from posttrain.core.config.presets import axes_of
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import CommandContext, Result, command
 
 if TYPE_CHECKING:
+    from posttrain.core.kit.checks import Finding
     from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
 app = typer.Typer(
     help="List and document plugins: tasks, rewards, algorithms, engines and the rest.",
     no_args_is_help=True,
 )
-KindOption = Annotated[str | None, typer.Option("--kind", help="Only this kind of plugin.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option("--kind", help="Only this kind of plugin.", autocompletion=complete.plugin_kinds),
+]
 
 
 def _entries(kind: str | None) -> tuple[PluginManager, list[PluginEntry]]:
@@ -75,12 +79,22 @@ def _origin(entry: PluginEntry) -> dict[str, Any]:
 @command()
 def show(
     context: CommandContext,
-    name: Annotated[str, typer.Argument(help="Name of the plugin; all kinds of that name show.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the plugin; all kinds of that name show.",
+            autocompletion=complete.plugins,
+        ),
+    ],
     kind: KindOption = None,
 ) -> Result:
     """Show a plugin's documentation, source file, fields and, for an algorithm, what it sets."""
+    from posttrain.pipelines.cli.describe import field_line
+
     manager, known = _entries(kind)
     found = [entry for entry in known if entry.name == name]
+    if not found and ".py" in name:
+        found = [manager.in_file(manager.local_name(name))]
     if not found:
         names = sorted({entry.name for entry in known})
         raise ConfigError(
@@ -94,7 +108,7 @@ def show(
         console.print(source, style="dim", markup=False)
         console.print(f"\n{detail['doc']}\n", markup=False)
         for field in detail["fields"]:
-            console.print(_field_line(field), markup=False)
+            console.print(field_line(field), markup=False)
         if not detail["fields"]:
             console.print("  it has no fields", markup=False)
         if detail["expands_to"] is not None:
@@ -110,21 +124,10 @@ def show(
 
 def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
     """All that `show` prints of one plugin. Any: it goes to JSON as it is."""
-    fields = []
-    for name, info in entry.cls.Config.model_fields.items():
-        required = info.is_required()
-        default = None if required else info.get_default(call_default_factory=False)
-        annotation = inspect.formatannotation(info.annotation)
-        fields.append(
-            {
-                "name": name,
-                "type": annotation,
-                "required": required,
-                "default": None if default is PydanticUndefined else default,
-                "description": info.description or "",
-                "constraints": [str(item) for item in info.metadata],
-            }
-        )
+    from posttrain.core.config.presets import axes_of
+    from posttrain.pipelines.cli.describe import fields_of
+
+    fields = fields_of(entry.cls.Config)
     expands, axes = None, []
     if entry.kind == "algorithm" and not any(field["required"] for field in fields):
         preset: Any = entry.cls(entry.cls.Config())  # Any: `expand` is of its own contract
@@ -146,8 +149,123 @@ def _axis_text(axis: dict[str, Any]) -> str:
     return "\n".join([*lines, f"  {fields}"] if fields else lines) + "\n"
 
 
-def _field_line(field: dict[str, Any]) -> str:
-    value = "required" if field["required"] else f"default {field['default']!r}"
-    limits = f", {', '.join(field['constraints'])}" if field["constraints"] else ""
-    about = f": {field['description']}" if field["description"] else ""
-    return f"  {field['name']} ({field['type']}, {value}{limits}){about}"
+@app.command(
+    "new",
+    epilog="Examples:  posttrain plugins new reward brief --file · posttrain plugins new kl k9",
+)
+@command()
+def new(
+    context: CommandContext,
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="Kind of the plugin, such as reward.", autocompletion=complete.plugin_kinds
+        ),
+    ],
+    name: Annotated[str, typer.Argument(help="Its name: lower-case letters, digits and _.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder to write to.", show_default="this folder")
+    ] = Path(),
+    file: Annotated[
+        bool, typer.Option("--file", help="Write one file instead of a package.")
+    ] = False,
+) -> Result:
+    """Write a package, or a file, with a working plugin of a kind, to be changed."""
+    from posttrain.core.kit.new import USES, class_name, file_of, package_of, write_new
+
+    console = context.console()
+    if file:
+        name_of_file, text = file_of(kind, name)
+        (path,) = write_new({name_of_file: text}, out)
+        plugin, written = f"{path}:{class_name(name)}", [path]
+    else:
+        folder, files = package_of(kind, name)
+        written = write_new(files, out / folder)
+        module = next(
+            path
+            for path in written
+            if path.parent.parent.name == "src" and path.name != "__init__.py"
+        )
+        plugin = f"{module}:{class_name(name)}"
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    console.print(f"check it:   posttrain plugins check {plugin}", markup=False, soft_wrap=True)
+    console.print(f"in a config: {USES[kind].format(plugin)}", markup=False, soft_wrap=True)
+    return Result({"kind": kind, "plugin": plugin, "files": [str(path) for path in written]})
+
+
+@app.command(
+    "check",
+    epilog="Examples:  posttrain plugins check my_rewards.py:Brief · posttrain plugins check grpo",
+)
+@command()
+def check(
+    context: CommandContext,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLUGIN",
+            help="FILE.py:CLASS, FILE.py for every plugin in it, a package, or a plugin's name.",
+        ),
+    ],
+    kind: KindOption = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="A setting that has no default."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", help="Folder of a tokenizer to check a renderer with."),
+    ] = None,
+) -> Result:
+    """Run the checks of a plugin's kind, and say which it fails and why; exit code 1 if any."""
+    from posttrain.core.config.spec import parse_spec
+    from posttrain.core.kit.checks import Subject, run_checks
+
+    manager, known = _entries(kind)
+    found = _named(name, kind, manager, known)
+    fields = parse_spec("--set", ",".join(["plugin", *(given or ())])).fields
+    loaded = None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+    results, failed = [], 0
+    for entry in found:
+        findings = run_checks(Subject(entry, manager, fields, loaded))
+        failed += sum(finding.state == "failed" for finding in findings)
+        _show_findings(context, entry, findings)
+        results.append(_origin(entry) | {"checks": [asdict(finding) for finding in findings]})
+    return Result({"plugins": results, "failed": failed}, exit_code=int(failed > 0))
+
+
+def _named(
+    name: str, kind: str | None, manager: PluginManager, known: list[PluginEntry]
+) -> list[PluginEntry]:
+    """The plugins that `check` was asked for."""
+    if name.endswith(".py"):
+        return manager.all_in_file(Path(name))
+    if ".py:" in name:
+        return [manager.in_file(manager.local_name(name))]
+    found = [e for e in known if name == e.name or name.replace("_", "-") == e.package]
+    if not found:
+        names = sorted({each for e in known for each in (e.name, e.package)})
+        raise ConfigError(
+            f"no {kind or 'plugin'} or package named '{name}'{nearest(name, names)}; a plugin in a "
+            "file is FILE.py:CLASS, and `posttrain plugins list` shows the installed ones"
+        )
+    return found
+
+
+def _show_findings(context: CommandContext, entry: PluginEntry, findings: list[Finding]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    states = [finding.state for finding in findings]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    table = Table(title=escape(f"{entry.kind} '{entry.cls.name}': {counts}"), title_justify="left")
+    for heading in ("check", "", "what was found"):
+        table.add_column(heading, overflow="fold")
+    for finding in sorted(findings, key=lambda each: each.state != "failed"):
+        table.add_row(*map(escape, (finding.check, finding.state, finding.detail)))
+    context.console().print(table)

@@ -38,6 +38,7 @@ def build(setup: RankSetup) -> Methods:
     if is_cuda(runtime.device):
         runtime = replace(runtime, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     manager = PluginManager()
+    manager.add_files(run.plugin_files)
     task: Task[Any] = manager.build(Task, run.task.name, run.task.fields())
     inputs = StageInputs(
         run=run,

@@ -1,12 +1,12 @@
-"""Libraries that would talk between our own lines."""
+"""Everything that a run needs, opened: base model, engine, store, records, MLflow's run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.redaction import redact_logs, redacted
+from posttrain.core.redaction import redacted
 from posttrain.core.runtime.heap import keep_freed_memory
+from posttrain.core.runtime.plugin_files import copy_files, load_file, places
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import approvals
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, check_free_disk
@@ -36,16 +37,8 @@ from posttrain.pipelines.run.gates import Gates
 from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
 from posttrain.pipelines.stage.engines import EnginePool
 
-
-def quiet_libraries() -> None:
-    """Our own progress display is the only one: libraries' bars and notices would break it up."""
-    disable_progress_bars()
-    redact_logs()
-    # Prefect's sender of logs writes to stderr itself when its server cannot store them (a full
-    # disk), after the run's own last line. Python advises the switch for what users run.
-    logging.raiseExceptions = False
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+PLUGINS = "plugins"
+"""Folder of a run's record, and of its artifacts, with the files of plugins in no package."""
 
 
 def assemble(
@@ -79,12 +72,14 @@ def assemble(
     store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
     title = config.title(datetime.now(UTC).date())
+    recorded = with_copies(resolved)
     tracker = start_tracking(
-        resolved, manager, home, title, run_tags(base, engines, runtime), store.root
+        recorded, manager, home, title, run_tags(base, engines, runtime), store.root
     )
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    kept = redacted(resolved.to_yaml())
+    kept = redacted(recorded.to_yaml())
     record = RunRecorder(home, tracker.run_id, config.name, began, kept)
+    resolved = use_copies(resolved, manager, record.folder, tracker)
     for sentence in tracker.sent_before:
         reporter.say(sentence)
     if tracker.killed_runs:
@@ -106,6 +101,33 @@ def assemble(
         fresh=fresh,
         gates=gates or Gates(approvals(home)),
     )
+
+
+def with_copies(resolved: ResolvedRun) -> ResolvedRun:
+    """The config as it is recorded: it names the copies of plugins' files next to it."""
+    files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
+    copies = {name: f"{PLUGINS}/{place}" for name, place in places(files).items()}
+    return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": copies}))
+
+
+def use_copies(
+    resolved: ResolvedRun, manager: PluginManager, folder: Path, tracker: PipelineTracker
+) -> ResolvedRun:
+    """Copy plugins' files into a run's folder and MLflow; the run works on with the copies.
+
+    Raises `ResourceError` for a file that was edited since it was loaded.
+    """
+    files = {name: Path(path) for name, path in resolved.config.plugin_files.items()}
+    copies = copy_files(files, folder / PLUGINS)
+    manager.add_files(copies)
+    for path in copies.values():
+        load_file(path)  # the modules that are loaded, from now on with the copy as their file
+    for path in sorted((folder / PLUGINS).rglob("*")):
+        if path.is_file() and path.suffix not in (".pyc", ".pyo"):
+            text = path.read_text("utf-8", errors="replace")
+            tracker.log_text(redacted(text), path.relative_to(folder).as_posix())
+    named = {name: str(path) for name, path in copies.items()}
+    return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": named}))
 
 
 def start_tracking(

@@ -27,7 +27,7 @@ from posttrain.core.contracts.preference_rows import Kind
 from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_worked
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.preference_files import read_preference_rows
-from posttrain.core.data.row_task import (
+from posttrain.core.data.problem_sets import (
     check_worked,
     held_out_problems,
     read_examples,

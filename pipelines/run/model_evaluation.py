@@ -29,11 +29,11 @@ from posttrain.core.evaluation.suites import (
     write_suites,
 )
 from posttrain.core.models.device import ModelRuntime, set_threads
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.files import put_in_place
 from posttrain.core.tracking.mlflow_evaluation import EvaluationRecord, record_evaluation
 from posttrain.core.tracking.mlflow_store import prepare_database
-from posttrain.pipelines.run.assembly import quiet_libraries
 from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.stage.engines import EnginePool

@@ -7,6 +7,8 @@ and what is known of it; `find_base` does so for a config.
 from __future__ import annotations
 
 import os
+import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +18,15 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.data.cursor import PinnedModel
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
+from posttrain.core.runtime.files import put_in_place
 from posttrain.core.store.ancestry import Family, Made
-from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.artifacts import ArtifactStore, combine_digests, tree_digests
 from posttrain.core.store.run_record import RunRecord, find_run
 
 if TYPE_CHECKING:
     from posttrain.core.tracking.registry import RegisteredVersion
 
+ADAPTER_FILE = "adapter_config.json"
 MODELS = ("model", "reward_model")
 FORMS = (
     "a folder, a hub's id such as HuggingFaceTB/SmolLM2-135M-Instruct, models:/NAME@ALIAS, "
@@ -124,6 +128,8 @@ def _of_folder(given: str, path: Path, home: Path, store: Path) -> FoundModel:
     """A folder, and the stage of this store that made it, if one did."""
     from posttrain.core.models.source import obtain  # with it comes huggingface_hub
 
+    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+        return _merged(given, path, home, store)
     base = obtain(ModelSection(source=str(path)), home / "models")
     found = Family(store).by_folder(path)
     if found is None:
@@ -131,6 +137,29 @@ def _of_folder(given: str, path: Path, home: Path, store: Path) -> FoundModel:
     made, digest = found
     record = _first_run(home, made)
     return _of_stage(given, base.path, digest, made, record)
+
+
+def _merged(given: str, adapter: Path, home: Path, store: Path) -> FoundModel:
+    """A LoRA adapter merged into its base, once, in a folder of the home."""
+    from posttrain.core.models.lora import base_of_adapter_in, merge_into
+    from posttrain.core.models.quiet import quiet_libraries
+    from posttrain.core.models.source import directory_digest
+
+    quiet_libraries()
+    source, revision = base_of_adapter_in(adapter)
+    base = find_model(source, home, store, revision=revision)
+    digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
+    folder = home / "models" / f"merged-{digest[:16]}"
+    if not folder.is_dir():
+        partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
+        partial.mkdir(parents=True)
+        try:
+            merge_into(base.path, adapter, partial)
+            put_in_place(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    origin = f"adapter {adapter} on {base.origin}"
+    return FoundModel(given, folder, directory_digest(folder), origin)
 
 
 def _first_run(home: Path, made: Made) -> RunRecord | None:
@@ -199,7 +228,7 @@ def _look_up(named: RegisteredName, uri: str) -> RegisteredVersion | None:
 
 
 def _of_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
-    """What a run of this home made; None for what may as well be a hub's id and is no run."""
+    """What a run of this home made; None for a hub's id that no run has."""
     runs = (home / "runs").glob(f"{named.run}*/run.json")
     if next(runs, None) is None:
         made = _of_mlflow_run(given, named, home, store)
@@ -305,6 +334,17 @@ def _from_outside(given: str, home: Path, store: Path, revision: str | None) -> 
     section = ModelSection(source=given, revision=revision)
     base = obtain(section, home / "models")
     return FoundModel(given, base.path, base.digest, base.origin)
+
+
+def base_of(found: FoundModel, home: Path, store: Path | None = None) -> FoundModel:
+    """The model that the run of `found` began with; raises `ConfigError` where no run is known."""
+    config = found.config()
+    if config is None:
+        raise ConfigError(
+            f"the base of '{found.given}' is not known, since no run of {home} made it: name the "
+            "model to compare with, or give the --home of its run"
+        )
+    return find_model(config.model.source, home, store, revision=config.model.revision)
 
 
 def _siblings(path: Path) -> list[str]:

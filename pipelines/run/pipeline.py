@@ -130,7 +130,7 @@ def store_result(
 def algorithms_of(config: RunConfig) -> str:
     """The algorithms of a run's stages, for its name in MLflow and its tags: `dpo grpo`."""
     found = (getattr(stage, "algorithm", None) for stage in config.stages.values())
-    return " ".join(dict.fromkeys(algorithm.name for algorithm in found if algorithm is not None))
+    return " ".join(dict.fromkeys(each.shown for each in found if each is not None))
 
 
 @dataclass

@@ -15,7 +15,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import Plugin, Renderer, Task
 from posttrain.core.data.lengths import LengthRule
-from posttrain.core.data.row_task import (
+from posttrain.core.data.problem_sets import (
     check_disjoint,
     held_out_problems,
     read_problems,

@@ -12,7 +12,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.suites import Suite
 from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
-from posttrain.core.data.row_task import held_out_problems
+from posttrain.core.data.problem_sets import held_out_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.accuracy import evaluate_policy

@@ -18,6 +18,7 @@ class AbsolutePlus(KlEstimator[NoConfig]):
 
     name = "abs+"
     Config = NoConfig
+    stops_gradients = True
 
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """|d| [B, T], nats."""

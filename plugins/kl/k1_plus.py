@@ -18,6 +18,7 @@ class K1Plus(KlEstimator[NoConfig]):
 
     name = "k1+"
     Config = NoConfig
+    stops_gradients = True
 
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""

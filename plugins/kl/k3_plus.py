@@ -20,6 +20,7 @@ class K3Plus(KlEstimator[K3Config]):
 
     name = "k3+"
     Config = K3Config
+    stops_gradients = True
 
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor | None = None) -> Tensor:
         """KL [B, T], nats."""

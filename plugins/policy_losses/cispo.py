@@ -45,6 +45,7 @@ class CispoLoss(AnchoredLoss[CispoConfig]):
     name = "cispo"
     idle_at_zero = True
     Config = CispoConfig
+    stops_gradients = True
 
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None

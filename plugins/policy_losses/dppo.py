@@ -46,6 +46,7 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
     name = "dppo"
     idle_at_zero = True
     Config = DppoConfig
+    stops_gradients = True
 
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None

@@ -42,6 +42,7 @@ class VespoLoss(PolicyLoss[VespoConfig]):
     name = "vespo"
     idle_at_zero = True
     Config = VespoConfig
+    stops_gradients = True
     folds_weights = True
 
     def token_loss(

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from posttrain.core.contracts import CONTRACTS, Rendered, Renderer
-from posttrain.core.data.control import ControlTokens
+from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.messages import message_to_json
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.types import Message, ToolCall, ToolSchema
-from tests.helpers.plugins import MANAGER
-from tests.helpers.renderers import (
-    FAMILIES,
+from posttrain.core.kit.checks import Check, Subject, checks_of
+from posttrain.core.kit.renderers import (
+    CALL,
     ODD,
     TEXTS,
     TOOLS,
-    random_conversation,
-    tokenizer_of,
+    changed,
+    continued,
+    conversations,
+    turn_of,
+    without_ids,
 )
+from posttrain.core.types import Message
+from tests.helpers.plugins import MANAGER
+from tests.helpers.renderers import CHATS, FAMILIES, WITH_CALLS, said, tokenizer_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -36,11 +40,18 @@ def renderer_of(family: str, **fields: object) -> Renderer[Any]:
     return made
 
 
-@cache
-def controls_of(family: str) -> dict[str, int]:
-    """Ids of the family's control tokens, with those that are not marked as special."""
-    tags = FAMILIES[family].tags
-    return ControlTokens(tokenizer_of(family), (), tags).ids
+def subject_of(family: str) -> Subject:
+    entry = MANAGER.find("renderer", FAMILIES[family].renderer)
+    return Subject(entry, MANAGER, {}, tokenizer_of(family), FAMILIES[family].tags)
+
+
+PROMISES = [check for check in checks_of("renderer") if check.kinds]
+
+
+@pytest.mark.parametrize("check", PROMISES, ids=lambda check: check.name)
+@every_family
+def test_a_familys_renderer_keeps_what_renderers_promise(family: str, check: Check) -> None:
+    check.function(subject_of(family))
 
 
 def test_every_renderer_has_a_family_here() -> None:
@@ -49,37 +60,6 @@ def test_every_renderer_has_a_family_here() -> None:
 
 
 # --- the family's own template ------------------------------------------------------------------
-
-CALL = ToolCall("add", {"a": 1, "text": "x y"}, "abcdefghi")
-SECOND = ToolCall("add", {"a": 2}, "123456789")
-
-
-def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", content, calls, reasoning=reasoning)
-
-
-CHATS: dict[str, list[Message]] = {
-    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
-    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
-    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
-    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
-    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
-    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
-    "call": [
-        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
-        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "content and call": [
-        *(Message("user", "1 + 1?"), said("I add.", CALL)),
-        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "two calls": [
-        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
-        Message("tool", "(2)", tool_call_id=CALL.id),
-        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
-    ],
-}
-WITH_CALLS = {"call", "content and call", "two calls"}
 
 # Where the own template cannot be followed, and why.
 REMOVES_REASONING = "the template leaves reasoning out"
@@ -190,39 +170,6 @@ def test_qwen3_without_empty_blocks_writes_prompts_as_its_template_does() -> Non
 # --- round trips --------------------------------------------------------------------------------
 
 
-def turn_of(rendered: Rendered, index: int) -> list[int]:
-    """The tokens that the assistant wrote in message `index`."""
-    rows = zip(rendered.token_ids, rendered.sampled, rendered.message, strict=True)
-    return [token for token, sampled, message in rows if sampled and message == index]
-
-
-def without_ids(message: Message) -> tuple[object, ...]:
-    calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
-    return message.content, message.reasoning, calls, message.malformed
-
-
-def conversations(family: str, count: int, texts: Sequence[str]) -> list[list[Message]]:
-    rng = random.Random(family)
-    tools = bool(renderer_of(family).takes_tools)
-    return [random_conversation(rng, turns=10, tools=tools, texts=texts) for _ in range(count)]
-
-
-def tools_of(renderer: Renderer[Any]) -> tuple[ToolSchema, ...]:
-    return TOOLS if renderer.takes_tools else ()
-
-
-@every_family
-def test_an_assistants_message_survives_rendering_and_parsing(family: str) -> None:
-    renderer = renderer_of(family)
-    for messages in conversations(family, 20, TEXTS):
-        rendered = renderer.render(messages, tools_of(renderer))
-        for i, message in enumerate(messages):
-            if message.role == "assistant":
-                turn = turn_of(rendered, i)
-                assert without_ids(renderer.parse(turn)) == without_ids(message)
-                assert renderer.parse(turn[:-1]) == renderer.parse(turn)
-
-
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_malformed_calls_are_written_as_they_were_read(family: str) -> None:
     renderer = renderer_of(family)
@@ -240,143 +187,14 @@ def test_malformed_calls_are_written_as_they_were_read(family: str) -> None:
     assert renderer.parse(turn) == message
 
 
-@every_family
-def test_any_tokens_are_parsed_without_an_error(family: str) -> None:
-    renderer, rng = renderer_of(family), random.Random(0)
-    controls = list(controls_of(family).values())
-    for _ in range(200):
-        ids = [rng.randrange(-5, len(tokenizer_of(family)) + 5) for _ in range(rng.randint(0, 30))]
-        ids = [rng.choice(controls) if rng.random() < 0.3 else token for token in ids]
-        assert renderer.parse(ids).role == "assistant"
-
-
-# --- stable prefixes ----------------------------------------------------------------------------
-
-
-def changed(renderer: Renderer[Any], messages: list[Message], lengths: Iterable[int]) -> int:
-    """Tokens that differ between the whole conversation and its beginnings of these lengths."""
-    tools = tools_of(renderer)
-    whole = renderer.render(messages, tools)
-    wrong = 0
-    for k in lengths:
-        part = renderer.render(messages[:k], tools)
-        for a, b in zip(part.token_ids, whole.token_ids, strict=False):
-            wrong += a != b
-        wrong += whole.sampled[: len(part.sampled)] != part.sampled
-        if messages[k].role == "assistant":
-            prompt = renderer.render(messages[:k], tools, generation_prompt=True).token_ids
-            wrong += whole.token_ids[: len(prompt)] != prompt
-    return wrong
-
-
-def continued(renderer: Renderer[Any], messages: list[Message], *, ended: bool) -> bool:
-    """Whether sampling turn by turn, with `extend` in between, gives the whole conversation."""
-    tools = tools_of(renderer)
-    whole = renderer.render(messages, tools)
-    turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    ids = list(renderer.render(messages[: turns[0]], tools, generation_prompt=True).token_ids)
-    for i, following in zip(turns, [*turns[1:], None], strict=True):
-        turn = turn_of(whole, i)
-        ids += turn if ended or following is None else turn[:-1]
-        if following is not None:
-            ids += renderer.extend(messages[i + 1 : following], tools, ended=ended)
-    return tuple(ids) == whole.token_ids[: len(ids)]
-
-
-@pytest.mark.parametrize("texts", [TEXTS, TEXTS + ODD], ids=["plain", "odd"])
-@every_family
-def test_no_message_changes_a_token_before_it(family: str, texts: Sequence[str]) -> None:
-    renderer = renderer_of(family)
-    for messages in conversations(family, 10, texts):
-        assert changed(renderer, messages, range(1, len(messages))) == 0
-        assert continued(renderer, messages, ended=True)
-        assert continued(renderer, messages, ended=False)
-
-
 @pytest.mark.slow
 @every_family
 def test_no_token_changes_in_a_thousand_conversations_of_ten_turns(family: str) -> None:
     renderer = renderer_of(family)
     rng = random.Random(0)
-    for messages in conversations(family, 1000, TEXTS + ODD):
+    for messages in conversations(subject_of(family), 1000, TEXTS + ODD):
         assert changed(renderer, messages, [rng.randrange(1, len(messages))]) == 0
         assert continued(renderer, messages, ended=True)
-
-
-@every_family
-def test_a_last_turn_of_the_assistants_is_continued(family: str) -> None:
-    renderer = renderer_of(family)
-    prompt = [Message("user", "Q"), said("It is")]
-    opened = renderer.render(prompt, generation_prompt=True)
-    whole = renderer.render([Message("user", "Q"), said("It is")])
-    assert opened.token_ids == whole.token_ids[: len(opened.token_ids)]
-    assert not set(opened.token_ids[-1:]) & set(renderer.end_token_ids)
-    assert len(turn_of(whole, 1)) == len(turn_of(opened, 1)) + 1
-
-
-# --- masks and control tokens -------------------------------------------------------------------
-
-
-@every_family
-def test_the_mask_is_on_what_the_assistant_wrote_and_its_end(family: str) -> None:
-    renderer, tokenizer = renderer_of(family), tokenizer_of(family)
-    for messages in conversations(family, 10, TEXTS + ODD):
-        rendered = renderer.render(messages, tools_of(renderer))
-        assert len({len(part) for part in (rendered.token_ids, rendered.sampled)}) == 1
-        assert list(rendered.message) == sorted(rendered.message)
-        for i, message in enumerate(messages):
-            turn = turn_of(rendered, i)
-            assert bool(turn) == (message.role == "assistant")
-            if turn:
-                *own, end = turn
-                assert end in renderer.end_token_ids
-                assert not set(own) & set(renderer.end_token_ids)
-                if message.content.strip():
-                    assert message.content.strip()[:1] in tokenizer.decode(own)
-
-
-def controls_in(family: str, token_ids: Sequence[int]) -> list[int]:
-    known = set(controls_of(family).values())
-    return [token for token in token_ids if token in known]
-
-
-@every_family
-def test_control_tokens_in_what_people_bring_stay_text(family: str) -> None:
-    renderer = renderer_of(family)
-    names = sorted(controls_of(family))
-
-    def chat(text: str) -> tuple[list[Message], list[ToolSchema]]:
-        messages = [Message("system", text), Message("user", text), said("ok")]
-        if not renderer.takes_tools:
-            return messages, []
-        messages += [Message("user", "Q"), said("", CALL), Message("tool", text), said("ok")]
-        schema = {"name": "add", "description": text, "parameters": {"enum": [text]}}
-        return messages, [{"type": "function", "function": schema}]
-
-    messages, tools = chat("x")
-    plain = controls_in(family, renderer.render(messages, tools).token_ids)
-    hostile = [*names, "".join(names), " ".join(names), *(f"<{n}>" for n in names)]
-    hostile += [name[:2] + name + name[2:] for name in names]
-    for text in hostile:
-        messages, tools = chat(text)
-        rendered = renderer.render(messages, tools)
-        assert controls_in(family, rendered.token_ids) == plain, text
-        extended = renderer.extend([Message("user", text)], ended=True)
-        assert controls_in(family, extended) == controls_in(
-            family, renderer.extend([Message("user", "x")], ended=True)
-        )
-        user = [t for t, m in zip(rendered.token_ids, rendered.message, strict=True) if m == 1]
-        assert text.replace(" ", "") in tokenizer_of(family).decode(user).replace(" ", "")
-
-
-@every_family
-def test_text_of_an_assistant_ends_no_turn_and_begins_none(family: str) -> None:
-    renderer = renderer_of(family)
-    ends = [tokenizer_of(family).convert_ids_to_tokens(i) for i in renderer.end_token_ids]
-    messages = [Message("user", "Q"), said(f"a{ends[0]}b", reasoning=f"c{ends[-1]}d")]
-    turn = turn_of(renderer.render(messages), 1)
-    assert sum(token in renderer.end_token_ids for token in turn) == 1
-    assert without_ids(renderer.parse(turn)) == without_ids(messages[1])
 
 
 def test_reasoning_and_calls_written_in_a_content_are_the_models_tokens() -> None:
@@ -437,3 +255,18 @@ def test_a_late_system_message_is_written_or_refused(family: str) -> None:
 def test_a_system_message_without_a_place_is_refused() -> None:
     with pytest.raises(DataError, match="first message is of role assistant"):
         renderer_of("gemma").render([Message("system", "S"), said("Hi")])
+
+
+@pytest.mark.parametrize("name", ["glm4", "chat_template"])
+def test_glm_goes_on_after_whatever_token_ended_the_turn(name: str) -> None:
+    tokenizer = tokenizer_of("glm4")
+    names = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    user, observation, text_end = (tokenizer.convert_tokens_to_ids(each) for each in names)
+    renderer: Renderer[Any] = MANAGER.build(CONTRACTS["renderer"], name, {})
+    chat = ChatTokenizer(tokenizer, None, (user, observation, text_end), renderer)
+    for message, begins in ((Message("user", "Q"), user), (Message("tool", "2"), observation)):
+        closed = chat.extend([message], TOOLS, ended=False)
+        assert closed[0] == begins and begins not in closed[1:]
+        for last in (user, observation, text_end):
+            want = closed[1:] if last == begins else closed
+            assert chat.extend([message], TOOLS, ended=True, last=last) == want

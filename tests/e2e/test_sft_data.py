@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     journal_lines,
@@ -18,7 +19,6 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 MEASURED = ("time/", "memory/", "throughput/")
 

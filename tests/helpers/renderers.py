@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.core.kit.renderers import CALL
 from posttrain.core.types import Message, ToolCall
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
@@ -169,61 +168,32 @@ def _trained(split: str) -> str:
     return json.dumps(held)
 
 
-TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Sum of é and ü.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    },
-)
-
-TEXTS = (
-    *(
-        "What is 2 + 2?",
-        "It is 4.",
-        "a",
-        "- one\n- two",
-        "x = (1,\n     2)",
-        "naïve ☃ 日本語",
-        "🙂👩‍🚀",
-    ),
-    *("def f():\n\n    return 1", "a < b > c </b> [x] {y}", "1 000 000", "Let me see:\n\n$x^2$;"),
-)
-ODD = (
-    *("", " ", "\n", "\n\n", "  x  ", "\nx\n", "\t", "x\n\n", " \n x", "\u200b", "\x00", "\ufeff"),
-    *("<think>", "</think>", "<tool_call>", "</tool_response>", "<|im", "_end|>", "<|im_end|>"),
-    *("[INST]", "</s>", "<|eot_id|>", "<end_of_turn>", "<|user|>", "<｜User｜>", "a<|im_end|>b"),
-)
-"""Texts with blanks at the ends, parts of tags, and control tokens of one family or another."""
+SECOND = ToolCall("add", {"a": 2}, "123456789")
 
 
-def random_conversation(
-    rng: random.Random, *, turns: int, tools: bool, texts: Sequence[str] = TEXTS
-) -> list[Message]:
-    """A conversation of up to `turns` turns of the user's, each answered, with calls if `tools`."""
-    made = [Message("system", rng.choice(texts))] if rng.random() < 0.5 else []
-    for _ in range(rng.randint(1, turns)):
-        made.append(Message("user", rng.choice(texts)))
-        while tools and rng.random() < 0.4:
-            asked = [
-                ToolCall(
-                    rng.choice(("add", "look_up")),
-                    {"a": rng.randint(-9, 9), "text": rng.choice(TEXTS[:7]), "list": [1, None]},
-                )
-                for _ in range(rng.randint(1, 3))
-            ]
-            made.append(_assistant(rng, texts, tuple(asked)))
-            made += [Message("tool", rng.choice(texts), name=call.name) for call in asked]
-        made.append(_assistant(rng, texts, ()))
-    return made
+def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message("assistant", content, calls, reasoning=reasoning)
 
 
-def _assistant(
-    rng: random.Random, texts: Sequence[str], tool_calls: tuple[ToolCall, ...]
-) -> Message:
-    content = "" if tool_calls and rng.random() < 0.5 else rng.choice(texts)
-    reasoning = rng.choice(texts) if rng.random() < 0.3 else ""
-    return Message("assistant", content, tool_calls, reasoning=reasoning)
+CHATS: dict[str, list[Message]] = {
+    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
+    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
+    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
+    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
+    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
+    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
+    "call": [
+        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
+        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "content and call": [
+        *(Message("user", "1 + 1?"), said("I add.", CALL)),
+        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "two calls": [
+        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
+        Message("tool", "(2)", tool_call_id=CALL.id),
+        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
+    ],
+}
+WITH_CALLS = {"call", "content and call", "two calls"}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from posttrain.core.contracts import KlController, NoConfig, Reward
+from posttrain.core.contracts import Aggregator, KlController, NoConfig, Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.hooks import hookimpl
+from posttrain.core.kit.new import package_of, write_new
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Score
 from posttrain.plugins import defined_in, posttrain_register
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "example-plugin"
 
 
 def module(name: str, **members: object) -> ModuleType:
@@ -88,9 +88,55 @@ def test_a_name_offered_twice_is_refused_and_both_packages_are_named(empty: Plug
         empty.register(offering("n", reward_class("zero")), package="second")
 
 
-@pytest.mark.parametrize("offered", [object, "text", reward_class(None)])
-def test_what_is_no_complete_plugin_class_is_refused(empty: PluginManager, offered: object) -> None:
-    with pytest.raises(ConfigError, match="not a plugin class|needs a kind"):
+class Scoring:
+    def score(self, samples: object) -> None: ...
+
+
+class Loose(BaseModel):
+    scale: float = 1.0
+
+
+def changed(**members: object) -> type:
+    """A reward with other members; None removes one."""
+    made = reward_class("zero")
+    for name, value in members.items():
+        setattr(made, name, value)
+    return made
+
+
+class Misspelt(Reward[NoConfig]):
+    name, Config = "misspelt", NoConfig
+
+    def scores(self, samples: object) -> None: ...
+
+
+class Bare(Aggregator[Any]):
+    name, Config = "bare", NoConfig
+
+    def weights(self, mask: object, counts: object) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("offered", "says"),
+    [
+        (Scoring, "is not a plugin class: derive it from Reward of posttrain.core.contracts"),
+        (object, "is not a plugin class: derive it from one of the base classes"),
+        ("text", "is a value of type str .text., expected a class"),
+        (print, "is a function, expected a class: offer the class itself"),
+        (reward_class(None), "has no name: write name = 'made' in it"),
+        (reward_class("a b"), "has the name 'a b', expected letters, digits, _, . and -, such as"),
+        (changed(kind="rewrd"), "has the kind 'rewrd', expected one of .*derive it from Reward"),
+        (changed(Config=None), "has no Config: write Config = NoConfig in it, or a class with"),
+        (changed(Config=NoConfig()), "has a value of type NoConfig .* as its Config"),
+        (changed(Config=Loose), "has the Config Loose, which derives from BaseModel: derive it"),
+        (Bare, "has the Config NoConfig, .*: derive it from AggregatorConfig of"),
+        (Misspelt, r"lacks what Reward asks for: define score\(self, samples\) .it has 'scores'"),
+    ],
+)
+def test_what_is_not_a_complete_plugin_class_is_refused_with_what_it_lacks(
+    empty: PluginManager, offered: object, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"package 'local' offers .*, which {says}"):
         empty.register(offering("m", offered))
 
 
@@ -145,10 +191,8 @@ def test_life_cycle_hooks_reach_every_module_that_has_them(empty: PluginManager)
 
 
 def test_an_installed_third_party_package_is_found_by_a_fresh_interpreter(tmp_path: Path) -> None:
-    # A copy, because the build writes in addition to the sources.
-    source = shutil.copytree(
-        EXAMPLE, tmp_path / "source", ignore=shutil.ignore_patterns("build", "*.egg-info")
-    )
+    folder, files = package_of("reward", "brevity")
+    write_new(files, source := tmp_path / folder)
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     install += ["--no-build-isolation", "--target", str(target), str(source)]
@@ -173,4 +217,4 @@ def test_an_installed_third_party_package_is_found_by_a_fresh_interpreter(tmp_pa
         text=True,
         timeout=120,
     )
-    assert found.stdout.split() == ["posttrain-example", "0.1.0", "0.75", "posttrain"]
+    assert found.stdout.split() == ["posttrain-brevity", "0.1.0", "0.75", "posttrain"]

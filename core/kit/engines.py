@@ -1,0 +1,223 @@
+"""What samplers and rollout engines promise, in a basic round on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.contracts import (
+    EngineSetup,
+    PromptGroup,
+    RolloutEngine,
+    RolloutRequest,
+    SampledGroup,
+    SampledRollout,
+)
+from posttrain.core.kit.batches import expect_same
+from posttrain.core.kit.checks import Skipped, Subject, check, expect, expect_equal
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
+from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.types import Completion, Problem, SamplingParams
+
+# --- samplers ---------------------------------------------------------------------------------
+
+PROMPTS = 6
+PARAMS = SamplingParams(num_generations=4, max_tokens=8, seed=3)
+
+
+def _prompts(first: int, count: int) -> list[PromptGroup]:
+    numbers = range(first, first + count)
+    return [PromptGroup(Problem(f"{n}", f"{n}?", f"{n}", f"{n}"), (n + 1,)) for n in numbers]
+
+
+class Script:
+    """A request whose responses are made up: each row is right or wrong by its number."""
+
+    def __init__(self) -> None:
+        self.asked = PROMPTS
+
+    def generate(
+        self, prompts: Sequence[PromptGroup], params: SamplingParams
+    ) -> list[SampledGroup]:
+        return [
+            SampledGroup(p, tuple(self._completion(p, i) for i in range(params.num_generations)))
+            for p in prompts
+        ]
+
+    def _completion(self, prompt: PromptGroup, index: int) -> Completion:
+        ids = (*prompt.prompt_ids, index + 1)
+        return Completion(ids, (-0.5,) * len(ids), "stop", 0, index, "script", "1")
+
+    def more_prompts(self, count: int) -> list[PromptGroup]:
+        self.asked += count
+        return _prompts(self.asked - count, count)
+
+    def verify(self, group: SampledGroup) -> list[float]:
+        first = group.prompt.prompt_ids[0]
+        # Every third prompt has only right answers, which dynamic sampling leaves out.
+        return [1.0 if first % 3 == 0 else float(i % 2) for i in range(len(group.completions))]
+
+    def request(self) -> RolloutRequest:
+        engine: Any = None  # Any: a sampler that samples itself needs an environment
+        return RolloutRequest(
+            engine=engine,
+            prompts=_prompts(0, PROMPTS),
+            params=PARAMS,
+            policy_version=0,
+            generate=self.generate,
+            more_prompts=self.more_prompts,
+            verify=self.verify,
+            check=lambda: None,
+        )
+
+
+def _sampled(subject: Subject) -> SampledRollout:
+    if subject.cls.needs_environment:
+        raise Skipped("it works on episodes of several turns only")
+    refused = subject.build().refuses(PARAMS.num_generations)
+    if refused:
+        raise Skipped(f"it takes no groups of {PARAMS.num_generations}: {refused}")
+    found: SampledRollout = subject.build().sample(Script().request())
+    return found
+
+
+@check("groups hold as many responses as asked for, of different prompts", "sampler")
+def _groups(subject: Subject) -> None:
+    found = _sampled(subject)
+    expect(isinstance(found, SampledRollout), f"it gives {type(found).__name__}")
+    expect(found.groups, "it gives no group, although most prompts have right and wrong answers")
+    for group in found.groups:
+        size = len(group.completions)
+        expect_equal(size, PARAMS.num_generations, "responses in a group")
+    keys = [group.prompt.problem.key for group in found.groups]
+    expect_equal(len(set(keys)), len(keys), "different prompts among the groups")
+
+
+@check("the same request gives the same groups", "sampler")
+def _same_groups(subject: Subject) -> None:
+    expect(_sampled(subject) == _sampled(subject), "a second sampler gives others")
+
+
+@check("its metrics are finite and named as metrics are", "sampler")
+def _metrics(subject: Subject) -> None:
+    metrics = _sampled(subject).metrics
+    check_names(metrics)
+    odd = sorted(name for name, value in metrics.items() if not isfinite(value))
+    expect(not odd, f"{odd} are not finite")
+
+
+@check("it continues from its state, which is JSON", "sampler")
+def _state(subject: Subject) -> None:
+    _sampled(subject)
+    first, second = subject.build(), subject.build()
+    first.sample(Script().request())
+    second.load_state(json.loads(json.dumps(first.state())))
+    expect_equal(second.state(), first.state(), "the state that was loaded")
+    expect(first.max_lag() >= 0 and first.smallest_group() >= 1, "max_lag or smallest_group is odd")
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+STOP = (30, 41, 52, 63, 74, 85, 96)
+"""Characters that end a response: enough that a random model soon says one."""
+TEXTS = ("What is 2+3?", "Hi", "Count: 1, 2, 3")
+TOLERANCE = 2e-3
+"""Nats between an engine's log-probs and those of transformers, in float32."""
+
+
+@contextmanager
+def _running(subject: Subject) -> Iterator[tuple[RolloutEngine[Any], Path]]:
+    """The engine on a tiny model, and the model's folder. Any: engines of any config."""
+    reason = subject.cls.unavailable_reason()
+    if reason is not None:
+        raise Skipped(f"it cannot run here: {reason}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model", init_std=0.25)
+        engine: RolloutEngine[Any] = subject.build()
+        setup = EngineSetup(
+            model_dir=model,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=128,
+            max_batch_size=16,
+            stop_token_ids=STOP,
+            pad_token_id=0,
+            seed=3,
+        )
+        try:
+            engine.start(setup)
+            yield engine, model
+        finally:
+            engine.close()
+            engine.close()
+
+
+def _logprobs(folder: Path, ids: Sequence[int]) -> Tensor:
+    """Log-probs [T, V] of a plain forward pass."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        found: Tensor = model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
+    return found
+
+
+@check("responses have the model's log-probs, end where they should, and repeat", "rollout_engine")
+def _responses(subject: Subject) -> None:
+    tokenizer = make_tiny_tokenizer()
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    params = SamplingParams(num_generations=2, max_tokens=9, seed=1)
+    with _running(subject) as (engine, folder):
+        expect_equal(engine.generate([], params), [], "responses to no prompt")
+        groups = engine.generate(prompts, params)
+        expect_equal([len(group) for group in groups], [2] * len(prompts), "responses by prompt")
+        expect(engine.generate(prompts, params) == groups, "the same seed gives other responses")
+        for prompt, group in zip(prompts, groups, strict=True):
+            for found in group:
+                ids, count = list(found.token_ids), len(found.token_ids)
+                expect(1 <= count <= 9, f"a response has {count} tokens, expected 1 to 9")
+                expect_equal(len(found.logprobs), count, "log-probs of a response")
+                ended = ids[-1] in STOP
+                expect_equal(found.finish_reason, "stop" if ended else "length", "finish_reason")
+                expect(not set(ids[:-1]) & set(STOP), "a response goes on after its end")
+                expect_equal(found.policy_version, 0, "policy_version")
+                rows = _logprobs(folder, [*prompt, *ids])[len(prompt) - 1 : -1]
+                wanted = rows.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+                expect_same(torch.tensor(found.logprobs), wanted, "log-probs", atol=TOLERANCE)
+
+
+@check("greedy is the model's argmax, and scores are its log-probs", "rollout_engine")
+def _greedy(subject: Subject) -> None:
+    prompt = make_tiny_tokenizer().encode(TEXTS[0])
+    with _running(subject) as (engine, folder):
+        ((found,),) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0))
+        ids = [*prompt, *found.token_ids]
+        rows = _logprobs(folder, ids)[:-1]
+        best = rows.argmax(-1)[len(prompt) - 1 :]
+        expect_equal(list(found.token_ids), best.tolist(), "the greedy response")
+        (scores,) = engine.score([ids])
+        wanted = rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        expect_same(torch.tensor(scores), wanted, "scores", atol=TOLERANCE)
+
+
+@check("it answers with the weights that it was given last", "rollout_engine")
+def _weights(subject: Subject) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = make_tiny_tokenizer().encode(TEXTS[0])
+    with _running(subject) as (engine, _), tempfile.TemporaryDirectory() as folder:
+        other = make_tiny_model(Path(folder) / "other", seed=1, init_std=0.25)
+        model: Any = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        engine.sync_weights(iter(model.state_dict().items()), 7)
+        ((found,),) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0))
+        best = _logprobs(other, [*prompt, *found.token_ids])[:-1].argmax(-1)[len(prompt) - 1 :]
+        expect_equal(list(found.token_ids), best.tolist(), "the greedy response of new weights")
+        expect_equal(found.policy_version, 7, "policy_version after weights of version 7")

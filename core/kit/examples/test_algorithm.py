@@ -1,0 +1,11 @@
+from posttrain.core.contracts import NoConfig
+from posttrain.core.kit.checks import assert_keeps_contract
+from posttrain.core.kit.examples.algorithm import Example
+
+
+def test_it_keeps_what_presets_promise():
+    assert_keeps_contract(Example)
+
+
+def test_it_has_no_kl_term():
+    assert Example(NoConfig()).expand()["kl"] == {"controller": {"name": "fixed", "coef": 0.0}}

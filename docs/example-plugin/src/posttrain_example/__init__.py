@@ -1,1 +1,0 @@
-"""An example of a third-party package of plugins for posttrain."""
