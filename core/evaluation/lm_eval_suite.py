@@ -86,14 +86,20 @@ def run_lm_eval(
 
 
 def _quiet() -> None:
-    """Leave one display: ours. lm-eval has no switch for the bar over a task's documents."""
+    """Leave one display: ours, and start no programs that report what is installed.
+
+    lm-eval has no switch for the bar over a task's documents, nor for that report.
+    """
     import datasets
     import lm_eval.api.task
+    import lm_eval.evaluator
     from tqdm import tqdm
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+    lm_eval.evaluator.add_env_info = lambda storage: None
+    lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 
 def _first_line(error: BaseException) -> str:
