@@ -70,7 +70,7 @@ def run_lm_eval(
             limit=options.limit,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
-            system_instruction=options.system_prompt,
+            system_instruction=options.system_prompt if chat else None,
             bootstrap_iters=BOOTSTRAP,
             random_seed=options.seed,
             numpy_random_seed=options.seed,

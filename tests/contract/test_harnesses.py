@@ -208,8 +208,8 @@ def test_results_are_kept_and_recorded_below_the_run(bench: Bench, tmp_path: Pat
     ]
     (child,) = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
     assert child.info.run_id == evaluated.mlflow_run_id and child.info.status == "FINISHED"
-    assert child.data.metrics["suite/echo/accuracy"] == 1.0
-    assert child.data.metrics["suite_low/echo/accuracy"] < 1.0
+    assert child.data.metrics["suite/inspect/echo/accuracy"] == 1.0
+    assert child.data.metrics["suite_low/inspect/echo/accuracy"] < 1.0
     assert child.data.tags["posttrain.evaluated_stage"] == "sft"
     assert child.data.tags["posttrain.suite.inspect"].startswith("inspect-ai ")
     files = {file.path for file in client.list_artifacts(child.info.run_id)}

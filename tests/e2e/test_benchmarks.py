@@ -34,7 +34,7 @@ def test_a_run_is_measured_by_a_stage_and_by_the_command(tmp_path: Path) -> None
     first = run_command("run", str(path), *at_home, "--json").result
     bench = first["stages"]["bench"]
     assert bench["status"] == "ran"
-    assert bench["metrics"]["suite/echo/accuracy"] == 1.0
+    assert bench["metrics"]["suite/inspect/echo/accuracy"] == 1.0
     assert {item["kind"] for item in bench["artifacts"]} == {"report"}
 
     (tasks / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -55,5 +55,8 @@ def test_a_run_is_measured_by_a_stage_and_by_the_command(tmp_path: Path) -> None
 
     compared = run_command("compare", first["run_id"], second["run_id"], *at_home, "--json").result
     measured = [{m["key"] for m in run["suites"]} for run in compared["runs"]]
-    assert measured[0] - measured[1] == {"arithmetic/accuracy", "arithmetic/sampled_accuracy"}
-    assert measured[1] == {"capitals/acc", "echo/accuracy"}
+    assert measured[0] - measured[1] == {
+        "held_out/arithmetic/accuracy",
+        "held_out/arithmetic/sampled_accuracy",
+    }
+    assert measured[1] == {"lm_eval/capitals/acc", "inspect/echo/accuracy"}

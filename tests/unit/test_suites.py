@@ -78,10 +78,10 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert stored is not None
     assert stored.metrics == (metric, unknown) and stored.digest == "abc"
     assert metric_values(stored.metrics) == {
-        "suite/mmlu_ pro/acc": 0.5,
-        "suite_low/mmlu_ pro/acc": 0.25,
-        "suite_high/mmlu_ pro/acc": 0.75,
-        "suite/wiki/perplexity": 7.5,
+        "suite/lm_eval/mmlu_ pro/acc": 0.5,
+        "suite_low/lm_eval/mmlu_ pro/acc": 0.25,
+        "suite_high/lm_eval/mmlu_ pro/acc": 0.75,
+        "suite/lm_eval/wiki/perplexity": 7.5,
     }
     (tmp_path / "suites.json").write_text("{}")
     assert read_suites(tmp_path) is None
