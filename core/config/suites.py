@@ -45,9 +45,12 @@ def parse_suite(text: str) -> Suite:
 def installed_version_file(harness: Harness) -> Path | None:
     """The METADATA of the harness's distribution: its version decides results. None: no such."""
     _, package = PACKAGES.get(harness, ("", ""))
+    if not package:
+        return None
     try:
-        files = importlib.metadata.files(package) if package else None
+        installed = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = (file.locate() for file in files or () if file.name == "METADATA")
-    return next((Path(str(path)) for path in found), None)
+    folder = f"{package.replace('-', '_')}-{installed.version}.dist-info"
+    path = Path(str(installed.locate_file(folder))) / "METADATA"
+    return path if path.is_file() else None

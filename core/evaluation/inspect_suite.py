@@ -122,7 +122,7 @@ def _task_names(suite: Suite) -> list[str]:
 # --- the model -----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """One response that is asked for, and the response once it is there."""
 
@@ -174,10 +174,9 @@ def _engine_model(
             request = _Request(prompt, self._params(prompt, room, config))
             self.waiting.append(request)
             async with self.lock:
-                if request.completion is None:
+                while request.completion is None:
                     await anyio.sleep(LINGER_S)
                     await anyio.to_thread.run_sync(self._sample, request.params)
-            assert request.completion is not None, "it was in the batch, or in one before"
             return _output(tokenizer, request)
 
         def _params(

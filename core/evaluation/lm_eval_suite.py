@@ -70,7 +70,7 @@ def run_lm_eval(
             limit=options.limit,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
-            system_instruction=options.system_prompt,
+            system_instruction=options.system_prompt if chat else None,
             bootstrap_iters=BOOTSTRAP,
             random_seed=options.seed,
             numpy_random_seed=options.seed,
@@ -86,14 +86,20 @@ def run_lm_eval(
 
 
 def _quiet() -> None:
-    """Leave one display: ours. lm-eval has no switch for the bar over a task's documents."""
+    """Leave one display: ours, and start no programs that report what is installed.
+
+    lm-eval has no switch for the bar over a task's documents, nor for that report.
+    """
     import datasets
     import lm_eval.api.task
+    import lm_eval.evaluator
     from tqdm import tqdm
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+    lm_eval.evaluator.add_env_info = lambda storage: None
+    lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 
 def _first_line(error: BaseException) -> str:

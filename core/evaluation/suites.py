@@ -69,8 +69,8 @@ class SuiteMetric:
 
     @property
     def key(self) -> str:
-        """`TASK/METRIC` in the characters that MLflow takes."""
-        return re.sub(r"[^\w\-. /]", "_", f"{self.task}/{self.metric}")
+        """`HARNESS/TASK/METRIC` in the characters that MLflow takes."""
+        return re.sub(r"[^\w\-. /]", "_", f"{self.suite}/{self.task}/{self.metric}")
 
     @property
     def shown(self) -> str:

@@ -143,10 +143,10 @@ def suite_results(
         for name in run.resolved.order
         if name in run.record.stages and stages[name].inputs.get("model") == trained
     ] + folders
-    found: dict[tuple[str, str], SuiteMetric] = {}
+    found: dict[str, SuiteMetric] = {}
     for stored in map(read_suites, folders):
         if stored is not None and stored.digest in digests:
-            found.update({(metric.suite, metric.key): metric for metric in stored.metrics})
+            found.update({metric.key: metric for metric in stored.metrics})
     return tuple(found.values())
 
 

@@ -29,10 +29,7 @@ from posttrain.pipelines.stage.inputs import load_tokenizer
 
 TABLE_ROWS = 100
 """Samples that MLflow shows as a table; the file has all."""
-HELD_OUT = {
-    "accuracy": ("eval/greedy_accuracy", "eval/greedy_low", "eval/greedy_high"),
-    "sampled_accuracy": ("eval/sampled_accuracy", "eval/sampled_low", "eval/sampled_high"),
-}
+HELD_OUT = {"accuracy": "greedy", "sampled_accuracy": "sampled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +99,16 @@ class Measurement:
         found = evaluate_policy(engine, tokenizer, task, groups, section, self.run.seed, progress)
         metrics = tuple(
             SuiteMetric(
-                "held_out", task.name, name, *(found.metrics[key] for key in keys), len(groups)
+                "held_out",
+                task.name,
+                name,
+                found.metrics[f"eval/{short}_accuracy"],
+                found.metrics[f"eval/{short}_low"],
+                found.metrics[f"eval/{short}_high"],
+                len(groups),
             )
-            for name, keys in HELD_OUT.items()
-            if keys[0] in found.metrics
+            for name, short in HELD_OUT.items()
+            if f"eval/{short}_accuracy" in found.metrics
         )
         rows = tuple(
             {

@@ -58,6 +58,11 @@ class Benchmark(BuiltIn[BenchmarkStage]):
         require_suites([parse_suite(text) for text in self.config.suites])
         return ()
 
+    def describe(self) -> str:
+        limit = self.config.limit
+        samples = "all samples" if limit is None else f"{limit} samples at most"
+        return f"{', '.join(self.config.suites)}; {samples} of each task"
+
 
 class Sft(BuiltIn[SftStage]):
     """Fine-tunes a model on conversations, texts or the task's worked answers."""
