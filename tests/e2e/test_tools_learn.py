@@ -70,6 +70,7 @@ def assert_learned(learned: Learned, steps: int, *, start: float) -> None:
     assert calls[0] < 0.75 and final(calls) > 0.95
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on problems it never saw"
+    assert learned.metric("before", "eval/sampled_accuracy") < start
     assert learned.metric("after", "eval/sampled_accuracy") > 0.85
 
 
