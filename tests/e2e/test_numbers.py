@@ -24,6 +24,8 @@ from posttrain.core.training.reward_model import score_batch_rows
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import END, make_tiny_model, make_tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 OFTEN = ["--set", "keep.checkpoint_minutes=0.00001"]
 
 

@@ -13,6 +13,8 @@ from tests.helpers import killer
 from tests.helpers.learning import AT_ONCE, SEEDS, Learned, final, make_model, run_config
 from tests.helpers.pipeline import prepared, run_command, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 TASK = {"places": 1, "repeats": 2, "held_out_permille": 300}
 MEASURED = ("time/", "memory/", "throughput/")
 

@@ -23,6 +23,8 @@ from tests.helpers.promotion import (
     gated_config,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from tests.helpers.pipeline import (
 )
 from tests.helpers.tiny import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 MEASURED = ("time/", "memory/", "throughput/")
 
 
