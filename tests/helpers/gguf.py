@@ -29,7 +29,7 @@ def by_llama_cpp(file: Path, prompts: Sequence[Sequence[int]], count: int) -> li
     """Greedy tokens of llama.cpp, without the end."""
     from llama_cpp import Llama
 
-    model = Llama(str(file), n_ctx=512, n_threads=1, verbose=False, seed=0)
+    model = Llama(str(file), n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False, seed=0)
     found = []
     for prompt in prompts:
         model.reset()
