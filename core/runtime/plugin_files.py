@@ -115,7 +115,7 @@ _FILES: dict[str, Path] = {}
 class _Uncached(SourceFileLoader):
     """Leaves no bytecode next to the file, and reads none: two edits in a second are two edits."""
 
-    def path_stats(self, path: str) -> Mapping[str, object]:  # type: ignore[override]
+    def path_stats(self, path: str) -> Mapping[str, object]:
         raise OSError
 
 
