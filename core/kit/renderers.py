@@ -184,7 +184,7 @@ def continued(renderer: Renderer[Any], messages: list[Message], *, ended: bool) 
 def _stable(subject: Subject) -> None:
     renderer = ready(subject)
     for texts in (TEXTS, TEXTS + ODD):
-        for messages in conversations(subject, 10, texts):
+        for messages in conversations(subject, 5, texts):
             moved = changed(renderer, messages, range(1, len(messages)))
             expect(moved == 0, f"{moved} tokens change when later messages follow")
             for ended in (True, False):
