@@ -99,9 +99,10 @@ class PluginManager:
             ) from error
         if hasattr(module, "posttrain_register"):
             for cls in module.posttrain_register():
-                self._add(cls, package, version)
+                self.add(cls, package=package, version=version)
 
-    def _add(self, cls: type[AnyPlugin], package: str, version: str) -> None:
+    def add(self, cls: type[AnyPlugin], *, package: str = "local", version: str = "0") -> None:
+        """Offer one plugin class; raises `ConfigError` for one that cannot be used."""
         if wrong := fault(cls):
             raise ConfigError(f"package '{package}' offers {_address(cls)}, which {wrong}")
         kind, name = cls.kind, cls.name

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from posttrain.core.errors import ResourceError
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Console
 
 
@@ -85,20 +86,29 @@ class Report:
         """The tables alone, as a terminal shows them."""
         return [part for part in self.parts if isinstance(part, Table)]
 
+    def frames(self) -> dict[str, pd.DataFrame]:
+        """The tables as DataFrames, by their titles."""
+        import pandas as pd
+
+        return {t.title: pd.DataFrame(list(t.rows), columns=list(t.columns)) for t in self.tables}
+
     def html(self) -> str:
         """The whole page."""
-        if self.page:
-            return self.page
-        title = _escaped(self.title)
+        return self.page or (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+            f"<title>{_escaped(self.title)}</title><style>{_STYLE}</style></head>"
+            f"<body>{self._repr_html_()}</body></html>\n"
+        )
+
+    def _repr_html_(self) -> str:
+        """Title, notes, tables and pictures, as a notebook shows them."""
         notes = "".join(f"<li>{_escaped(note)}</li>" for note in self.notes)
         parts = [_table_html(p) if isinstance(p, Table) else _picture_html(p) for p in self.parts]
         return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-            f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
+            f"<h1>{_escaped(self.title)}</h1>"
             + (f'<ul class="notes">{notes}</ul>' if notes else "")
             + "".join(parts)
-            + "</body></html>\n"
         )
 
     def show(self, console: Console) -> None:

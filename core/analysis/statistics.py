@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scipy import stats
+import scipy  # its submodules load at first use: 0.5 s that a start does not wait for
 
 from posttrain.core.errors import RunError
 from posttrain.core.math.intervals import (
@@ -243,7 +243,7 @@ def seeds_difference(
         means.append(mean)
         errors.append(variance / len(rates))
         freedom.append((variance / len(rates)) ** 2 / (len(rates) - 1))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, sum(errors) ** 2 / sum(freedom)))
+    half = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, sum(errors) ** 2 / sum(freedom)))
     half *= math.sqrt(sum(errors))
     difference = means[1] - means[0]
     return difference, max(-1.0, difference - half), min(1.0, difference + half)
@@ -292,7 +292,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float | None:
     """
     if first.numel() < 2:
         return None
-    a, b = (stats.rankdata(values.double().numpy()) for values in (first, second))
+    a, b = (scipy.stats.rankdata(values.double().numpy()) for values in (first, second))
     a, b = a - a.mean(), b - b.mean()
     scale = math.sqrt(float(a @ a) * float(b @ b))
     return bounded(float(a @ b) / scale) if scale else None

@@ -291,6 +291,8 @@ def _item(annotation: Any) -> Any:
 
 
 SUFFIXES = (".yaml", ".yml")
+MAPPING = "the config"
+"""Where a value stands that came from no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,8 @@ class LoadedConfig:
     def where(self, loc: str | Loc) -> str:
         """`file.yaml:12` of a place (`stages.rl.steps` or its parts), or of what holds it."""
         parts: Loc = tuple(loc.split(".")) if isinstance(loc, str) else loc
-        return mark_of(self.marks, _indexed(parts, self.raw), str(self.files[0]))
+        default = str(self.files[0]) if self.files else MAPPING
+        return mark_of(self.marks, _indexed(parts, self.raw), default)
 
     def problem(self, loc: str | Loc, text: str) -> str:
         """A line about this place: `file.yaml:12: stages.rl.steps: TEXT`."""
@@ -378,31 +381,42 @@ def default_name(path: Path) -> str:
 
 
 def load_config(
-    paths: Sequence[Path], overrides: Sequence[str] = (), manager: PluginManager | None = None
+    configs: Sequence[Path | Mapping[str, object]],
+    overrides: Sequence[str] = (),
+    manager: PluginManager | None = None,
 ) -> LoadedConfig:
-    """Merge YAML files from left to right, apply `a.b=c` overrides, validate the result.
+    """Merge YAML files and mappings from left to right, apply `a.b=c` overrides, validate.
 
-    Without a `name` the run has that of the first file. Without a `manager` the installed plugins
-    are loaded only where a stage is of a kind that is not built in.
+    Without a `name` the run has that of the first file; of mappings alone it is `posttrain`.
+    Without a `manager` the installed plugins are loaded only where a stage is of a kind that is not
+    built in.
     """
-    if not paths:
+    if not configs:
         raise ConfigError("no config file was given; name one, such as 'quickstart'")
-    files = tuple(find_config(path) for path in paths)
+    files = tuple(find_config(each) for each in configs if isinstance(each, Path))
+    waiting = iter(files)
     raw: dict[str, object] = {}
     marks: dict[Loc, str] = {}
     local = PluginFiles()
-    for path in files:
-        value, lines = read_yaml(path)
+    for each in configs:
+        folder = Path.cwd()
+        if isinstance(each, Path):
+            path = next(waiting)
+            folder, (value, lines) = path.resolve().parent, read_yaml(path)
+        else:
+            value, lines = _of_mapping(each)
         _open_model(value, lines)
-        _merge(raw, _with_short_names(value, path.resolve().parent, local), (), marks, lines)
+        _merge(raw, _with_short_names(value, folder, local), (), marks, lines)
     for override in overrides:
-        _apply_override(raw, marks, override, local, files[0].resolve().parent)
+        _apply_override(
+            raw, marks, override, local, files[0].resolve().parent if files else Path.cwd()
+        )
     if local.paths:
         raw["plugin_files"] = {name: str(path) for name, path in local.paths.items()}
-    raw.setdefault("name", default_name(files[0]))
+    raw.setdefault("name", default_name(files[0] if files else Path()))
 
     def where(loc: Loc) -> str:
-        return mark_of(marks, loc, str(files[0]))
+        return mark_of(marks, loc, str(files[0]) if files else MAPPING)
 
     check_plain(raw, where)
     return LoadedConfig(validated(raw, where, manager), raw, files, marks)
@@ -465,6 +479,22 @@ def _with_short_names(
     found = local.localised(value, (folder, Path.cwd()), frozenset(given))
     assert isinstance(found, dict)
     return found
+
+
+def _of_mapping(given: Mapping[str, object]) -> tuple[dict[str, object], dict[Loc, str]]:
+    """The values of a mapping as YAML would have them, and the mark of each place."""
+    marks: dict[Loc, str] = {}
+
+    def plain(value: object, loc: Loc) -> object:
+        if loc:
+            marks[loc] = MAPPING
+        if isinstance(value, Mapping):
+            return {key: plain(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item, (*loc, index)) for index, item in enumerate(value)]
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: plain(value, (key,)) for key, value in given.items()}, marks
 
 
 def _open_model(value: dict[str, object], lines: dict[Loc, str]) -> None:

@@ -32,6 +32,7 @@ from posttrain.core.config.sections import (
 )
 from posttrain.core.config.stages import (
     ApproveStage,
+    BenchmarkStage,
     EvaluateStage,
     NewDataStage,
     PreferenceStage,
@@ -121,6 +122,7 @@ class RegisterStage(StageBase):
 
 BUILT_IN: dict[str, type[StageBase]] = {
     "evaluate": EvaluateStage,
+    "benchmark": BenchmarkStage,
     "sft": SftStage,
     "reward_model": RewardModelStage,
     "preference": PreferenceStage,

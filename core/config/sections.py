@@ -38,6 +38,37 @@ class RegisteredName:
         return cls(found["name"], found["alias"], found["version"])
 
 
+RUNS_PREFIX = "runs:/"
+_RUN_FORM = re.compile(r"(runs:/)?(?P<run>[0-9a-f]{4,32})(/(?P<stage>[A-Za-z0-9_.-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RunName:
+    """A run by its id or the start of it, and one of its stages, None for the last model's.
+
+    Without `runs:/` in front (`explicit`) the text may as well be the id of a model on a hub:
+    whoever knows the home can tell.
+    """
+
+    run: str
+    stage: str | None
+    explicit: bool
+
+    @classmethod
+    def parse(cls, source: str) -> RunName | None:
+        """None for what names no run; raises `ValueError` for a wrong form after `runs:/`."""
+        explicit = source.startswith(RUNS_PREFIX)
+        found = _RUN_FORM.fullmatch(source)
+        if found is None:
+            if not explicit:
+                return None
+            raise ValueError(
+                f"{source!r} names no run: expected runs:/RUN or runs:/RUN/STAGE, where RUN is the "
+                "id of a run, or its first 4 or more digits"
+            )
+        return cls(found["run"], found["stage"], explicit)
+
+
 def _model_name(value: str) -> str:
     odd = next((letter for letter in value if letter in "/:@" or not letter.isprintable()), "")
     if odd or not value.strip(" .") or len(value) > 250:
@@ -97,8 +128,9 @@ class ModelSection(Section):
 
     source: str = Field(
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        description="hub id, a directory with config.json and *.safetensors, or a registered "
-        "model: models:/NAME@champion, models:/NAME/3",
+        description="hub id, a directory with config.json and *.safetensors, a registered model "
+        "(models:/NAME@champion, models:/NAME/3), or what a run of this home made (RUN, RUN/STAGE "
+        "or runs:/RUN/STAGE)",
     )
     until_registered: str | None = Field(
         default=None,
@@ -161,6 +193,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _until_what(self) -> ModelSection:
         named = RegisteredName.parse(self.source)
+        RunName.parse(self.source)
         if self.until_registered is not None and (named is None or named.alias is None):
             raise ValueError(
                 f"until_registered goes with a source such as models:/NAME@champion, not with "

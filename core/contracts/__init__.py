@@ -80,6 +80,7 @@ __all__ = [
     "Correction",
     "CorrectionConfig",
     "Counts",
+    "DrawnToken",
     "EngineSetup",
     "Environment",
     "FieldPlace",

@@ -38,6 +38,8 @@ class Renderer(Plugin[ConfigT]):
 
     kind = "renderer"
     takes_tools: ClassVar[bool] = True
+    shared_end: ClassVar[bool] = False
+    """Whether an assistant's turn ends with the token that begins the turn after it."""
 
     def setup(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> None:
         """Take the model's tokenizer; `end_token_ids` are all tokens that end a response.

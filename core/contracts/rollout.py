@@ -163,11 +163,23 @@ class EngineSetup:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """A token as soon as it is drawn: of which prompt of the request, and which generation."""
+
+    prompt: int
+    generation: int
+    token: int
+
+
 class RolloutEngine(Plugin[ConfigT]):
     """Samples responses: token ids in, token ids and log-probs out, weights replaced in place."""
 
     kind = "rollout_engine"
     policy_version: int = 0
+    on_tokens: Callable[[Sequence[DrawnToken]], None] | None = None
+    """Called by engines that can tell while `generate` runs, with what every response just drew;
+    what it raises ends the request."""
 
     @classmethod
     @abstractmethod

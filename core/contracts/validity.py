@@ -7,8 +7,8 @@ import re
 from typing import Any, TypeVar
 
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
-from posttrain.core.contracts.stage import RUN_SECTIONS
 from posttrain.core.errors import nearest
+from posttrain.core.types import RUN_SECTIONS
 
 _REWARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # it is part of metrics' names
 _HOME = "posttrain.core.contracts"
@@ -69,6 +69,8 @@ def _stage_fault(cls: type[Any]) -> str:
         return f"{what} does not say what the stage makes: set `makes`, as in 'dataset'"
     if unknown := sorted(set(config.sections) - set(RUN_SECTIONS)):
         return f"{what} has the sections {unknown}: choose from {list(RUN_SECTIONS)}"
+    if taken := sorted(set(config.model_fields) & set(RUN_SECTIONS) - {"evaluation"}):
+        return f"{what} has fields named as sections of the run, {taken}: rename them"
     if config.passes_on and config.passes_on not in config.reads:
         return f"{what} passes on '{config.passes_on}', not an input: add it to `reads`"
     return ""

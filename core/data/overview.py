@@ -17,7 +17,8 @@ from posttrain.core.contracts.preference_rows import PreferenceRow
 from posttrain.core.data.formats import Example, Format, recognise
 from posttrain.core.data.messages import chat_text, message_to_json
 from posttrain.core.data.preference import encode_row
-from posttrain.core.data.preference_files import LISTS, PROMPTS, SCORES, Form, form_of, rows_of
+from posttrain.core.data.preference_cells import PROMPTS
+from posttrain.core.data.preference_files import LISTS, SCORES, Form, form_of, rows_of
 from posttrain.core.data.row_task import MISSING, VERL, RowConfig, lookup, problem_of
 from posttrain.core.data.rows import data_rows
 from posttrain.core.data.sft_rows import encode_example

@@ -244,7 +244,7 @@ def _encode_answer(row: PreferenceRow, answer: Answer, tokenizer: ChatTokenizer)
             others.append(message)
             continue
         if others:
-            more = tokenizer.extend(others, row.tools, ended=True)
+            more = tokenizer.extend(others, row.tools, ended=True, last=ids[-1])
             ids, learned = [*ids, *more], [*learned, *[False] * len(more)]
             said, others = [*said, *others], []
         own = tokenizer.encode_answer(said, message, row.tools)

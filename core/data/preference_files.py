@@ -18,28 +18,32 @@ Importing this module needs no torch.
 
 from __future__ import annotations
 
-import math
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from posttrain.core.config.base import TASK_DATA
-from posttrain.core.config.loading import raise_problems
-from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
 from posttrain.core.contracts.preference_rows import Answer, Kind, PreferenceRow, answer_text
-from posttrain.core.data.formats import conversation, parsed_cell
-from posttrain.core.data.messages import messages_from_json, short, tools_from_json
+from posttrain.core.data.formats import parsed_cell
+from posttrain.core.data.messages import short
+from posttrain.core.data.preference_cells import (
+    HUMAN,
+    PROMPTS,
+    answer_of,
+    chat_of,
+    checked_answer,
+    dialogue,
+    finite,
+    margin_of,
+    number_of,
+    prompt_and_answers,
+    prompt_of,
+    shared_turns,
+    tools_of,
+)
 from posttrain.core.data.rows import data_rows
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.json_files import JsonRow
-from posttrain.core.types import Message, ToolSchema
-
-if TYPE_CHECKING:
-    from posttrain.core.config.resolve import ResolvedRun
-    from posttrain.core.plugin_manager import PluginManager
 
 Pairing = Literal["best_worst", "all"]
 """Which answers of one prompt make a pair, where each has a score."""
@@ -49,25 +53,13 @@ EXAMPLES: dict[str, str] = {
     "labels": '{"prompt": ..., "completion": ..., "label": true}',
     "completions": '{"prompt": ..., "completion": ...}',
 }
-LARGEST_MARGIN = 1_000_000
-PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
-ASKED = PROMPTS[:3]
-"""Those that hold nothing but the prompt; some sets keep the chosen conversation in `messages`."""
 SCORES = ("overall_score", "score", "rating", "helpfulness")
 ANSWERS = ("response", "completion", "text", "content")
 LISTS = ("completions", "generations", "responses")
-SCORE_PAIRS = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen_rating", "rejected_rating"),
-    ("chosen-rating", "rejected-rating"),
-)
 LABELS: dict[str, bool] = {
     **{name: True for name in ("true", "1", "+1", "good", "desirable", "chosen")},
     **{name: False for name in ("false", "0", "-1", "bad", "undesirable", "rejected")},
 }
-HUMAN = "\n\nHuman:"
-_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 class Form(NamedTuple):
@@ -271,7 +263,7 @@ class _Reader:
         self._left_out.setdefault(why, []).append(where)
 
     def _pair(self, line: JsonRow) -> None:
-        prompt, answers = _prompt_and_answers(line)
+        prompt, answers = prompt_and_answers(line)
         if answers[0] == answers[1]:
             raise DataError(
                 f"{line.where}: 'chosen' and 'rejected' are the same answer "
@@ -279,7 +271,7 @@ class _Reader:
                 "line"
             )
         self._rows.append(
-            PreferenceRow(line.where, prompt, answers, margin=_margin(line), tools=_tools(line))
+            PreferenceRow(line.where, prompt, answers, margin=margin_of(line), tools=tools_of(line))
         )
 
     def _dialogues(self, line: JsonRow) -> None:
@@ -292,17 +284,19 @@ class _Reader:
             return self._leave_out(line.where, "an answer is empty")
         if chosen == rejected:
             return self._leave_out(line.where, "both answers are the same")
-        shared = _shared_turns(chosen, rejected)
+        shared = shared_turns(chosen, rejected)
         if not shared or chosen[shared].role != "assistant" or rejected[shared].role != "assistant":
             return self._leave_out(line.where, "the dialogues do not answer the same turn")
         answers = chosen[shared:], rejected[shared:]
-        self._rows.append(PreferenceRow(line.where, chosen[:shared], answers, margin=_margin(line)))
+        self._rows.append(
+            PreferenceRow(line.where, chosen[:shared], answers, margin=margin_of(line))
+        )
 
     def _compared(self, line: JsonRow) -> None:
-        strength = _number(line, "preference_strength")
-        one, two = (_answer(line.values[n], n, line.where) for n in ("response_1", "response_2"))
+        strength = number_of(line, "preference_strength")
+        one, two = (answer_of(line.values[n], n, line.where) for n in ("response_1", "response_2"))
         scored = [_Scored(line.where, one, 0.0), _Scored(line.where, two, strength)]
-        self._compare(PreferenceRow(line.where, _prompt(line), (), tools=_tools(line)), scored)
+        self._compare(PreferenceRow(line.where, prompt_of(line), (), tools=tools_of(line)), scored)
 
     def _scored(self, line: JsonRow) -> None:
         name = next(n for n in LISTS if isinstance(line.values.get(n), list | tuple))
@@ -320,19 +314,19 @@ class _Reader:
                 said, score = item, None
             if isinstance(apart, list | tuple) and len(apart) == len(items):
                 score = apart[number]
-            value = _finite(score)
+            value = finite(score)
             if value is None:
                 raise DataError(
                     f"{where}, is {short(item)}, expected "
                     '{"response": <text>, "overall_score": <number>}: correct this line'
                 )
-            scored.append(_Scored(line.where, _answer(said, name, line.where), value))
-        self._compare(PreferenceRow(line.where, _prompt(line), (), tools=_tools(line)), scored)
+            scored.append(_Scored(line.where, answer_of(said, name, line.where), value))
+        self._compare(PreferenceRow(line.where, prompt_of(line), (), tools=tools_of(line)), scored)
 
     def _rated_answer(self, line: JsonRow) -> None:
-        score = _number(line, next(n for n in SCORES if line.values.get(n) is not None))
-        row = PreferenceRow(line.where, _prompt(line), (), tools=_tools(line))
-        answer = _answer(line.values["response"], "response", line.where)
+        score = number_of(line, next(n for n in SCORES if line.values.get(n) is not None))
+        row = PreferenceRow(line.where, prompt_of(line), (), tools=tools_of(line))
+        answer = answer_of(line.values["response"], "response", line.where)
         self._rated.setdefault(row.key, (row, []))[1].append(_Scored(line.where, answer, score))
 
     def _compare(self, row: PreferenceRow, scored: Sequence[_Scored]) -> None:
@@ -359,7 +353,7 @@ class _Reader:
             )
         label = self._label(line) if "label" in line.values else None
         if self._form.name == "labelled conversations":
-            chat = _chat(line.values["messages"], "messages", line.where)
+            chat = chat_of(line.values["messages"], "messages", line.where)
             last = max((i for i, m in enumerate(chat) if m.role != "assistant"), default=-1) + 1
             prompt, answer = chat[:last], chat[last:]
             if not prompt or not answer:
@@ -367,12 +361,12 @@ class _Reader:
                     f"{line.where}: field 'messages' has the roles {[m.role for m in chat]}, "
                     "expected a question and, at the end, the assistant's answer: correct this line"
                 )
-            answer = _checked(answer, "messages", line.where)
+            answer = checked_answer(answer, "messages", line.where)
         else:
-            prompt = _prompt(line)
-            answer = _answer(line.values["completion"], "completion", line.where)
+            prompt = prompt_of(line)
+            answer = answer_of(line.values["completion"], "completion", line.where)
         self._rows.append(
-            PreferenceRow(line.where, prompt, (answer,), label=label, tools=_tools(line))
+            PreferenceRow(line.where, prompt, (answer,), label=label, tools=tools_of(line))
         )
 
     def _label(self, line: JsonRow) -> bool:
@@ -396,255 +390,6 @@ class _Reader:
                     "false"
                 )
         return LABELS[said]
-
-
-# --- prompts and answers --------------------------------------------------------------------------
-
-
-def _prompt_and_answers(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
-    """Of a pair, whatever holds the prompt: a column, or what both answers begin with."""
-    values, where = line.values, line.where
-    chosen, rejected = values["chosen"], values["rejected"]
-    has_prompt = any(values.get(name) is not None for name in PROMPTS)
-    if _is_whole(chosen) and _is_whole(rejected):
-        prompt, answers = _split(line)
-        if any(values.get(name) is not None for name in ASKED):
-            _check_given(line, prompt)
-        return _with_system(line, prompt), answers
-    if not has_prompt:
-        if isinstance(chosen, str) and isinstance(rejected, str):
-            prompt, chosen, rejected = _shared_text(chosen, rejected, where)
-        else:
-            raise DataError(
-                f"{where}: 'chosen' and 'rejected' are {short(chosen)} and {short(rejected)}, "
-                "expected two texts or two lists of chat messages that begin with the prompt: "
-                "correct this line"
-            )
-        prompt = _with_system(line, prompt)
-    else:
-        prompt = _prompt(line)
-    return prompt, (_answer(chosen, "chosen", where), _answer(rejected, "rejected", where))
-
-
-def _is_whole(value: object) -> bool:
-    """Whether these messages are a conversation with its prompt, not an answer alone."""
-    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
-        return False
-    role = value[0].get("role", value[0].get("from"))
-    return role not in ("assistant", "gpt", "model", "function_call")
-
-
-def _split(line: JsonRow) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
-    """The turns that two conversations share, and what follows them in each."""
-    where = line.where
-    chosen, rejected = (_chat(line.values[n], n, where) for n in ("chosen", "rejected"))
-    shared = _shared_turns(chosen, rejected)
-    if not shared:
-        raise DataError(
-            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
-            "be read from them: add 'prompt'"
-        )
-    for name, chat in (("chosen", chosen), ("rejected", rejected)):
-        if shared >= len(chat) or chat[shared].role != "assistant":
-            role = chat[shared].role if shared < len(chat) else "none"
-            raise DataError(
-                f"{where}: 'chosen' and 'rejected' differ first in message {shared}, which is of "
-                f"the role {role} in '{name}', expected one assistant message after the prompt "
-                "that both share: correct this line"
-            )
-    answers = (
-        _checked(chosen[shared:], "chosen", where),
-        _checked(rejected[shared:], "rejected", where),
-    )
-    return chosen[:shared], answers
-
-
-def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many messages both begin with, so that an answer of each is left."""
-    shared = 0
-    for left, right in zip(chosen, rejected, strict=False):
-        if left != right:
-            break
-        shared += 1
-    while shared and shared >= min(len(chosen), len(rejected)):
-        shared -= 1
-    return shared
-
-
-def _check_given(line: JsonRow, prompt: Sequence[Message]) -> None:
-    """A prompt that is given in addition to whole conversations is part of what they share."""
-    given = [message for message in _prompt(line) if message.role != "system"]
-    there = {message.content.strip() for message in prompt}
-    if not all(message.content.strip() in there for message in given):
-        raise DataError(
-            f"{line.where}: 'prompt' is {short(line.values.get('prompt'))}, which is not in what "
-            "'chosen' and 'rejected' begin with, expected one prompt: correct this line"
-        )
-
-
-def _prompt(line: JsonRow) -> tuple[Message, ...]:
-    name = next((name for name in PROMPTS if line.values.get(name) is not None), "prompt")
-    value = line.values.get(name)
-    if name == "instruction" and isinstance(value, str):
-        more = line.values.get("input")
-        value = f"{value}\n{more}" if isinstance(more, str) and more.strip() else value
-    if isinstance(value, str) and value.strip():
-        return _with_system(line, (Message("user", value),))
-    if not isinstance(value, list | tuple) or not value:
-        raise DataError(
-            f"{line.where}: field '{name}' is {short(value)}, expected non-empty text or a list "
-            "of chat messages: correct this line"
-        )
-    return _with_system(line, _chat(value, name, line.where))
-
-
-def _with_system(line: JsonRow, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The prompt after the text of the column `system`, unless it has a system message."""
-    system = line.values.get("system")
-    if not isinstance(system, str) or not system.strip() or prompt[0].role == "system":
-        return prompt
-    return (Message("system", system), *prompt)
-
-
-def _answer(value: object, field: str, where: str) -> Answer:
-    if isinstance(value, Mapping):
-        value = [value]
-    if isinstance(value, list | tuple) and value:
-        return _checked(_chat(value, field, where), field, where)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"{where}: field '{field}' is {short(value)}, expected non-empty text or one "
-            "assistant message: correct this line"
-        )
-    return (Message("assistant", value),)
-
-
-def _checked(answer: Answer, field: str, where: str) -> Answer:
-    """The answer, if it begins and ends with the assistant and turns are in order between."""
-    roles = [message.role for message in answer]
-    turns = zip(roles, roles[1:], strict=False)
-    fits = roles[0] == roles[-1] == "assistant" and all(
-        (now == "assistant") != (after == "assistant") or now == after == "tool"
-        for now, after in turns
-    )
-    if not fits or "system" in roles:
-        raise DataError(
-            f"{where}: field '{field}' holds messages of {roles} after the prompt, expected one "
-            "assistant message, or turns in which the assistant speaks first and last and others "
-            "in between: put the earlier ones into 'prompt'"
-        )
-    for message in answer:
-        said = message.content.strip() or message.tool_calls or message.reasoning.strip()
-        if message.role == "assistant" and not said:
-            raise DataError(
-                f"{where}: field '{field}' has an empty message of the assistant, expected text or "
-                "tool calls: correct this line"
-            )
-    if not any(message.train for message in answer if message.role == "assistant"):
-        raise DataError(
-            f"{where}: field '{field}' has no message to learn from, because each has "
-            "'train': false: set one to true, or remove this line"
-        )
-    return answer
-
-
-def _chat(value: object, field: str, where: str) -> tuple[Message, ...]:
-    """Messages in the form of chat APIs, or of ShareGPT (`from`, `value`)."""
-    place = f"{where}: field '{field}'"
-    if any(isinstance(item, Mapping) and "from" in item for item in _items(value)):
-        return conversation(value, place)
-    return messages_from_json(value, place)
-
-
-def _items(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _tools(line: JsonRow) -> tuple[ToolSchema, ...]:
-    return tools_from_json(line.values.get("tools"), f"{line.where}: field 'tools'")
-
-
-def dialogue(text: str, where: str) -> tuple[Message, ...]:
-    """The turns of a text such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello", without white space
-    around each; turns of one speaker in a row are one message."""
-    _, *parts = _TURN.split(text.lstrip("\n"))
-    turns: list[Message] = []
-    for speaker, said in zip(parts[::2], parts[1::2], strict=True):
-        role: Literal["user", "assistant"] = "user" if speaker == "Human" else "assistant"
-        if turns and turns[-1].role == role:
-            said = f"{turns.pop().content}\n\n{said.strip()}"
-        turns.append(Message(role, said.strip()))
-    if not turns:
-        raise DataError(f"{where} has no turn of 'Human:' or 'Assistant:': correct this line")
-    return tuple(turns)
-
-
-def _shared_text(
-    chosen: str, rejected: str, where: str
-) -> tuple[tuple[Message, ...], object, object]:
-    """The prompt that two texts begin with, up to a whole word, and what follows it in each."""
-    text = _whole_words(os.path.commonprefix([chosen, rejected]), chosen, rejected).rstrip()
-    if not text:
-        raise DataError(
-            f"{where} has no 'prompt', and 'chosen' and 'rejected' begin differently, so none can "
-            "be read from them: add 'prompt'"
-        )
-    return (Message("user", text),), _after(text, chosen), _after(text, rejected)
-
-
-def _after(prompt: str, text: str) -> str:
-    """What follows the prompt, without the one white space character that separates them."""
-    rest = text[len(prompt) :]
-    return rest[1:] if rest[:1].isspace() else rest
-
-
-def _whole_words(shared: str, *texts: str) -> str:
-    """`shared`, which all `texts` begin with, without a word that it would cut in two."""
-    following = [text[len(shared) : len(shared) + 1] for text in texts]
-    if all(character.isspace() for character in following):
-        return shared
-    if not shared or shared[-1].isspace():
-        return shared
-    return shared[: -len(shared.split()[-1])]
-
-
-# --- numbers --------------------------------------------------------------------------------------
-
-
-def _finite(value: object) -> float | None:
-    """A number of sane size, also as text; None for anything else."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if not -LARGEST_MARGIN <= value <= LARGEST_MARGIN or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _number(line: JsonRow, name: str) -> float:
-    value = line.values.get(name)
-    is_cell = re.search(r"\.(csv|tsv)(\.gz)?:\d+$", line.where)  # every cell of these is text
-    found = _finite(value) if is_cell or not isinstance(value, str) else None
-    if found is None:
-        raise DataError(
-            f"{line.where}: field '{name}' is {short(line.values.get(name))}, expected a "
-            f"number of at most {LARGEST_MARGIN}: correct this line"
-        )
-    return found
-
-
-def _margin(line: JsonRow) -> float:
-    """By how much chosen is better: a column of its own, or the difference of two scores."""
-    if line.values.get("margin") is not None:
-        return _number(line, "margin")
-    for better, worse in SCORE_PAIRS:
-        if line.values.get(better) is not None and line.values.get(worse) is not None:
-            return _number(line, better) - _number(line, worse)
-    return 0.0
 
 
 def doubtful(rows: Sequence[PreferenceRow]) -> list[str]:
@@ -683,58 +428,3 @@ def doubtful(rows: Sequence[PreferenceRow]) -> list[str]:
             f"{worse[0].where}"
         )
     return found
-
-
-# --- what `validate` says of the files of a run --------------------------------------------------
-
-
-def check_files(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
-    """Notes on the files of preferences that the stages read.
-
-    Raises `ConfigError` where a stage's loss reads another kind of rows, and `DataError` for files
-    that cannot be used.
-    """
-    notes: list[str] = []
-    problems: list[str] = []
-    for name, stage in resolved.config.stages.items():
-        if not isinstance(stage, PreferenceDataStage) or stage.data in (None, TASK_DATA):
-            continue
-        place = f"stages.{name}.data"
-        setting = f"{place} ({resolved.loaded.where(place)})"
-        found = read_preference_rows(
-            str(stage.data), setting, ("pairs", "labels", "completions"), stage.pairs_from_scores
-        )
-        wrong = _wrong_kind(stage, found, manager)
-        if wrong:
-            problems.append(resolved.loaded.problem(place, wrong))
-        elif len({row.key for row in found.rows}) < 2:
-            raise DataError(
-                f"{setting}: {stage.data} has answers to one prompt only, and some prompts are "
-                "held out to measure on: add rows with other prompts"
-            )
-        notes += [f"stages.{name}: {line}" for line in found.notes()]
-    raise_problems(problems)
-    return notes
-
-
-def _wrong_kind(stage: PreferenceDataStage, found: PreferenceFile, manager: PluginManager) -> str:
-    """Why the stage's loss cannot read these rows, and what to change; empty if it can."""
-    assert isinstance(stage, PreferenceStage | RewardModelStage)
-    policy = isinstance(stage, PreferenceStage)
-    leading = stage.loss_terms[0] if isinstance(stage, PreferenceStage) else stage.preference_loss
-    entries: list[Any] = [*manager.entries("preference_loss")]  # Any: contracts import torch
-    loss: Any = manager.find("preference_loss", leading.name).cls  # Any: as above
-    wanted = loss.data
-    if found.kind == wanted:
-        return ""
-    trained = "policy" if policy else "reward_model"
-    fits = [
-        entry.name
-        for entry in entries
-        if trained in entry.cls.trains and entry.cls.data == found.kind
-    ]
-    choose = f", or choose one of {fits}" if fits else ""
-    return (
-        f"'{leading.name}' reads {EXAMPLES[wanted]}, but {found.rows[0].where} is of the form "
-        f"{EXAMPLES[found.kind]}; give another file{choose}"
-    )

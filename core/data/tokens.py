@@ -164,13 +164,24 @@ class ChatTokenizer:
         return self.renderer.parse(ids)
 
     def extend(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, ended: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        ended: bool,
+        last: int | None = None,
     ) -> tuple[int, ...]:
         """Tokens that follow an assistant's turn: `messages`, and the beginning of the next turn.
 
-        The turn is closed unless it `ended`. No earlier token changes.
+        The turn is closed unless it `ended`; `last` is the token that ended it, where that is
+        known. No earlier token changes.
         """
-        return self.renderer.extend(messages, tools, ended=ended)
+        if not ended or last is None:
+            return self.renderer.extend(messages, tools, ended=ended)
+        # In some formats the end begins the next turn. It is not written twice, and where the model
+        # chose another end than these messages begin with, theirs follows.
+        ids = self.renderer.extend(messages, tools, ended=not self.renderer.shared_end)
+        return ids[1:] if ids[:1] == (last,) else ids
 
     def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Token ids of `text` alone, in which special tokens are plain text unless `special`.

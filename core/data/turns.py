@@ -131,8 +131,6 @@ class TurnRenderer(Renderer[ConfigT]):
     """Whether turns without reasoning have an empty block of it."""
     begins_in_reasoning: bool = False
     """Whether the format, not the model, begins the block of reasoning."""
-    shared_end: ClassVar[bool] = False
-    """Whether an assistant's turn ends with the token that begins the turn after it."""
     layout: Layout
 
     # --- what a family says -------------------------------------------------------------------

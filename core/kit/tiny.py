@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
@@ -94,6 +94,38 @@ def make_tiny_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_tiny_bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 and some tokens that splits text as SmolLM2's, with ChatML."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = ["the sum of two numbers is a number", "what is the sum? it's the answer 'forty-two'"]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer_class: Any = PreTrainedTokenizerFast  # Any: its constructor is not typed
+    made: PreTrainedTokenizerFast = tokenizer_class(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=START,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    return made
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:

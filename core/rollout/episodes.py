@@ -237,7 +237,10 @@ class EpisodeRunner:
                     message = replace(message, content=str(cut))
                 room -= min(len(ids), room)
                 messages.append(message)
-            return self.tokenizer.extend(messages, self._tools(episode.prompt.problem), ended=ended)
+            last, tools = episode.turns[-1].token_ids[-1:], self._tools(episode.prompt.problem)
+            return self.tokenizer.extend(
+                messages, tools, ended=ended, last=last[0] if last else None
+            )
         ids = self.tokenizer.encode_text(
             observation.text, special=self.environment.reads_special_tokens
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -32,14 +33,32 @@ def plugin_source(cls: type, package: str) -> str:
     """sha256 over the source of `cls`, which the distribution `package` offers; "" for our own.
 
     That is its module's whole package, or the module, and the modules and packages next to it
-    that it imports; of plugins that it derives from too. Raises `ResourceError` for a file that
-    cannot be read.
+    that it imports; of plugins that it derives from too. Of a class that was typed into a notebook
+    it is the class alone. Raises `ResourceError` for a file that cannot be read.
     """
     modules = {base.__module__ for base in cls.__mro__ if getattr(base, "kind", None)}
     foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
     places = dict.fromkeys(place for name in foreign if (place := _place(name)) is not None)
     digests = [_digest(place, package) for place in places]
+    if foreign and not places:
+        digests = [hashlib.sha256(_typed(cls).encode()).hexdigest()]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
+
+
+def _typed(cls: type) -> str:
+    """The methods and attributes of a class that was typed into a notebook, which has no file."""
+    parts = [cls.__qualname__]
+    for name, value in vars(cls).items():
+        function = getattr(value, "__func__", value)
+        if inspect.isfunction(function):
+            try:
+                parts.append(inspect.getsource(function))
+            except OSError:
+                code = function.__code__
+                parts.append(f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}")
+        elif isinstance(value, str | int | float | bool | tuple) and not name.startswith("__"):
+            parts.append(f"{name} {value!r}")
+    return "\n".join(parts)
 
 
 @functools.cache

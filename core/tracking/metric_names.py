@@ -326,6 +326,9 @@ PREFIXES: dict[str, Metric] = {
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right"),
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems"),
+    "suite/": Metric("as its benchmark says", "HARNESS/TASK/METRIC of a benchmark suite"),
+    "suite_low/": Metric("as its benchmark says", "lower 95 % bound of it"),
+    "suite_high/": Metric("as its benchmark says", "upper 95 % bound of it"),
     "transform/dropped/": Metric("count", "problems dropped for this reason"),
     "plugin/": Metric("as its plugin says", "measured by a third party's plugin"),
 }

@@ -77,7 +77,7 @@ class PipelineTracker(MlflowRun):
         sent = [] if journal is None else send_waiting(journal, uri)
         killed = store.kill_running(uri)
         with store.explained("start a run", uri):
-            experiment_id = _experiment(client, uri, experiment)
+            experiment_id = open_experiment(client, uri, experiment)
             shown = redacted_tree({**tags, **(source or {}), **store.process_tags(journal)})
             run = client.create_run(experiment_id, run_name=run_name, tags=shown)
             run_id = str(run.info.run_id)
@@ -233,7 +233,7 @@ class PipelineTracker(MlflowRun):
         return rest
 
 
-def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+def open_experiment(client: MlflowClient, uri: str, name: str) -> str:
     """The experiment's id, made if it is new; next to a SQLite database its artifacts are too."""
     found = client.get_experiment_by_name(name)
     if found is None:

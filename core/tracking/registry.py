@@ -21,7 +21,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import of_shape
-from posttrain.core.store.artifacts import combine_digests, tree_digests
+from posttrain.core.store.artifacts import model_digest, tree_digests
 from posttrain.core.tracking import mlflow_store as store
 
 TAG_DIGEST = "digest"
@@ -100,7 +100,7 @@ def check_weights(found: RegisteredVersion) -> None:
             f"the weights of {reported} are not on this machine: {found.path} is not a folder; "
             "use the --home that made them, or copy them there"
         )
-    if combine_digests(tree_digests(found.path)) != found.digest:
+    if model_digest(tree_digests(found.path)) != found.digest:
         raise ResourceError(
             f"the weights of {reported} in {found.path} are not those that were registered (other "
             "digest): restore them, or move the alias with `posttrain rollback`"

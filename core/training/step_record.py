@@ -23,7 +23,6 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair
@@ -271,6 +270,8 @@ def gather_blocks(tensors: Mapping[str, Tensor], step: int, ranks: Ranks) -> dic
 
 def _own_part(tensor: Tensor, step: int, ranks: Ranks) -> Tensor:
     """The block with 0 where another rank has it."""
+    from torch.distributed.tensor import DTensor  # takes 0.5 s, and a run without ranks has none
+
     start, stop = block_bounds(tensor.numel(), step)
     here, offset = tensor.detach(), 0
     if isinstance(here, DTensor):

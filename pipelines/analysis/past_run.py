@@ -17,7 +17,8 @@ from posttrain.core.analysis.evidence import (
     tensors_path,
 )
 from posttrain.core.config.base import BASE_MODEL
-from posttrain.core.config.loading import LoadedConfig, validated
+from posttrain.core.config.dag import topological_order
+from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
 from posttrain.core.config.spec import Spec
@@ -27,7 +28,7 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.artifacts import Artifact, ArtifactStore, file_digest, read_manifest
-from posttrain.core.store.run_record import RunRecord
+from posttrain.core.store.run_record import RunRecord, find_run
 from posttrain.core.training.checkpoint import (
     DamagedCheckpoint,
     check_whole,
@@ -35,6 +36,7 @@ from posttrain.core.training.checkpoint import (
     step_of,
 )
 from posttrain.pipelines.rl.evidence import EvidenceFolder, find_evidence
+from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.stage.files import checkpoint_folder
 from posttrain.pipelines.stage.inputs import StageInputs
 
@@ -185,6 +187,25 @@ class PastRun:
             runtime=ModelRuntime.from_config(config.model),
             check=lambda: None,
         )
+
+
+def open_run(run: str, home: Path, store: Path) -> PastRun:
+    """The run whose id begins with `run`, its config resolved."""
+    found = find_run(home, run)
+    resolved, manager = resolve_configs([found.config], None)
+    return PastRun(found, resolved, manager, home, ArtifactStore(store))
+
+
+def open_record(run: str, home: Path, store: Path) -> PastRun:
+    """The run whose id begins with `run`, as its complete config says, without its plugins.
+
+    For what reads what the run left and computes nothing with it.
+    """
+    found = find_run(home, run)
+    loaded = load_config([found.config], [])
+    resolved = ResolvedRun(loaded.config, topological_order(loaded.config.stages), {}, loaded)
+    manager = PluginManager(load_entry_points=False)
+    return PastRun(found, resolved, manager, home, ArtifactStore(store))
 
 
 def read_steps(found: EvidenceFolder, step: int | None) -> Iterator[StepEvidence]:

@@ -14,6 +14,7 @@ from posttrain.core.config.sections import KeepSection
 from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.artifacts import Artifact
@@ -30,7 +31,6 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
-from posttrain.pipelines.run.assembly import quiet_libraries
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS

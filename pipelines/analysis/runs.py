@@ -26,6 +26,12 @@ from posttrain.core.analysis.statistics import (
 )
 from posttrain.core.config.base import StageBase
 from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.evaluation.suites import (
+    EVALUATIONS,
+    SUITES,
+    SuiteMetric,
+    read_suites,
+)
 from posttrain.core.store.artifacts import read_manifest
 from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
@@ -58,7 +64,7 @@ class RunResults:
     `seconds` and `tokens` are sums over the steps, None where they were not kept; `stage_seconds`
     is what the whole stage took in the run that computed it, None while it is not done.
     `evaluation` are the metrics of the stage that evaluated the trained model, `outcomes` its
-    answers.
+    answers; `suites` are the newest results of each benchmark of that model.
     """
 
     run_id: str
@@ -74,6 +80,7 @@ class RunResults:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
+    suites: tuple[SuiteMetric, ...] = ()
 
     @property
     def label(self) -> str:
@@ -98,7 +105,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
     """Everything of one run; raises `ResourceError` where no step's metrics are kept."""
     config = run.resolved.config
     name = run.training_stage(stage)
-    rows, source = _rows(run, name)
+    rows, source = step_rows(run, name)
     evaluation, outcomes, notes = _evaluation(run, name)
     manifest = read_manifest(run.store.folder(name, run.record.stages[name]))
     return RunResults(
@@ -115,10 +122,36 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
         evaluation=evaluation,
         outcomes=outcomes,
         notes=notes,
+        suites=suite_results(run, name, manifest),
     )
 
 
-def _rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]], str]:
+def suite_results(
+    run: PastRun, trained: str, manifest: Mapping[str, Any] | None
+) -> tuple[SuiteMetric, ...]:
+    """Benchmarks of the model that `trained` made: by `posttrain eval` and by stages of the run.
+
+    They are found by the model's digest. Of a metric that was measured several times, the newest.
+    """
+    if manifest is None:
+        return ()
+    digests = {item["digest"] for item in manifest["artifacts"] if item["kind"] == "model"}
+    folders = sorted((run.home / EVALUATIONS).glob("[!.]*"))
+    stages = run.resolved.config.stages
+    folders = [
+        run.store.folder(name, run.record.stages[name]) / SUITES
+        for name in run.resolved.order
+        if name in run.record.stages and stages[name].inputs.get("model") == trained
+    ] + folders
+    found: dict[str, SuiteMetric] = {}
+    for stored in map(read_suites, folders):
+        if stored is not None and stored.digest in digests:
+            found.update({metric.key: metric for metric in stored.metrics})
+    return tuple(found.values())
+
+
+def step_rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]], str]:
+    """The metrics of each step of a stage, and where they were kept; `ResourceError` if nowhere."""
     identity = run.identity(stage)
     path = journal_path(run.home / "runs", stage, identity)
     rows: dict[int, Mapping[str, float]] = {}
@@ -313,6 +346,7 @@ def _run_values(run: RunResults, metrics: Sequence[str]) -> dict[str, object]:
     return {name: getattr(run, name) for name in fields} | {
         "steps": max(run.rows),
         "evaluation": dict(run.evaluation),
+        "suites": [asdict(metric) | {"key": metric.key} for metric in run.suites],
         "last": {metric: run.last(metric) for metric in metrics},
     }
 
@@ -338,6 +372,7 @@ def _tables(
             [row for group in groups for row in _group_rows(group)],
             "mean over seeds, 95 % t-interval; - of one run or equal ones",
         ),
+        *_suite_tables(groups),
         table(
             "differences, tested",
             [
@@ -394,6 +429,22 @@ def _group_rows(group: Group) -> list[Row]:
             row = {k: found[k] for k in ("num_runs", "mean", "low", "high")}
             rows.append({"group": group.name, "quantity": name} | row)
     return rows
+
+
+def _suite_tables(groups: Sequence[Group]) -> list[Table]:
+    """Benchmarks side by side, a column a run; none where no run has any."""
+    runs = [(group.name, run) for group in groups for run in group.runs]
+    keys = dict.fromkeys((m.suite, m.task, m.metric) for _, run in runs for m in run.suites)
+    rows: list[Row] = []
+    for key in keys:
+        row: dict[str, Cell] = dict(zip(("suite", "task", "metric"), key, strict=True))
+        for name, run in runs:
+            own = (m for m in run.suites if (m.suite, m.task, m.metric) == key)
+            metric = next(own, None)
+            row[f"{name} {run.label}"] = None if metric is None else metric.shown
+        rows.append(row)
+    note = "value [95 % interval over samples] of the trained model, and the number of samples"
+    return [table("benchmarks", rows, note)] if rows else []
 
 
 def _ends(metric: str, group: str, points: Sequence[Point]) -> Row:

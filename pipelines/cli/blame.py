@@ -27,7 +27,7 @@ def blame(
         typer.Argument(
             metavar="MODEL",
             help="A registered model (NAME, NAME@ALIAS, NAME/VERSION), a folder, MLflow's id of a "
-            "model, or a run's id.",
+            "model, a run's id, or RUN/STAGE.",
             show_default=False,
         ),
     ],

@@ -11,7 +11,6 @@ import errno
 import functools
 import inspect
 import json
-import os
 import sys
 import traceback
 import uuid
@@ -26,7 +25,14 @@ import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.redaction import redact_error, redacted
-from posttrain.pipelines.run.checks import STORE_VARIABLE, folders
+from posttrain.pipelines.cli import complete
+from posttrain.pipelines.run.checks import (
+    DEFAULT_HOME,
+    HOME_VARIABLE,
+    STORE_VARIABLE,
+    default_home,
+    folders,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +47,7 @@ EPILOG_CODES = (
 HomeOption = Annotated[
     Path,
     typer.Option(
-        "--home", envvar="POSTTRAIN_HOME", help="Folder for artifacts, metrics and the databases."
+        "--home", envvar=HOME_VARIABLE, help="Folder for artifacts, metrics and the databases."
     ),
 ]
 StoreOption = Annotated[
@@ -69,6 +75,7 @@ ConfigsArgument = Annotated[
         help="YAML files, merged from left to right, or the name of a shipped one "
         "(quickstart, recipes/dapo).",
         show_default=False,
+        autocompletion=complete.configs,
     ),
 ]
 SetOption = Annotated[
@@ -78,12 +85,16 @@ SetOption = Annotated[
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Id that `posttrain run` printed, or its start.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Id that `posttrain run` printed, or its start.",
+        autocompletion=complete.runs,
+    ),
 ]
 MAX_LINE = 1200
 LOG_WIDTH = 160
 """Columns of tables that go to a file or a pipe."""
-DEFAULT_HOME = Path(".posttrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,12 @@ class CommandContext:
     debug: bool = False
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
     """The command's own standard output: inside a command with `--json`, print goes to stderr."""
+
+    def options(self) -> list[str]:
+        """The options that another command needs to use the same home and store."""
+        home = [] if self.home == DEFAULT_HOME.resolve() else ["--home", str(self.home)]
+        own = self.store == self.home / "artifacts"
+        return home if own else [*home, "--store", str(self.store)]
 
     def console(self) -> Console:
         """Where people read: standard output, or stderr when that one belongs to JSON."""
@@ -193,7 +210,7 @@ def _context(
     debug: bool = False,
 ) -> CommandContext:
     if home is None:
-        home = Path(os.environ.get("POSTTRAIN_HOME") or DEFAULT_HOME)
+        home = default_home()
     return CommandContext(*folders(home, store), as_json, debug)
 
 

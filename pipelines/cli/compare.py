@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.core.errors import ConfigError
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 from posttrain.pipelines.cli.reports import OutOption, StageOption, give, open_record, open_run
 
@@ -30,7 +31,11 @@ def compare(
     context: CommandContext,
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Ids that `posttrain run` printed, or their starts."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Ids that `posttrain run` printed, or their starts.",
+            autocompletion=complete.runs,
+        ),
     ],
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Compare algorithms on this step, from 1.")
@@ -86,8 +91,8 @@ def compare(
 
         report = compare_runs([open_record(run, context) for run in runs], stage)
     else:
+        from posttrain.core.models.quiet import quiet_libraries
         from posttrain.pipelines.analysis.algorithms import compare_algorithms
-        from posttrain.pipelines.run.assembly import quiet_libraries
 
         quiet_libraries()
         report = compare_algorithms(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from posttrain.core.errors import ConfigError
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -40,7 +41,11 @@ def inspect(
     ] = None,
     stage: Annotated[
         str | None,
-        typer.Option("--stage", help="Stage of kind rl; needed where there are several."),
+        typer.Option(
+            "--stage",
+            help="Stage of kind rl; needed where there are several.",
+            autocompletion=complete.stages,
+        ),
     ] = None,
     what_if: Annotated[
         list[str] | None,

@@ -9,11 +9,15 @@ import typer
 
 from posttrain.pipelines.cli import (
     blame,
+    chat,
     compare,
     data,
     deployments,
     doctor,
+    evaluate,
+    export,
     forensics,
+    init,
     inspect,
     plan,
     plugins,
@@ -21,8 +25,11 @@ from posttrain.pipelines.cli import (
     rescore,
     rollback,
     run,
+    schema,
     send,
+    serve_model,
     services,
+    show,
     ui,
     validate,
 )
@@ -33,7 +40,6 @@ app = typer.Typer(
     name="posttrain",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,19 +66,26 @@ def posttrain(
     """Post-train a language model: a DAG of stages, every algorithm a plugin, all on record."""
 
 
+app.command("init", epilog=init.EPILOG)(init.init)
 app.command("run", epilog=run.EPILOG)(run.run)
 app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("chat", epilog=chat.EPILOG)(chat.chat)
+app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
+app.command("export", epilog=export.EPILOG)(export.export)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
+app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")
+app.add_typer(show.app, name="show")
+app.command("schema", epilog=schema.EPILOG)(schema.schema)
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
 app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
 app.add_typer(services.app, name="services")

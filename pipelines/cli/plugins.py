@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
-from pydantic_core import PydanticUndefined
 
-from posttrain.core.config.presets import axes_of
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import CommandContext, Result, command
 
 if TYPE_CHECKING:
@@ -24,7 +23,10 @@ app = typer.Typer(
     help="List and document plugins: tasks, rewards, algorithms, engines and the rest.",
     no_args_is_help=True,
 )
-KindOption = Annotated[str | None, typer.Option("--kind", help="Only this kind of plugin.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option("--kind", help="Only this kind of plugin.", autocompletion=complete.plugin_kinds),
+]
 
 
 def _entries(kind: str | None) -> tuple[PluginManager, list[PluginEntry]]:
@@ -84,10 +86,18 @@ def _origin(entry: PluginEntry) -> dict[str, Any]:
 @command()
 def show(
     context: CommandContext,
-    name: Annotated[str, typer.Argument(help="Name of the plugin; all kinds of that name show.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the plugin; all kinds of that name show.",
+            autocompletion=complete.plugins,
+        ),
+    ],
     kind: KindOption = None,
 ) -> Result:
     """Show a plugin's documentation, source file, fields and, for an algorithm, what it sets."""
+    from posttrain.pipelines.cli.describe import field_line
+
     manager, known = _entries(kind)
     found = [entry for entry in known if entry.name == name]
     if not found and ".py" in name:
@@ -105,7 +115,7 @@ def show(
         console.print(source, style="dim", markup=False)
         console.print(f"\n{detail['doc']}\n", markup=False)
         for field in detail["fields"]:
-            console.print(_field_line(field), markup=False)
+            console.print(field_line(field), markup=False)
         if not detail["fields"]:
             console.print("  it has no fields", markup=False)
         if detail["expands_to"] is not None:
@@ -121,21 +131,10 @@ def show(
 
 def describe(entry: PluginEntry, manager: PluginManager) -> dict[str, Any]:
     """All that `show` prints of one plugin. Any: it goes to JSON as it is."""
-    fields = []
-    for name, info in entry.cls.Config.model_fields.items():
-        required = info.is_required()
-        default = None if required else info.get_default(call_default_factory=False)
-        annotation = inspect.formatannotation(info.annotation)
-        fields.append(
-            {
-                "name": name,
-                "type": annotation,
-                "required": required,
-                "default": None if default is PydanticUndefined else default,
-                "description": info.description or "",
-                "constraints": [str(item) for item in info.metadata],
-            }
-        )
+    from posttrain.core.config.presets import axes_of
+    from posttrain.pipelines.cli.describe import fields_of
+
+    fields = fields_of(entry.cls.Config)
     expands, axes = None, []
     if entry.kind == "algorithm" and not any(field["required"] for field in fields):
         preset: Any = entry.cls(entry.cls.Config())  # Any: `expand` is of its own contract
@@ -157,13 +156,6 @@ def _axis_text(axis: dict[str, Any]) -> str:
     return "\n".join([*lines, f"  {fields}"] if fields else lines) + "\n"
 
 
-def _field_line(field: dict[str, Any]) -> str:
-    value = "required" if field["required"] else f"default {field['default']!r}"
-    limits = f", {', '.join(field['constraints'])}" if field["constraints"] else ""
-    about = f": {field['description']}" if field["description"] else ""
-    return f"  {field['name']} ({field['type']}, {value}{limits}){about}"
-
-
 @app.command(
     "new",
     epilog="Examples:  posttrain plugins new reward brief --file · posttrain plugins new kl k9",
@@ -171,7 +163,12 @@ def _field_line(field: dict[str, Any]) -> str:
 @command()
 def new(
     context: CommandContext,
-    kind: Annotated[str, typer.Argument(help="Kind of the plugin, such as reward.")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="Kind of the plugin, such as reward.", autocompletion=complete.plugin_kinds
+        ),
+    ],
     name: Annotated[str, typer.Argument(help="Its name: lower-case letters, digits and _.")],
     out: Annotated[
         Path, typer.Option("--out", help="Folder to write to.", show_default="this folder")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -31,7 +32,11 @@ def replay(
     step: Annotated[int, typer.Option("--step", min=1, help="Optimizer step, from 1.")],
     stage: Annotated[
         str | None,
-        typer.Option("--stage", help="Stage of the run; needed where several could be meant."),
+        typer.Option(
+            "--stage",
+            help="Stage of the run; needed where several could be meant.",
+            autocompletion=complete.stages,
+        ),
     ] = None,
 ) -> Result:
     """Compute a past optimizer step again and compare it, tensor by tensor, with its record.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.pipelines.cli import complete
 from posttrain.pipelines.cli.common import CommandContext, Result
-from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -25,40 +25,26 @@ OutOption = Annotated[
 ]
 StageOption = Annotated[
     str | None,
-    typer.Option("--stage", help="Stage of the run; needed where several could be meant."),
+    typer.Option(
+        "--stage",
+        help="Stage of the run; needed where several could be meant.",
+        autocompletion=complete.stages,
+    ),
 ]
 
 
 def open_run(run: str, context: CommandContext) -> PastRun:
-    """The run whose id begins with `run`, its config resolved."""
-    from posttrain.core.store.run_record import find_run
+    """As of `past_run`, in the home and store of the command."""
+    from posttrain.pipelines.analysis import past_run
 
-    found = find_run(context.home, run)
-    resolved, manager = resolve_configs([found.config], None)
-    from posttrain.core.store.artifacts import ArtifactStore
-    from posttrain.pipelines.analysis.past_run import PastRun
-
-    return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
+    return past_run.open_run(run, context.home, context.store)
 
 
 def open_record(run: str, context: CommandContext) -> PastRun:
-    """The run whose id begins with `run`, as its complete config says, without its plugins.
+    """As of `past_run`, in the home and store of the command."""
+    from posttrain.pipelines.analysis import past_run
 
-    For commands that read what the run left and compute nothing with it.
-    """
-    from posttrain.core.config.dag import topological_order
-    from posttrain.core.config.loading import load_config
-    from posttrain.core.config.resolve import ResolvedRun
-    from posttrain.core.plugin_manager import PluginManager
-    from posttrain.core.store.artifacts import ArtifactStore
-    from posttrain.core.store.run_record import find_run
-    from posttrain.pipelines.analysis.past_run import PastRun
-
-    found = find_run(context.home, run)
-    loaded = load_config([found.config], [])
-    resolved = ResolvedRun(loaded.config, topological_order(loaded.config.stages), {}, loaded)
-    manager = PluginManager(load_entry_points=False)
-    return PastRun(found, resolved, manager, context.home, ArtifactStore(context.store))
+    return past_run.open_record(run, context.home, context.store)
 
 
 def give(context: CommandContext, report: Report, what: str, out: Path | None) -> Result:

@@ -50,9 +50,9 @@ def rescore(
     their order, which advantages change their sign, and which groups gain or lose their gradient.
     Writes nothing into the run.
     """
+    from posttrain.core.models.quiet import quiet_libraries
     from posttrain.pipelines.analysis.rescoring import parse_reward
     from posttrain.pipelines.analysis.rescoring import rescore as rescored
-    from posttrain.pipelines.run.assembly import quiet_libraries
 
     rewards = [parse_reward(text) for text in reward or ()]
     quiet_libraries()

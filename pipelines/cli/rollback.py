@@ -44,7 +44,7 @@ def rollback(
 
 
 def _roll_back(home: Path, name: str, alias: str, to: str | None, reason: str) -> RolledBack:
-    from posttrain.pipelines.run.rounds import tracking_uri
+    from posttrain.pipelines.run.model_reference import tracking_uri
 
     uri = tracking_uri(home)
     if uri is None:

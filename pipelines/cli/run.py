@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.core.errors import ConfigError
 from posttrain.core.store.approval import ApprovalNeeded
+from posttrain.pipelines.api.calls import given_answers, run_configs
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
     CommandContext,
@@ -20,9 +21,9 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 if TYPE_CHECKING:
+    from posttrain.core.runtime.reporter import Reporter
     from posttrain.core.store.approval import Answer, ApprovalRequest
     from posttrain.pipelines.run.gates import Ask
     from posttrain.pipelines.run.progress import PlainReporter, RichReporter
@@ -77,31 +78,31 @@ def run(
     from posttrain.pipelines.run.prefect_server import OwnServer
 
     server = OwnServer(context.home)  # first of all: it starts while everything else is loaded
-    resolved, manager = resolve_configs(configs, overrides)
     answers = given_answers(approve, reject, reason)
-    check_inputs(resolved, manager)
-    from posttrain.pipelines.run.execute import RunOptions, execute
-    from posttrain.pipelines.run.progress import make_reporter
-    from posttrain.pipelines.run.summary import print_summary, to_json
-
-    with make_reporter(json=context.as_json, plain=plain) as reporter:
-        options = RunOptions(
-            home=context.home,
-            store=context.store,
+    waiting: ApprovalNeeded | None = None
+    try:
+        result, _, _ = run_configs(
+            configs,
+            overrides,
+            context.home,
+            context.store,
+            lambda: shown(as_json=context.as_json, plain=plain),
+            server,
             fresh=fresh,
             no_cache=no_cache,
             answers=answers,
-            ask=terminal_ask(reporter, as_json=context.as_json),
-            server=server,
         )
-        waiting: ApprovalNeeded | None = None
-        try:
-            result = execute(resolved, manager, options, reporter)
-        except ApprovalNeeded as needed:
-            waiting = needed
+    except ApprovalNeeded as needed:
+        waiting = needed
     if waiting is not None:
         return _waiting(waiting, context, configs, overrides)
+    from posttrain.pipelines.run.summary import next_commands, print_summary, to_json
+
     print_summary(result, context.console())
+    if not context.as_json and result.status == "completed":
+        print("\nnext:")
+        for line in next_commands(result, context.options()):
+            print(f"  {line}")
     done = result.status in ("completed", "no_new_data")
     return Result(to_json(result), exit_code=0 if done else 1)
 
@@ -133,21 +134,13 @@ def _waiting(
     )
 
 
-def given_answers(
-    approve: Sequence[str] | None, reject: Sequence[str] | None, reason: str
-) -> dict[str, Answer]:
-    """Answers of `--approve` and `--reject`, by stage; raises `ConfigError` for both at once."""
-    from posttrain.core.store.approval import Answer, this_person
+@contextmanager
+def shown(*, as_json: bool, plain: bool) -> Iterator[tuple[Reporter, Ask | None]]:
+    """What shows the progress and asks at gates; imported once the config is known to be right."""
+    from posttrain.pipelines.run.progress import make_reporter
 
-    both = set(approve or ()) & set(reject or ())
-    if both:
-        raise ConfigError(f"--approve and --reject both name '{sorted(both)[0]}'; give one of them")
-    if reason and not approve and not reject:
-        raise ConfigError("--reason is the reason of an answer: add --approve STAGE")
-    who = this_person()
-    named = [(stage, True) for stage in approve or ()]
-    named += [(stage, False) for stage in reject or ()]
-    return {stage: Answer.now(approved, who, reason, "command line") for stage, approved in named}
+    with make_reporter(json=as_json, plain=plain) as reporter:
+        yield reporter, terminal_ask(reporter, as_json=as_json)
 
 
 def terminal_ask(reporter: PlainReporter | RichReporter, *, as_json: bool) -> Ask | None:

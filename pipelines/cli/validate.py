@@ -10,7 +10,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
-from posttrain.pipelines.run.checks import check_inputs, check_model, resolve_configs
+from posttrain.pipelines.run.checks import resolve_configs
 
 EPILOG = (
     "Examples:\n\n"
@@ -25,39 +25,18 @@ def validate(
 ) -> Result:
     """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
-    from posttrain.core.store.artifacts import check_free_disk
-    from posttrain.pipelines.run.rounds import find_base, with_model
+    from posttrain.pipelines.api.validated import validated
 
-    found = find_base(resolved.config.model, context.home)
-    local = with_model(resolved, found.section)
-    inputs = check_inputs(local, manager)
-    reserve = resolved.config.limits.min_free_gb
-    check_free_disk(context.home, 0, reserve, "a run")
-    from posttrain.pipelines.run.data_checks import check_texts  # it imports torch
-
-    texts = check_texts(local, manager, inputs.task, context.home / "models")
-    warnings = texts.warnings
-    notes = [*inputs.notes, *check_model(local, manager), *texts.notes]
-    config, console = resolved.config, context.console()
-    for split, problem in inputs.problems.items():
-        text = f"{split} problem: {problem.prompt!r} -> {problem.answer!r}"
-        console.print(text, markup=False)
-    for note in notes:
-        console.print(f"note: {note}", markup=False)
-    for warning in warnings:
-        console.print(f"warning: {warning}", markup=False)
-    console.print(
-        f"ok: {len(resolved.order)} stages ({', '.join(resolved.order)}), "
-        f"task '{config.task.name}', model {config.model.source}",
-        markup=False,
-    )
-    plugins = {name: [use._asdict() for use in u] for name, u in resolved.plugins.items()}
+    found = validated(resolved, manager, context.home, context.store)
+    console = context.console()
+    for line in found.lines():
+        console.print(line, markup=False)
     return Result(
         {
             "status": "ok",
-            "order": list(resolved.order),
-            "plugins": plugins,
-            "notes": notes,
-            "warnings": warnings,
+            "order": list(found.order),
+            "plugins": {name: [use._asdict() for use in u] for name, u in found.plugins.items()},
+            "notes": list(found.notes),
+            "warnings": list(found.warnings),
         }
     )

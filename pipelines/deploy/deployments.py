@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import multiprocessing
+import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.client.schemas.schedules import construct_schedule
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, TerminationSignal
+from prefect.runner import Runner
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
@@ -36,6 +41,8 @@ FLOWS: dict[str, Flow[..., Any]] = {
 
 
 DEAD_RUNS_EVERY_S = 60.0
+ENDS_ITSELF_S, STOPS_S = 10.0, 30.0
+"""How long a run may go on after its server was interrupted, and how long after SIGTERM."""
 TAGS = ["posttrain"]
 # A run that falls due while another one goes on is left out.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(
@@ -133,17 +140,45 @@ def serve(wanted: Wanted) -> None:
     flow = flow_named(wanted.flow)
     logging.getLogger("prefect.runner.process_manager").addFilter(_is_news)
     threading.Thread(target=_keep_ending_dead_runs, daemon=True, name="dead-runs").start()
-    flow.serve(
+    runner = _Runner(wanted.name, limit=1)
+    runner.add_flow(
+        flow,
         wanted.name,
         schedule=_schedule(wanted),
         parameters=_parameters(wanted),
         description=flow.description,
         tags=TAGS,
-        global_limit=ONE_AT_A_TIME,
-        limit=1,
-        print_starting_message=False,
+        concurrency_limit=ONE_AT_A_TIME,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
+    with contextlib.suppress(KeyboardInterrupt, TerminationSignal):
+        asyncio.run(runner.start())
+
+
+class _Runner(Runner):
+    """Prefect's, which ends its runs when it ends.
+
+    Prefect's own waits for the process of a run for as long as the run takes, hours perhaps, where
+    the interrupt did not reach that process too: one of `kill` or of a service manager does not.
+    """
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        runs = [psutil.Process(run.pid) for run in multiprocessing.active_children()]
+        # A thread, since Prefect waits for the processes in this call.
+        threading.Thread(target=_end, args=(runs,), daemon=True, name="end-runs").start()
+        await super().__aexit__(*exc_info)
+
+
+def _end(runs: Sequence[psutil.Process]) -> None:
+    """Leave processes time to end by themselves, as after Ctrl-C in a terminal; then end them."""
+    for seconds, number in ((ENDS_ITSELF_S, signal.SIGTERM), (STOPS_S, signal.SIGKILL)):
+        deadline = time.monotonic() + seconds
+        # No wait of psutil's: it would take the exit code that Prefect waits for.
+        while any(run.is_running() for run in runs) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for run in runs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                run.send_signal(number)
 
 
 def _keep_ending_dead_runs() -> None:

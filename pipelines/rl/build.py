@@ -30,7 +30,7 @@ from posttrain.core.contracts import (
     RolloutEngine,
 )
 from posttrain.core.data.lengths import LengthRule, fitting_worked
-from posttrain.core.data.row_task import check_worked, read_examples
+from posttrain.core.data.problem_sets import check_worked, read_examples
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.decoding import widest_window

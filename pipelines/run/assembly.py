@@ -1,9 +1,8 @@
-"""Libraries that would talk between our own lines."""
+"""Everything that a run needs, opened: base model, engine, store, records, MLflow's run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import sys
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from posttrain.core.config.differences import changes_yaml, differing_settings
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype, set_threads
+from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.models.source import BaseModel, obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.redaction import redact_logs, redacted
+from posttrain.core.redaction import redacted
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.plugin_files import copy_files, load_file, places
 from posttrain.core.runtime.reporter import Reporter
@@ -40,17 +39,6 @@ from posttrain.pipelines.stage.engines import EnginePool
 
 PLUGINS = "plugins"
 """Folder of a run's record, and of its artifacts, with the files of plugins in no package."""
-
-
-def quiet_libraries() -> None:
-    """Our own progress display is the only one: libraries' bars and notices would break it up."""
-    disable_progress_bars()
-    redact_logs()
-    # Prefect's sender of logs writes to stderr itself when its server cannot store them (a full
-    # disk), after the run's own last line. Python advises the switch for what users run.
-    logging.raiseExceptions = False
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def assemble(

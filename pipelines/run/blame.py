@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.differences import Setting, differing_settings
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
+from posttrain.core.config.sections import RunName
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, RunError, nearest
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.ancestry import Ancestor, Family, Made
 from posttrain.core.store.run_record import RunRecord, find_run
-from posttrain.pipelines.run.rounds import tracking_uri
+from posttrain.pipelines.run.model_reference import find_model, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -69,7 +70,7 @@ class Blame:
     """Walks back from a model of this home. Reads only."""
 
     def __init__(self, home: Path, store: Path) -> None:
-        self.home, self.family = home, Family(store)
+        self.home, self.store, self.family = home, store, Family(store)
         self.uri = tracking_uri(home)
         if not self.family.stages:
             raise ResourceError(
@@ -83,7 +84,8 @@ class Blame:
         """The model, then what it comes from, each before its own past.
 
         `model` is a registered one (`name`, `name@alias`, `name/3`), a folder, MLflow's id of a
-        model or the id of a run, or the start of it. Raises `ConfigError` where it is none.
+        model, the id of a run, or the start of it, or one of its stages (`RUN/STAGE`). Raises
+        `ConfigError` where it is none.
         """
         past = self.family.past_of(self._digest(model))
         return list(self._walk(past, 0))
@@ -99,6 +101,9 @@ class Blame:
                     "was made in"
                 )
             return found[1]
+        named = _named_run(model)
+        if named is not None and (named.explicit or named.stage):
+            return find_model(model, self.home, self.store).digest
         by_id = self.family.by_model_id(model)
         if by_id is not None:
             return by_id
@@ -276,6 +281,13 @@ class Blame:
         experiments = [e.experiment_id for e in client.search_experiments()]
         found = client.search_runs(experiments, "tags.`posttrain.base_digest` != ''")
         return list(found)
+
+
+def _named_run(model: str) -> RunName | None:
+    try:
+        return RunName.parse(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _decides(place: str, made: Made) -> bool:

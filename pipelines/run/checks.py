@@ -6,23 +6,29 @@ Nothing here writes, and importing it loads nothing heavy.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.config.base import NO_TASK
 from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
-    from posttrain.core.contracts import Task
+    from posttrain.core.contracts import Plugin, Task
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.core.types import Problem, Split
 
 
+HOME_VARIABLE = "POSTTRAIN_HOME"
 STORE_VARIABLE = "POSTTRAIN_STORE"
+DEFAULT_HOME = Path(".posttrain")
 SPLITS: tuple[Split, Split] = ("train", "held_out")
+
+
+def default_home() -> Path:
+    """The home that the environment names, or the one in this folder."""
+    return Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
 
 
 def shared_store() -> Path | None:
@@ -38,17 +44,24 @@ def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
 
 
 def resolve_configs(
-    configs: Sequence[Path], overrides: Sequence[str] | None
+    configs: Sequence[Path | Mapping[str, object]],
+    overrides: Sequence[str] | None,
+    plugins: Sequence[type[Plugin[Any]]] = (),
 ) -> tuple[ResolvedRun, PluginManager]:
-    """Load and resolve; YAML mistakes show before the slow import of the plugins."""
+    """Load and resolve; YAML mistakes show before the slow import of the plugins.
+
+    `plugins` are offered in addition to those that are installed.
+    """
     from posttrain.core.config.loading import load_config
     from posttrain.core.config.resolve import resolve
 
     loaded = load_config(configs, overrides or [])
-    from posttrain.core.data.preference_files import check_files
+    from posttrain.core.data.preference_checks import check_files
     from posttrain.core.plugin_manager import PluginManager
 
     manager = PluginManager()
+    for plugin in plugins:
+        manager.add(plugin)
     resolved = resolve(loaded, manager)
     notes = (*resolved.notes, *check_files(resolved, manager))
     return replace(resolved, notes=notes), manager
@@ -70,6 +83,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     Raises `ResourceError` for a model directory without weights, an engine that cannot run here or
     a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
+    from posttrain.core.config.base import NO_TASK
     from posttrain.core.contracts import RolloutEngine, Task
     from posttrain.core.models.device import ModelRuntime
     from posttrain.core.models.source import check_source, unchecked
@@ -159,7 +173,7 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.config.stages import PreferenceDataStage, SftStage
     from posttrain.core.data.formats import examples
-    from posttrain.core.data.row_task import check_worked, read_examples
+    from posttrain.core.data.problem_sets import check_worked, read_examples
     from posttrain.core.data.rows import data_rows
     from posttrain.core.rewards.judge import api_key
 

@@ -27,7 +27,7 @@ from posttrain.core.contracts.preference_rows import Kind
 from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_worked
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.preference_files import read_preference_rows
-from posttrain.core.data.row_task import (
+from posttrain.core.data.problem_sets import (
     check_worked,
     held_out_problems,
     read_examples,
@@ -40,8 +40,7 @@ from posttrain.core.models.source import known_folder, unchecked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.types import Problem
-from posttrain.pipelines.stage.episodes import build_episodes
-from posttrain.pipelines.stage.inputs import load_tokenizer
+from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
 
 MOST = 10_000
 """Rows that are looked at for one stage."""

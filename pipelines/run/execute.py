@@ -43,7 +43,8 @@ class RunOptions:
 
     `answers` are given to gates beforehand, by stage or for all; `ask` asks a person at a gate that
     has none. Without it such a gate ends the run. `server` is the run's own Prefect server if it
-    was started already.
+    was started already. `stop` is set by whoever wants the run to end at the next safe point;
+    `owns_process` says that a second signal may end the process.
     """
 
     home: Path
@@ -53,6 +54,8 @@ class RunOptions:
     answers: Mapping[str, Answer] = field(default_factory=dict)
     ask: Ask | None = None
     server: OwnServer | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    owns_process: bool = True
 
 
 def execute(
@@ -72,7 +75,7 @@ def execute(
         check_free_disk(folder, 0.0, resolved.config.limits.min_free_gb, "a run")
         make_folder(folder)
     check_answers(resolved, options.answers)
-    begun = begin(resolved, manager, options.home, fresh=options.fresh)
+    begun = begin(resolved, manager, options.home, store=options.store, fresh=options.fresh)
     try:
         if begun.nothing_new:
             reporter.say(begun.nothing_new)
@@ -112,6 +115,8 @@ def _execute(
         store_root=options.store,
     )
     pipeline.deployed = inside_a_flow_run()
+    pipeline.stop_requested = options.stop
+    pipeline.watchdog.owns_process = options.owns_process
     log = FileReporter(options.home / "runs" / pipeline.tracker.run_id / "log.txt")
     pipeline.reporter = Reporters([reporter, log])
     take_up(pipeline, begun)
@@ -120,7 +125,7 @@ def _execute(
         if server is not None:
             server.wait()
         with sparing_what_is_loaded(), pipeline.watchdog:
-            _run_flow(pipeline)
+            _run_flow(pipeline, owns_process=options.owns_process)
         status = settle(pipeline, begun)
     except KeyboardInterrupt:
         status = "KILLED"
@@ -148,7 +153,7 @@ def _show_links(pipeline: Pipeline, reporter: Reporter) -> None:
         reporter.say(how)
 
 
-def _run_flow(pipeline: Pipeline) -> None:
+def _run_flow(pipeline: Pipeline, *, owns_process: bool) -> None:
     """Run the Prefect flow in this thread; SIGINT and SIGTERM both end in `KeyboardInterrupt`."""
     from prefect.exceptions import CancelledRun, TerminationSignal
 
@@ -157,7 +162,7 @@ def _run_flow(pipeline: Pipeline) -> None:
 
     flow, body = flow_for(pipeline.config.limits.max_parallel_stages), Body()
     shown = redacted_tree(pipeline.config.model_dump(mode="json"))
-    with stop_on_signals(pipeline):
+    with stop_on_signals(pipeline, owns_process=owns_process):
         try:
             arguments = (pipeline.title, shown, Live(pipeline), Live(body))
             call_flow(flow, body, *arguments, optional=False)
@@ -175,8 +180,11 @@ def _run_flow(pipeline: Pipeline) -> None:
 
 
 @contextmanager
-def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
-    """On SIGINT or SIGTERM tell stage threads to stop, and interrupt this (the main) thread."""
+def stop_on_signals(pipeline: Pipeline, *, owns_process: bool) -> Iterator[None]:
+    """On SIGINT or SIGTERM tell stage threads to stop, and interrupt this (the main) thread.
+
+    A second one ends the process if it is the run's own, and else interrupts again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -185,7 +193,7 @@ def stop_on_signals(pipeline: Pipeline) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         # A terminal and a wrapper may both pass on one Ctrl-C.
-        if first and time.monotonic() - first[0] > SAME_STOP_S:
+        if owns_process and first and time.monotonic() - first[0] > SAME_STOP_S:
             print("stopped at once; the same command continues", file=sys.stderr, flush=True)
             os._exit(130)
         first.append(time.monotonic())

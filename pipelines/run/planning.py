@@ -20,7 +20,7 @@ from posttrain.core.redaction import address, redacted_tree
 from posttrain.core.store.approval import Answer, read_answer
 from posttrain.core.store.artifacts import NEVER, Artifact, ArtifactStore, StageResult
 from posttrain.core.store.identity import Reason, explain, identity_of, outside_digests, stage_parts
-from posttrain.pipelines.run.rounds import tracking_uri
+from posttrain.pipelines.run.model_reference import tracking_uri
 from posttrain.pipelines.stage.engines import choose_engine
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
 

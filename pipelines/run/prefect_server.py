@@ -12,9 +12,13 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.run.prefect_env import prefect_settings
+
+if TYPE_CHECKING:
+    import prefect.context
 
 STOP_SECONDS = 5.0
 FLUSH_INTERVAL = "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL"
@@ -32,6 +36,7 @@ class OwnServer:
 
     def __init__(self, home: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._before: prefect.context.SettingsContext | None = None
         if os.environ.get("PREFECT_API_URL"):
             return
         environment = {
@@ -99,6 +104,7 @@ class OwnServer:
                 "PREFECT_API_URL to a server that runs"
             )
         # For all threads; the environment stays free of an address that ends with this process.
+        self._before = prefect.context.GLOBAL_SETTINGS_CONTEXT
         prefect.context.GLOBAL_SETTINGS_CONTEXT = prefect.context.SettingsContext(
             profile=prefect.context.get_settings_context().profile,
             settings=get_current_settings().copy_with_update(
@@ -122,6 +128,21 @@ class OwnServer:
             from posttrain.pipelines.run.flow_records import wait_for_the_end
 
             wait_for_the_end(flow_run_id)
+
+    def leave(self) -> None:
+        """End it where the process goes on: its next run has a server of its own.
+
+        Prefect's clients in this process send what they still have, and forget the address.
+        """
+        if self in _running:
+            import prefect.context
+            from prefect.events.worker import EventsWorker
+
+            EventsWorker.drain_all(timeout=STOP_SECONDS, at_exit=False)
+            prefect.context.GLOBAL_SETTINGS_CONTEXT = self._before  # type: ignore[assignment]
+            _running.remove(self)
+        self.stop()
+        atexit.unregister(self.stop)
 
     def stop(self) -> None:
         """End it as SIGTERM does, and wait; may be called twice."""

@@ -82,10 +82,14 @@ class Stalled(RunError):
 
 
 class Watchdog:
-    """Watches one run from a thread of its own, between `with` and its end."""
+    """Watches one run from a thread of its own, between `with` and its end.
+
+    Where the process is not the run's own (`owns_process`) it is never ended.
+    """
 
     def __init__(self, limit_s: float, folder: Path, grace_s: float = GRACE_S) -> None:
         self.limit_s, self.folder, self.grace_s = limit_s, folder, grace_s
+        self.owns_process = True
         self._last = time.monotonic()
         self._resting = 0
         self._over = threading.Event()
@@ -139,6 +143,6 @@ class Watchdog:
             "same command continues the run"
         )
         signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-        if not self._over.wait(self.grace_s):
+        if self.owns_process and not self._over.wait(self.grace_s):
             print(f"error: {self._message}", file=sys.stderr, flush=True)
             os._exit(1)

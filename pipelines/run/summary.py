@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.analysis.report import Table, show_table, table, table_markdown
+from posttrain.core.errors import PosttrainError
 from posttrain.core.redaction import address, redacted
 from posttrain.core.store.artifacts import RunResult, StageResult
+from posttrain.core.store.run_record import find_run
 from posttrain.pipelines.run.progress import describe, duration
 
 if TYPE_CHECKING:
@@ -174,6 +178,38 @@ def print_summary(result: RunResult, console: Console) -> None:
     lines.append(f"{ended}; {how}" if how else ended)
     for line in lines:  # never wrapped, so that paths and links can be copied
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def next_commands(result: RunResult, options: Sequence[str]) -> list[str]:
+    """Three commands to go on with: talk to the last model, export it, look at the run.
+
+    `options` are those with which a command finds the run. Empty for a run that made no model.
+    """
+    made = [i for stage in result.stages.values() for i in stage.artifacts if i.kind == "model"]
+    if not made:
+        return []
+    run, given = result.run_id[:12], shlex.join(options)
+    other = _other_run(result)
+    look = f"posttrain compare {other} {run}" if other else "posttrain ui"
+    found = [f"posttrain chat {run}", f"posttrain export {run} ./{made[-1].stage}-model", look]
+    return [f"{command} {given}".strip() for command in found]
+
+
+def _other_run(result: RunResult) -> str:
+    """The run before this one with the same name and stages, to compare it with."""
+    here = find_run(result.home, result.run_id)
+    runs = [p.parent.name for p in (result.home / "runs").glob("*/run.json")]
+    others = []
+    for run in runs:
+        with contextlib.suppress(PosttrainError):  # of a record that cannot be read
+            others.append(find_run(result.home, run))
+    alike = [
+        other
+        for other in others
+        if (other.name, other.stages.keys()) == (here.name, here.stages.keys())
+        and other.stages != here.stages
+    ]
+    return max(alike, key=lambda run: run.began).run_id[:12] if alike else ""
 
 
 def summary_markdown(result: RunResult) -> str:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-import httpx
 from pydantic import BaseModel, ConfigDict
 
 from posttrain.core.errors import ResourceError
@@ -123,6 +122,8 @@ def check_port(port: int, option: str, name: str) -> None:
 
 def answers(url: str) -> bool:
     """Whether a GET of `url` ends in status 200."""
+    import httpx  # it takes a tenth of a second
+
     try:
         # Proxies of the environment must not see requests to this machine.
         return httpx.get(url, timeout=5, trust_env=False).status_code == HTTPStatus.OK

@@ -15,8 +15,8 @@ from posttrain.core.analysis.evidence import EvidenceKeeper
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
+from posttrain.core.data.problem_sets import held_out_problems, problems_digest, read_problems
 from posttrain.core.data.problems import problem_to_json
-from posttrain.core.data.row_task import held_out_problems, problems_digest, read_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation.accuracy import Evaluation

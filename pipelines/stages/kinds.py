@@ -7,7 +7,7 @@ computed: a run that reuses every stage does not wait for transformers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RegisterStage, TransformStage
 from posttrain.core.config.stages import (
     ApproveStage,
+    BenchmarkStage,
     EvaluateStage,
     NewDataStage,
     PreferenceStage,
@@ -22,7 +23,8 @@ from posttrain.core.config.stages import (
     RewardModelStage,
     SftStage,
 )
-from posttrain.core.contracts import Stage, StageConfigT, StageOutput, StageRun
+from posttrain.core.config.suites import parse_suite
+from posttrain.core.contracts import Stage, StageConfigT, StageOutput, StageRun, StageSetting
 from posttrain.core.hooks import hookimpl
 
 _IMPORTING = threading.Lock()  # stages of two branches start in two threads
@@ -42,6 +44,24 @@ class Evaluate(BuiltIn[EvaluateStage]):
     """Measures a model: greedy and sampled accuracy on held-out problems, with 95 % intervals."""
 
     name, Config = "evaluate", EvaluateStage
+
+
+class Benchmark(BuiltIn[BenchmarkStage]):
+    """Measures a model by benchmark suites of lm-eval or inspect-ai, with 95 % intervals."""
+
+    name, Config = "benchmark", BenchmarkStage
+
+    def check(self, setting: StageSetting) -> Iterable[str]:
+        """Raises `ResourceError` where a package or a file of the suites is missing."""
+        from posttrain.core.evaluation.suites import require_suites
+
+        require_suites([parse_suite(text) for text in self.config.suites])
+        return ()
+
+    def describe(self) -> str:
+        limit = self.config.limit
+        samples = "all samples" if limit is None else f"{limit} samples at most"
+        return f"{', '.join(self.config.suites)}; {samples} of each task"
 
 
 class Sft(BuiltIn[SftStage]):
@@ -102,6 +122,7 @@ class Promote(BuiltIn[PromoteStage]):
 def posttrain_register() -> list[type[Stage[Any]]]:
     return [
         Evaluate,
+        Benchmark,
         Sft,
         RewardModel,
         Preference,

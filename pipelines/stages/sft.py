@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.core.config.stages import SftStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.data.lengths import LengthRule, fitting_worked
-from posttrain.core.data.row_task import check_worked, read_problems, repeat_problems
+from posttrain.core.data.problem_sets import check_worked, read_problems, repeat_problems
 from posttrain.core.data.sft_rows import (
     BatchSize,
     EncodedRow,

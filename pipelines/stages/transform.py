@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.core.config.schema import TransformStage
 from posttrain.core.contracts import RolloutEngine, StageOutput
-from posttrain.core.data.row_task import training_problems
+from posttrain.core.data.problem_sets import training_problems
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.transformation import (
     REASONS,

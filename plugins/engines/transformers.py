@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
+from posttrain.core.contracts import DrawnToken, EngineSetup, PluginConfig, RolloutEngine
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.decoding import (
     DecodingMemory,
@@ -256,6 +256,7 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         stop = torch.tensor(setup.stop_token_ids, dtype=torch.int64, device=device)
         limit = torch.tensor(limits, device=device)
         texts = self._stop_strings(params)
+        names = [(prompt, own) for prompt in chunk.prompts for own in chunk.generations]
         # [N, T], made from the seeds alone: a response is the same however it is batched.
         draws = np.stack([np.random.default_rng(seed).random(width) for seed in seeds])
         uniforms = torch.from_numpy(draws).to(device)
@@ -277,6 +278,11 @@ class TransformersEngine(RolloutEngine[TransformersEngineConfig]):
         for step in range(width):
             ids, drawn = draw_tokens(of_rows(logits, rows), uniforms[going, step], params)
             tokens[going, step], logprobs[going, step] = ids, drawn
+            if self.on_tokens is not None:
+                drawn_now = zip(going.tolist(), ids.tolist(), strict=True)
+                self.on_tokens(
+                    [DrawnToken(names[n][0], names[n][1], token) for n, token in drawn_now]
+                )
             if params.entropy:
                 entropies[going, step] = row_entropies(logits)[rows]
             stopped = torch.isin(ids, stop)

@@ -5,36 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from posttrain.core.config.base import Component
 from posttrain.core.contracts import (
     Environment,
     Observation,
     Opening,
-    PluginConfig,
     Tool,
     ToolResult,
     Turn,
 )
+from posttrain.core.rollout.tool_use import ToolUseConfig, answer_of
 from posttrain.core.types import Message, Problem, ToolCall
 
 
-class ToolCallsConfig(PluginConfig):
+class ToolCallsConfig(ToolUseConfig):
     """Settings of `tool_calls`."""
-
-    tools: tuple[Component, ...] = Field(
-        default=(Component(name="calculator"),),
-        min_length=1,
-        description="tools by name, each with its own fields",
-    )
-    max_calls: int = Field(
-        default=8,
-        ge=1,
-        le=100_000,
-        description="calls of an episode, at most; further calls get an error and count as failed",
-    )
-    max_result_chars: int = Field(default=2000, ge=1, description="characters of a result, at most")
 
     @model_validator(mode="after")
     def _names_differ(self) -> ToolCallsConfig:
@@ -96,12 +82,9 @@ class ToolCallsEnvironment(Environment[ToolCallsConfig]):
 
     def _result(self, made: int, call: ToolCall) -> ToolResult:
         if made >= self.config.max_calls:
-            return ToolResult(f"error: no call is left of {self.config.max_calls}", failed=True)
+            return self.config.none_left()
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools)
             return ToolResult(f"error: no such tool; the tools are {known}", failed=True)
-        try:
-            return tool.call_json(call.arguments)
-        except Exception as error:  # a tool may raise anything; the model reads its error
-            return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)
+        return answer_of(tool.call_json, call.arguments)

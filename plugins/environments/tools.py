@@ -7,27 +7,21 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.core.config.base import Component
 from posttrain.core.contracts import (
     Environment,
     Observation,
     Opening,
-    PluginConfig,
     Tool,
     ToolResult,
     Turn,
 )
+from posttrain.core.rollout.tool_use import MaxCalls, ToolUseConfig, answer_of
 from posttrain.core.types import Problem
 
 
-class ToolsConfig(PluginConfig):
+class ToolsConfig(ToolUseConfig):
     """Settings of `tools`."""
 
-    tools: tuple[Component, ...] = Field(
-        default=(Component(name="calculator"),),
-        min_length=1,
-        description="tools by name, each with its own fields",
-    )
     tags: dict[str, str] = Field(
         default={}, description="tool -> its tag; those that are not named have their own name's"
     )
@@ -38,13 +32,7 @@ class ToolsConfig(PluginConfig):
     result: str = Field(
         default="<result>{result}</result>", description="how a result is shown to the model"
     )
-    max_calls: int = Field(
-        default=3,
-        ge=1,
-        le=100_000,
-        description="calls of an episode, at most; further calls get an error and count as failed",
-    )
-    max_result_chars: int = Field(default=2000, ge=1, description="characters of a result, at most")
+    max_calls: MaxCalls = 3
     instructions: str | None = Field(
         default=None,
         description="instructions to the model; {calls} is the list of tools. null = a short text",
@@ -129,7 +117,7 @@ class ToolsEnvironment(Environment[ToolsConfig]):
 
     def _result(self, calls: int, text: str) -> ToolResult:
         if calls >= self.config.max_calls:
-            return ToolResult(f"error: no call is left of {self.config.max_calls}", failed=True)
+            return self.config.none_left()
         closes = {tag: text.find(self._written(self.config.call_close, tag)) for tag in self._tools}
         end = min((at for at in closes.values() if at >= 0), default=len(text))
         opened = [
@@ -141,10 +129,7 @@ class ToolsEnvironment(Environment[ToolsConfig]):
             known = ", ".join(map(self._call, self._tools))
             return ToolResult(f"error: no tool was called; calls are {known}", failed=True)
         start, tag = max(opened)
-        try:
-            return self._tools[tag].call(text[start:end] if self.config.call_open else text[:end])
-        except Exception as error:  # a tool may raise anything; the model reads its error
-            return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)
+        return answer_of(self._tools[tag].call, text[start if self.config.call_open else 0 : end])
 
     def _call(self, tag: str) -> str:
         parts = (self.config.call_open, "...", self.config.call_close)

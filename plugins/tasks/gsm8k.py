@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.contracts.preference_rows import PreferenceRow
 from posttrain.core.data.preference import marked_pairs
-from posttrain.core.data.row_task import problems_digest
+from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.data.tables import HubSource, hub_rows, parquet_rows, resolve_revision
 from posttrain.core.errors import DataError
 from posttrain.core.math.answers import final_number, is_number, only_number_after, same_number

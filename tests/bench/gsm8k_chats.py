@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +22,7 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
 from tests.helpers.pipeline import Finished, run_command, write_config  # noqa: E402
+from tests.helpers.trl_side import Question, ask_trl  # noqa: E402
 
 CHATS, FIRST = 200, 8
 # What SmolLM2's template writes, with the assistant's turns marked for TRL.
@@ -74,51 +73,11 @@ def history(done: Finished, metric: str) -> list[tuple[int, float]]:
 
 
 def trl_loss(rows: list[dict[str, Any]], model: Path, site: Path, folder: Path) -> float:
-    """TRL's loss on the rows, from a process that has TRL."""
-    given = folder / "first.json"
-    given.write_text(json.dumps({"rows": rows, "model": str(model), "template": MARKED}))
-    paths = [str(site.resolve()), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, __file__, "--trl-side", str(given)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
-    if done.returncode:
-        raise SystemExit(f"TRL's side failed:\n{done.stderr[-3000:]}")
-    return float(done.stdout.split()[-1])
-
-
-def trl_side(given: Path) -> None:
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
-
-    values = json.loads(given.read_text())
-    tokenizer = AutoTokenizer.from_pretrained(values["model"])
-    chat = values["rows"][0]["messages"]
-    before = tokenizer.apply_chat_template(chat, tokenize=False)
-    tokenizer.chat_template = values["template"]
-    if tokenizer.apply_chat_template(chat, tokenize=False) != before:
-        raise SystemExit("the marked template writes something else than the model's own")
-    with tempfile.TemporaryDirectory() as out:
-        trainer = SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(values["model"], dtype=torch.float32),
-            args=SFTConfig(
-                output_dir=out,
-                assistant_only_loss=True,
-                max_length=None,
-                report_to=[],
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-            ),
-            train_dataset=Dataset.from_list(values["rows"]),
-            processing_class=tokenizer,
-        )
-    with torch.no_grad():
-        print(float(trainer.model(**trainer.data_collator(list(trainer.train_dataset))).loss))
+    """TRL's loss on the rows."""
+    (found,) = ask_trl(model, site, [Question("sft_assistant", rows, MARKED)], folder)
+    if found.loss is None:
+        raise SystemExit(f"TRL refused a row: {found.rows}")
+    return found.loss
 
 
 def main() -> None:
@@ -127,11 +86,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--home", type=Path, default=Path(".posttrain"))
     parser.add_argument("--trl", type=Path, help="folder that TRL is installed in")
-    parser.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.trl_side:
-        trl_side(options.trl_side)
-        return
     lines = options.rows.read_text("utf-8").splitlines()
     chats = [chat_of(json.loads(line)) for line in lines[:CHATS]]
     optimizer = {"learning_rate": 2.0e-5}

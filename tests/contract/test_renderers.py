@@ -10,6 +10,7 @@ import pytest
 
 from posttrain.core.contracts import CONTRACTS, Renderer
 from posttrain.core.data.messages import message_to_json
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.turns import FAMILIES as KNOWN
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.kit.checks import Check, Subject, checks_of
@@ -24,9 +25,9 @@ from posttrain.core.kit.renderers import (
     turn_of,
     without_ids,
 )
-from posttrain.core.types import Message, ToolCall
+from posttrain.core.types import Message
 from tests.helpers.plugins import MANAGER
-from tests.helpers.renderers import FAMILIES, tokenizer_of
+from tests.helpers.renderers import CHATS, FAMILIES, WITH_CALLS, said, tokenizer_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -59,36 +60,6 @@ def test_every_renderer_has_a_family_here() -> None:
 
 
 # --- the family's own template ------------------------------------------------------------------
-
-SECOND = ToolCall("add", {"a": 2}, "123456789")
-
-
-def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", content, calls, reasoning=reasoning)
-
-
-CHATS: dict[str, list[Message]] = {
-    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
-    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
-    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
-    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
-    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
-    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
-    "call": [
-        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
-        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "content and call": [
-        *(Message("user", "1 + 1?"), said("I add.", CALL)),
-        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
-    ],
-    "two calls": [
-        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
-        Message("tool", "(2)", tool_call_id=CALL.id),
-        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
-    ],
-}
-WITH_CALLS = {"call", "content and call", "two calls"}
 
 # Where the own template cannot be followed, and why.
 REMOVES_REASONING = "the template leaves reasoning out"
@@ -284,3 +255,18 @@ def test_a_late_system_message_is_written_or_refused(family: str) -> None:
 def test_a_system_message_without_a_place_is_refused() -> None:
     with pytest.raises(DataError, match="first message is of role assistant"):
         renderer_of("gemma").render([Message("system", "S"), said("Hi")])
+
+
+@pytest.mark.parametrize("name", ["glm4", "chat_template"])
+def test_glm_goes_on_after_whatever_token_ended_the_turn(name: str) -> None:
+    tokenizer = tokenizer_of("glm4")
+    names = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    user, observation, text_end = (tokenizer.convert_tokens_to_ids(each) for each in names)
+    renderer: Renderer[Any] = MANAGER.build(CONTRACTS["renderer"], name, {})
+    chat = ChatTokenizer(tokenizer, None, (user, observation, text_end), renderer)
+    for message, begins in ((Message("user", "Q"), user), (Message("tool", "2"), observation)):
+        closed = chat.extend([message], TOOLS, ended=False)
+        assert closed[0] == begins and begins not in closed[1:]
+        for last in (user, observation, text_end):
+            want = closed[1:] if last == begins else closed
+            assert chat.extend([message], TOOLS, ended=True, last=last) == want

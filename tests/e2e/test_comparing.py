@@ -19,6 +19,8 @@ from posttrain.pipelines.cli.main import app
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 Json = dict[str, Any]
 STEPS = 3
 

@@ -17,6 +17,8 @@ from posttrain.core.data.tokens import ChatTokenizer
 from tests.helpers.pipeline import run_command, write_config
 from tests.helpers.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
     "{% endif %}{{ '<|im_start|>' + m['content'] + '<|turn|>\n' }}{% endfor %}"

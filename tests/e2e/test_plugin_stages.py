@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sqlite3
 import subprocess
@@ -123,33 +122,23 @@ def test_mlflow_and_prefect_have_it(lab: Lab) -> None:
 
 
 def test_it_is_reused_until_its_source_changes(lab: Lab) -> None:
-    planned = lab.command("plan", lab.config, "--no-calibration")
-    rows = {row["stage"]: row for row in planned.result["stages"]}
-    assert all(row["cached"] for row in rows.values()), planned.text
-    assert (
-        rows["even"]["arithmetic"] == "looks at 24 problems" and rows["even"]["makes"] == "dataset"
-    )
     again = lab.command("run", lab.config)
     assert {stage["status"] for stage in again.result["stages"].values()} == {"cached"}, again.text
     code = lab.site / "posttrain_lab" / "plugins.py"
     before = code.read_text()
     try:
         code.write_text(before + "\n# edited\n")
-        edited = lab.command("plan", lab.config, "--no-calibration")
+        edited = lab.command("plan", lab.config, "--device", "cpu")
     finally:
         code.write_text(before)
     rows = {row["stage"]: row for row in edited.result["stages"]}
     assert "source of stage plugin keep_even changed" in rows["even"]["reason"]
     assert "source of optimizer plugin lion changed" in rows["sft"]["reason"]
     assert not rows["merged"]["cached"]
-
-
-def test_an_estimate_is_the_plugin_s_own_or_none(lab: Lab) -> None:
-    sets = ["--set", "seed=1"]
-    planned = lab.command("plan", lab.config, "--device", "cpu", *sets)
-    rows = {row["stage"]: row for row in planned.result["stages"]}
-    assert rows["merged"]["disk_gb"] >= 0 and "seconds" not in rows["even"]
-    assert "Not estimated, and not in the totals: even." in planned.text
+    assert rows["even"]["arithmetic"] == "looks at 24 problems"
+    assert (rows["even"]["kind"], rows["even"]["makes"]) == ("keep_even", "dataset")
+    assert rows["merged"]["disk_gb"] > 0 and "seconds" not in rows["even"]
+    assert "Not estimated, and not in the totals: even." in edited.text
 
 
 def test_its_optimizer_goes_on_bit_for_bit_after_a_kill(lab: Lab) -> None:
@@ -173,29 +162,3 @@ def test_its_command_is_one_of_ours(lab: Lab) -> None:
 
     assert "lab-note" in posttrain("--help")
     assert posttrain("lab-note", "hello") == "lab: hello\n"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"even": {"kind": "keep_evn"}}, "no stage is of kind 'keep_evn'; .*'keep_even'"),
-        ({"even": {"kind": "keep_even", "cuont": 3}}, "yaml:.*field of stages.even.*'count'"),
-        ({"even": {"kind": "keep_even", "count": 2000}}, "stages.even.count: at most 1000"),
-        ({"merged": {"kind": "merge", "inputs": {"model": "sft"}}}, "'merge' reads 'other'"),
-        ({"sft": {"kind": "sft", "optimizer": {"name": "lyon"}}}, "no optimizer named 'lyon'"),
-        (
-            {"sft": {"kind": "sft", "optimizer": {"name": "lion", "moments": "8bit"}}},
-            "unknown field of optimizer 'lion'",
-        ),
-    ],
-)
-def test_a_mistake_in_its_fields_is_one_sentence(
-    lab: Lab, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    config = lab_config(lab.folder / "model")
-    for name, fields in change.items():
-        config["stages"][name] = {"inputs": config["stages"][name].get("inputs", {})} | fields
-    path = write_config(tmp_path / "run.yaml", config)
-    done = lab.command("validate", str(path))
-    assert done.code == 2, done.text
-    assert re.search(message, done.text), done.text

@@ -24,6 +24,8 @@ from tests.helpers.pipeline import (
 )
 from tests.helpers.tiny import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 WEIGHT = "policy/model.layers.0.self_attn.k_proj.weight"
 
 

@@ -18,6 +18,8 @@ from posttrain.core.contracts import NoConfig, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Score
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 class Brittle(Reward[NoConfig]):
     """R = 0.5, on three of four first tokens; harm on the others, by the second one."""
 

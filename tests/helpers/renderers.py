@@ -11,6 +11,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.core.kit.renderers import CALL
+from posttrain.core.types import Message, ToolCall
+
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
 
 # Pre-tokenization of GPT-4's successors (Llama 3, Qwen, GLM, DeepSeek), where punctuation takes the
@@ -163,3 +166,34 @@ def _trained(split: str) -> str:
     held = json.loads(tokenizer.to_str())
     held["added_tokens"] = []  # bytes are pieces of the vocabulary, not special tokens
     return json.dumps(held)
+
+
+SECOND = ToolCall("add", {"a": 2}, "123456789")
+
+
+def said(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message("assistant", content, calls, reasoning=reasoning)
+
+
+CHATS: dict[str, list[Message]] = {
+    "single": [Message("user", "What is 2 + 2?"), said("It is 4.")],
+    "system": [Message("system", "Be brief."), Message("user", "Hi\nthere)"), said("Yo!\n\n- a")],
+    "several": [Message("user", "Hi"), said("Yo"), Message("user", "More?"), said("No.")],
+    "unicode": [Message("user", "ünï ☃ 日本"), said("数学 🙂")],
+    "blanks": [Message("user", "  x \n\n y\t"), said("a  b")],
+    "reasoning": [Message("user", "1 + 1?"), said("2", reasoning="Easy.")],
+    "call": [
+        *(Message("system", "Be brief."), Message("user", "1 + 1?"), said("", CALL)),
+        *(Message("tool", "2", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "content and call": [
+        *(Message("user", "1 + 1?"), said("I add.", CALL)),
+        *(Message("tool", "two)", tool_call_id=CALL.id), said("It is 2.")),
+    ],
+    "two calls": [
+        *(Message("user", "1 + 1?"), said("", CALL, SECOND)),
+        Message("tool", "(2)", tool_call_id=CALL.id),
+        *(Message("tool", "3", tool_call_id=SECOND.id), said("It is 2.")),
+    ],
+}
+WITH_CALLS = {"call", "content and call", "two calls"}

@@ -29,6 +29,11 @@ from tests.unit.training.test_stream import FAMILIES, make_batch
 
 SPEED_FAMILIES = ("llama", "qwen3", "gemma", "gpt2")
 LORA = LoraSection(rank=3, alpha=12.0)
+EPS = 1e-2
+"""Adam's. With 1e-8 a weight moves by the learning rate however small its gradient is, so rounding
+of a gradient near 0, as another order of sums or number of threads gives, moves weights apart by as
+much. With this a step's difference is at most that of the gradients times learning rate / EPS.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ def speed_learner(
         max_tokens=24 if options.packed else None,
         skip_idle_rows=options.skip_idle,
     )
-    optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=rate), 10)
+    optimizer = MasterOptimizer(model, OptimizerSection(learning_rate=rate, eps=EPS), 10)
     return Learner(model, optimizer, objective, settings, ranks=ranks)
 
 

@@ -9,6 +9,7 @@ from posttrain.core.kit.tiny import (
     SPECIAL,
     START,
     UNKNOWN,
+    make_tiny_bpe_tokenizer,
     make_tiny_model,
     make_tiny_tokenizer,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "SPECIAL",
     "START",
     "UNKNOWN",
+    "make_tiny_bpe_tokenizer",
     "make_tiny_model",
     "make_tiny_tokenizer",
 ]

@@ -19,7 +19,8 @@ from posttrain.core.store.approval import (
     utc_now,
     write_answer,
 )
-from posttrain.pipelines.cli.run import answering_command, given_answers
+from posttrain.pipelines.api.calls import given_answers
+from posttrain.pipelines.cli.run import answering_command
 from posttrain.pipelines.run.gates import Gates
 
 YES = Answer(True, "ada@host", "fine", "2026-01-01T00:00:00+00:00", "command line")

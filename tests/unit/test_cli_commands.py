@@ -20,10 +20,10 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.pipelines.api.planned import arithmetic
 from posttrain.pipelines.cli import doctor
 from posttrain.pipelines.cli.common import Boundary, CommandContext, Result, command
 from posttrain.pipelines.cli.main import app
-from posttrain.pipelines.cli.plan import arithmetic
 from posttrain.pipelines.services.layout import check_port
 from tests.helpers.tiny import make_tiny_model
 

@@ -12,7 +12,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ResourceError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.cli.plan import stage_rows
+from posttrain.pipelines.api.planned import stage_rows
 from posttrain.pipelines.run.checks import check_inputs
 from posttrain.pipelines.run.planning import plan_stages
 

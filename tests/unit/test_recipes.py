@@ -17,7 +17,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.pipelines.cli.plan import stage_rows
+from posttrain.pipelines.api.planned import stage_rows
 from posttrain.pipelines.run.planning import plan_stages
 
 REPO = Path(__file__).resolve().parents[2]

@@ -14,8 +14,9 @@ from pyarrow import feather, parquet
 from posttrain.core.contracts import PromptGroup, Task
 from posttrain.core.data.cursor import row_digest
 from posttrain.core.data.overview import taken_for
+from posttrain.core.data.problem_sets import problems_digest, read_problems
 from posttrain.core.data.problems import problem_from_json, problem_to_json
-from posttrain.core.data.row_task import RowConfig, problem_of, problems_digest, read_problems
+from posttrain.core.data.row_task import RowConfig, problem_of
 from posttrain.core.data.verifiers import verdict, verifier_of
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager

@@ -23,6 +23,7 @@ from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.pipelines.run.checks import check_inputs
 from posttrain.pipelines.run.pipeline import check_made
 from tests.helpers.pipeline import environment
 from tests.helpers.plugin_site import offer
@@ -107,6 +108,35 @@ def test_an_optimizer_is_refused_where_it_cannot_work(
         resolved(tmp_path, manager, stages=stages, model={"dtype": "float32"})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"even": {"kind": "keep_evn"}}, "no stage is of kind 'keep_evn'; .*'keep_even'"),
+        ({"even": {"kind": "keep_even", "cuont": 3}}, "yaml:.*field of stages.even.*'count'"),
+        ({"merged": {"kind": "merge", "inputs": {"model": "base"}}}, "'merge' reads 'other'"),
+        ({"sft": {"kind": "sft", "optimizer": {"name": "lyon"}}}, "no optimizer named 'lyon'"),
+        (
+            {"sft": {"kind": "sft", "optimizer": {"name": "lion", "moments": "8bit"}}},
+            "unknown field of optimizer 'lion'",
+        ),
+    ],
+)
+def test_a_mistake_in_its_fields_is_one_sentence(
+    tmp_path: Path, manager: PluginManager, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(tmp_path, manager, stages=change)
+
+
+def test_a_stage_checks_itself_before_a_run(tmp_path: Path, manager: PluginManager) -> None:
+    few = {"even": {"kind": "keep_even", "count": 2}}
+    notes = check_inputs(resolved(tmp_path, manager, stages=few), manager).notes
+    assert "stages.even: few problems are looked at" in notes
+    many = {"even": {"kind": "keep_even", "count": 2000}}
+    with pytest.raises(ConfigError, match=r"stages\.even\.count: at most 1000"):
+        check_inputs(resolved(tmp_path, manager, stages=many), manager)
+
+
 class Made(StageBase):
     """Makes a report."""
 
@@ -171,6 +201,9 @@ def test_what_a_stage_returns_must_be_what_it_says(tmp_path: Path) -> None:
     for wrong in (tmp_path / "none", tmp_path.parent):
         with pytest.raises(RunError, match="expected an existing file or folder in the stage's"):
             check_made("a", stage, StageOutput({"report": wrong}, {}), tmp_path)
+    both = {"report": tmp_path / "page.html", "evaluation": tmp_path}
+    with pytest.raises(RunError, match=r"holds no metrics\.json, which other stages read"):
+        check_made("a", stage, StageOutput(both, {}), tmp_path)
 
 
 def lion(lab: Any, seed: int) -> tuple[nn.Module, MasterOptimizer]:

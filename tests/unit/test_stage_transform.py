@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.estimate.tokens import RunData
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.reporter import SilentReporter
-from posttrain.pipelines.cli.plan import stage_rows
+from posttrain.pipelines.api.planned import stage_rows
 from posttrain.pipelines.run.assembly import assemble
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.planning import plan_stages

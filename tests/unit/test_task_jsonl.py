@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.contracts import Task
-from posttrain.core.data.row_task import problems_digest
+from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Problem

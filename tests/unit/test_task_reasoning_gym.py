@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.contracts import Task
-from posttrain.core.data.row_task import check_worked
+from posttrain.core.data.problem_sets import check_worked
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 

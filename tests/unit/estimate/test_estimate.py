@@ -26,7 +26,7 @@ from posttrain.core.models.lora import add_adapter
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.adamw import AdamW
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.cli.plan import arithmetic
+from posttrain.pipelines.api.planned import arithmetic
 from tests.helpers.pipeline import write_config
 from tests.helpers.tiny import make_tiny_model
 

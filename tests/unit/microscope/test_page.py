@@ -99,11 +99,19 @@ def test_tokens_colours_and_totals_are_there_and_follow_the_address(
 
 def test_a_choice_changes_the_page_and_its_address(tmp_path: Path, browser: Page) -> None:
     path = tmp_path / "page.html"
-    path.write_text(page_of(synthetic_evidence(8, 20, group_size=4)), "utf-8")
+    text = page_of(synthetic_evidence(8, 20, group_size=4))
+    path.write_text(text, "utf-8")
     shown(path, browser)
     browser.locator("#what").select_option(label="cispo")
     browser.wait_for_function("location.hash.includes('what=cispo')")
     browser.wait_for_function("document.getElementById('totals').textContent.includes('→  cispo')")
+    (chosen,) = (found for found in meta_of(text)["variants"] if found["name"] == "cispo")
+    told = browser.locator("#totals").inner_text().split("→")[1]
+    numbers = re.search(r"sum .weight. (\S+), net (\S+), (\d+) clipped", told)
+    assert numbers is not None, told
+    assert float(numbers[1]) == pytest.approx(sum(chosen["size"]), rel=1e-3)  # four digits
+    assert float(numbers[2]) == pytest.approx(sum(chosen["net"]), rel=1e-3)
+    assert int(numbers[3]) == sum(chosen["clipped"]) > 0
 
 
 def test_a_token_tells_its_numbers_to_mouse_and_keyboard(tmp_path: Path, browser: Page) -> None:

@@ -251,7 +251,7 @@ def test_pairs_by_the_verifier_need_answers_and_those_by_a_model_do_not(
 
 def test_plan_counts_rows_and_steps(folder: Path) -> None:
     from posttrain.core.estimate.tokens import RunData
-    from posttrain.pipelines.cli.plan import arithmetic
+    from posttrain.pipelines.api.planned import arithmetic
 
     (folder / "pairs.jsonl").write_text(
         "".join(json.dumps(PAIR | {"prompt": f"P{i}"}) + "\n" for i in range(100))

@@ -1,0 +1,47 @@
+"""What environments with tools share: their settings, and a tool's answer to a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+from posttrain.core.config.base import Component
+from posttrain.core.contracts import PluginConfig, ToolResult
+
+MaxCalls = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=100_000,
+        description="calls of an episode, at most; further calls get an error and count as failed",
+    ),
+]
+
+
+class ToolUseConfig(PluginConfig):
+    """Settings of every environment with tools."""
+
+    tools: tuple[Component, ...] = Field(
+        default=(Component(name="calculator"),),
+        min_length=1,
+        description="tools by name, each with its own fields",
+    )
+    max_calls: MaxCalls = 8
+    max_result_chars: int = Field(default=2000, ge=1, description="characters of a result, at most")
+
+    def none_left(self) -> ToolResult:
+        """The result of a call beyond `max_calls`."""
+        return ToolResult(f"error: no call is left of {self.max_calls}", failed=True)
+
+
+Arguments = TypeVar("Arguments")
+
+
+def answer_of(tool: Callable[[Arguments], ToolResult], arguments: Arguments) -> ToolResult:
+    """What the tool says; an error that it raises is a failed result."""
+    try:
+        return tool(arguments)
+    except Exception as error:  # a tool may raise anything; the model reads its error
+        return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)

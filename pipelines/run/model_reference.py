@@ -1,0 +1,403 @@
+"""What a text names as a model: a folder, a hub's id, a registered model, what a run made.
+
+Every command and every config's `model.source` takes the same forms. `find_model` finds the folder
+and what is known of it; `find_base` does so for a config.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
+from posttrain.core.data.cursor import PinnedModel
+from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
+from posttrain.core.runtime.files import put_in_place
+from posttrain.core.store.ancestry import Family, Made
+from posttrain.core.store.artifacts import ArtifactStore, combine_digests, tree_digests
+from posttrain.core.store.run_record import RunRecord, find_run
+
+if TYPE_CHECKING:
+    from posttrain.core.tracking.registry import RegisteredVersion
+
+ADAPTER_FILE = "adapter_config.json"
+MODELS = ("model", "reward_model")
+FORMS = (
+    "a folder, a hub's id such as HuggingFaceTB/SmolLM2-135M-Instruct, models:/NAME@ALIAS, "
+    "models:/NAME/VERSION, the id of a run (RUN) or RUN/STAGE"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model on this disk and what is known of how it was made.
+
+    `given` is the text that named it, `path` its Hugging Face folder, `digest` sha256 of the model,
+    `origin` where it comes from in words. Of a model that a stage of this home or store made
+    `stage`, `identity` and MLflow's ids are known, and `run` where a run of this home had that
+    stage.
+    """
+
+    given: str
+    path: Path
+    digest: str
+    origin: str
+    kind: str = "model"
+    stage: str = ""
+    identity: str = ""
+    mlflow_run_id: str = ""
+    mlflow_model_id: str = ""
+    run: RunRecord | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The id of the posttrain run (MLflow's parent run); empty if none is known."""
+        return "" if self.run is None else self.run.run_id
+
+    def config(self) -> RunConfig | None:
+        """The complete config of the run that made it; None where no run is known.
+
+        Plugins are not looked up. Raises `PosttrainError` for a config that cannot be read.
+        """
+        if self.run is None:
+            return None
+        from posttrain.core.config.loading import load_config
+
+        return load_config([self.run.config]).config
+
+
+def tracking_uri(home: Path) -> str | None:
+    """Where MLflow's data are; None where there is no database in this home yet."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    if given:
+        return given
+    database = home.resolve() / "mlflow" / "mlflow.db"
+    return f"sqlite:///{database}" if database.is_file() else None
+
+
+def find_model(
+    given: str, home: Path, store: Path | None = None, *, revision: str | None = None
+) -> FoundModel:
+    """The model that `given` names: `FORMS`, also NAME@ALIAS, runs:/RUN/STAGE and MLflow's run ids.
+
+    A folder goes before a run of this home, a run before a hub's id. Of a run without a stage it is
+    the last model that it made. A model of a hub is downloaded. Raises `ConfigError` for a text
+    that names nothing, and `ResourceError` for a model that is not here or not what was written.
+    """
+    store = store or home / "artifacts"
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _of_folder(given, path, home, store)
+    registered, run = _parsed(given)
+    if registered is not None:
+        found = _registered(
+            registered, tracking_uri(home), given, "give the --home of the run that did"
+        )
+        known = _of_folder(given, found.path, home, store)
+        reported = _reported(registered, found.version)
+        return replace(known, digest=found.digest, origin=reported, mlflow_model_id=found.model_id)
+    if run is not None:
+        made = _of_run(given, run, home, store)
+        if made is not None:
+            return made
+    return _from_outside(given, home, store, revision)
+
+
+def _parsed(given: str) -> tuple[RegisteredName | None, RunName | None]:
+    """The forms that a home or MLflow knows; raises `ConfigError` for a wrong one."""
+    name, at_sign, _ = given.partition("@")
+    short = at_sign and "/" not in name and ":" not in name
+    try:
+        return RegisteredName.parse(f"models:/{given}" if short else given), RunName.parse(given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _reported(named: RegisteredName, version: str) -> str:
+    alias = f" ({named.alias})" if named.alias else ""
+    return f"{named.name} version {version}{alias}"
+
+
+def _of_folder(given: str, path: Path, home: Path, store: Path) -> FoundModel:
+    """A folder, and the stage of this store that made it, if one did."""
+    from posttrain.core.models.source import obtain  # with it comes huggingface_hub
+
+    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+        return _merged(given, path, home, store)
+    base = obtain(ModelSection(source=str(path)), home / "models")
+    found = Family(store).by_folder(path)
+    if found is None:
+        return FoundModel(given, base.path, base.digest, base.origin)
+    made, digest = found
+    record = _first_run(home, made)
+    return _of_stage(given, base.path, digest, made, record)
+
+
+def _merged(given: str, adapter: Path, home: Path, store: Path) -> FoundModel:
+    """A LoRA adapter merged into its base, once, in a folder of the home."""
+    from posttrain.core.models.lora import base_of_adapter_in, merge_into
+    from posttrain.core.models.quiet import quiet_libraries
+    from posttrain.core.models.source import directory_digest
+
+    quiet_libraries()
+    source, revision = base_of_adapter_in(adapter)
+    base = find_model(source, home, store, revision=revision)
+    digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
+    folder = home / "models" / f"merged-{digest[:16]}"
+    if not folder.is_dir():
+        partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
+        partial.mkdir(parents=True)
+        try:
+            merge_into(base.path, adapter, partial)
+            put_in_place(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    origin = f"adapter {adapter} on {base.origin}"
+    return FoundModel(given, folder, directory_digest(folder), origin)
+
+
+def _first_run(home: Path, made: Made) -> RunRecord | None:
+    """The first run of this home that had the stage: the one that computed it."""
+    had = [r for r in _records(home) if r.stages.get(made.stage) == made.identity]
+    return min(had, key=lambda record: record.began, default=None)
+
+
+def _records(home: Path) -> Iterator[RunRecord]:
+    """The runs of this home whose records can be read."""
+    for path in home.glob("runs/*/run.json"):
+        try:
+            yield find_run(home, path.parent.name)
+        except PosttrainError:
+            continue  # of some other run
+
+
+def _of_stage(
+    given: str, path: Path, digest: str, made: Made, record: RunRecord | None
+) -> FoundModel:
+    row = made.artifacts[digest]
+    of_run = "" if record is None else f" of run {record.run_id[:12]}"
+    return FoundModel(
+        given,
+        path,
+        digest,
+        f"stage '{made.stage}'{of_run}",
+        kind=row["kind"],
+        stage=made.stage,
+        identity=made.identity,
+        mlflow_run_id=made.mlflow_run_id,
+        mlflow_model_id=row.get("mlflow_model_id", ""),
+        run=record,
+    )
+
+
+def _registered(
+    named: RegisteredName, uri: str | None, given: str, otherwise: str
+) -> RegisteredVersion:
+    """The registered version, its weights checked; raises `ResourceError` where there is none."""
+    known: list[str] = []
+    if uri is not None:
+        from posttrain.core.tracking import registry  # MLflow takes 2 s to import
+
+        version = _look_up(named, uri)
+        if version is not None:
+            registry.check_weights(version)
+            return version
+        known = registry.names(uri)
+    what = f"alias '{named.alias}'" if named.alias else f"version {named.version}"
+    detail = f"{nearest(named.name, known)} (registered: {known or 'none'})"
+    if named.name in known:
+        detail = f": '{named.name}' has no {what}"
+    raise ResourceError(
+        f"'{given}': there is no such model in MLflow{detail}; promote or register one, or "
+        f"{otherwise}"
+    )
+
+
+def _look_up(named: RegisteredName, uri: str) -> RegisteredVersion | None:
+    from posttrain.core.tracking import registry
+
+    if named.alias is not None:
+        return registry.find_alias(uri, named.name, named.alias)
+    return registry.find_version(uri, named.name, str(named.version))
+
+
+def _of_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
+    """What a run of this home made; None for a hub's id that no run has."""
+    runs = (home / "runs").glob(f"{named.run}*/run.json")
+    if next(runs, None) is None:
+        made = _of_mlflow_run(given, named, home, store)
+        if made is not None or not named.explicit and named.stage is not None:
+            return made
+    return _stage_of(given, find_run(home, named.run), named.stage, store)
+
+
+def _of_mlflow_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
+    """The model that the MLflow run of a stage logged."""
+    if len(named.run) != 32:
+        return None
+    for made in reversed(Family(store).stages):
+        if made.mlflow_run_id == named.run:
+            record = _first_run(home, made)
+            return _of_artifact(given, made, record, store)
+    uri = tracking_uri(home)
+    if uri is None:
+        return None
+    from mlflow.exceptions import MlflowException
+
+    from posttrain.core.tracking import mlflow_store
+
+    try:
+        tags = mlflow_store.connect(uri).get_run(named.run).data.tags
+    except MlflowException:
+        return None
+    parent, stage = tags.get("mlflow.parentRunId", ""), tags.get(mlflow_store.TAG_STAGE)
+    try:
+        return _stage_of(given, find_run(home, parent), stage, store) if parent else None
+    except ConfigError as error:
+        raise ResourceError(
+            f"'{given}' is a run in MLflow, of another home: give the --home of that run"
+        ) from error
+
+
+def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> FoundModel:
+    """The model of a run's stage, or the last model of the run; weights before reward models."""
+    family = Family(store)
+    made = {name: family.by_identity(identity) for name, identity in record.stages.items()}
+    kinds = {
+        name: {row["kind"] for row in found.artifacts.values()} & set(MODELS)
+        for name, found in made.items()
+        if found is not None
+    }
+    models = [name for name, found in kinds.items() if found]
+    short = record.run_id[:12]
+    listed = f"stages of the run that made one: {models or 'none'}"
+    if stage is None:
+        policies = [name for name in models if "model" in kinds[name]]
+        if not models:
+            raise ResourceError(
+                f"run {short} has made no model yet, or not in {store} (it began with stages "
+                f"{list(record.stages)}): the same `posttrain run` command goes on with it, and "
+                "--store says where its stages are"
+            )
+        stage = (policies or models)[-1]
+    if stage not in record.stages:
+        raise ConfigError(
+            f"'{given}': run {short} has no stage '{stage}'{nearest(stage, record.stages)} "
+            f"({listed})"
+        )
+    found = made[stage]
+    if found is None:
+        raise ResourceError(
+            f"'{given}': stage '{stage}' of run {short} is not done, or not in {store} ({listed}); "
+            "the same `posttrain run` command goes on with the run"
+        )
+    if not kinds[stage]:
+        raise ConfigError(
+            f"'{given}': stage '{stage}' of run {short} is of kind '{found.kind}' and made no "
+            f"model ({listed})"
+        )
+    return _of_artifact(given, found, record, store)
+
+
+def _of_artifact(given: str, made: Made, record: RunRecord | None, store: Path) -> FoundModel:
+    """The model of a finished stage, every file as it was written; else `ResourceError`."""
+    result, reason = ArtifactStore(store).lookup(made.stage, made.identity)
+    if result is None:
+        raise ResourceError(
+            f"'{given}': what stage '{made.stage}' made cannot be used ({reason}): the same "
+            "`posttrain run` command computes it again"
+        )
+    models = [item for item in result.artifacts if item.kind in MODELS]
+    if not models:
+        raise ConfigError(f"'{given}': stage '{made.stage}' made no model")
+    item = min(models, key=lambda item: MODELS.index(item.kind))
+    return _of_stage(given, item.path, item.digest, made, record)
+
+
+def _from_outside(given: str, home: Path, store: Path, revision: str | None) -> FoundModel:
+    """A model of a hub, or the bundled one."""
+    from posttrain.core.models.source import obtain
+
+    if given.startswith((".", "/", "~")) or given.count("/") != 1:
+        runs = [path.parent.name for path in (home / "runs").glob("*/run.json")]
+        raise ConfigError(
+            f"'{given}' names no model: there is no such folder"
+            f"{nearest(given, _siblings(Path(given).expanduser()))}, and no run of {home} begins "
+            f"with it ({len(runs)} runs); expected {FORMS}"
+        )
+    section = ModelSection(source=given, revision=revision)
+    base = obtain(section, home / "models")
+    return FoundModel(given, base.path, base.digest, base.origin)
+
+
+def base_of(found: FoundModel, home: Path, store: Path | None = None) -> FoundModel:
+    """The model that the run of `found` began with; raises `ConfigError` where no run is known."""
+    config = found.config()
+    if config is None:
+        raise ConfigError(
+            f"the base of '{found.given}' is not known, since no run of {home} made it: name the "
+            "model to compare with, or give the --home of its run"
+        )
+    return find_model(config.model.source, home, store, revision=config.model.revision)
+
+
+def _siblings(path: Path) -> list[str]:
+    return [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+# --- the base model of a config ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The model section to use; `pinned` is the version or stage behind it, if it is one."""
+
+    section: ModelSection
+    pinned: PinnedModel | None = None
+
+
+def find_base(section: ModelSection, home: Path, store: Path | None = None) -> Found:
+    """The section with a hub id or directory as its source. Reads only, downloads nothing."""
+    if Path(section.source).expanduser().is_dir():
+        return Found(section)
+    store = store or home / "artifacts"
+    named = RegisteredName.parse(section.source)
+    if named is not None:
+        return _registered_base(section, named, home)
+    run = RunName.parse(section.source)
+    found = None if run is None else _of_run(section.source, run, home, store)
+    if found is None:
+        return Found(section)
+    if found.kind != "model":
+        raise ConfigError(
+            f"model.source '{section.source}': {found.origin} made a {found.kind}, which writes no "
+            "text; name a stage that trains a policy"
+        )
+    pinned = PinnedModel(str(found.path), found.digest, found.mlflow_model_id, found.origin)
+    return Found(at(section, pinned.path), pinned)
+
+
+def _registered_base(section: ModelSection, named: RegisteredName, home: Path) -> Found:
+    uri = tracking_uri(home)
+    if section.until_registered is not None and (uri is None or _look_up(named, uri) is None):
+        return Found(at(section, section.until_registered))
+    version = _registered(
+        named,
+        uri,
+        f"model.source {section.source}",
+        "set model.until_registered to the model to begin with",
+    )
+    reported = _reported(named, version.version)
+    pinned = PinnedModel(str(version.path), version.digest, version.model_id, reported)
+    return Found(at(section, pinned.path), pinned)
+
+
+def at(section: ModelSection, source: str) -> ModelSection:
+    """The section with a folder or a hub id as its source."""
+    return section.model_copy(update={"source": source, "until_registered": None})

@@ -1,0 +1,1 @@
+"""A trained model in use: chat, an OpenAI-compatible server, export."""
