@@ -108,7 +108,7 @@ def _missing_methods(cls: type[Any]) -> str:
 def _likely_base(cls: type) -> str:
     """The contract whose methods it has, else how to find one."""
     for base in CONTRACTS.values():
-        methods = getattr(base, "__abstractmethods__", frozenset())
+        methods: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
         if methods and methods <= set(dir(cls)):
             return base.__name__
     return "one of the base classes (posttrain plugins list shows the kinds)"

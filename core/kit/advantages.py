@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,15 +54,13 @@ def _determinism(subject: Subject) -> None:
 @check("advantages have the dtype of the rewards, to its precision", "advantage")
 def _dtype(subject: Subject) -> None:
     batch = ragged_batch(0.0)
-    columns = {n: getattr(batch, n) for n in COLUMN_AXES}
-    single = replace(
-        batch,
-        **{
-            n: column.float()
-            for n, column in columns.items()
-            if column is not None and column.is_floating_point()
-        },
-    )
+    columns = {name: getattr(batch, name) for name in COLUMN_AXES}
+    floats: dict[str, Any] = {  # Any: columns of any axes
+        name: column.float()
+        for name, column in columns.items()
+        if column is not None and column.is_floating_point()
+    }
+    single = replace(batch, **floats)
     got = advantages(subject, single)
     expect(got.dtype == torch.float32, f"they are {got.dtype} for rewards in float32")
     wanted = advantages(subject, batch)
@@ -71,7 +70,7 @@ def _dtype(subject: Subject) -> None:
 @check("wider padding changes nothing", "advantage")
 def _padding(subject: Subject) -> None:
     batch = ragged_batch(0.0)
-    wider = {
+    wider: dict[str, Any] = {  # Any: as above
         name: torch.nn.functional.pad(column, (0, 3), value=-1.0 if name == "node_id" else 0.0)
         for name, axes in COLUMN_AXES.items()
         if axes == "BT" and (column := getattr(batch, name)) is not None
@@ -84,8 +83,9 @@ def _padding(subject: Subject) -> None:
 @check("it reads no column that it does not declare", "advantage")
 def _declared(subject: Subject) -> None:
     batch = ragged_batch(0.0)
-    absent = COLUMN_AXES.keys() - subject.build().required_columns() - ALWAYS
-    bare = replace(batch, **{name: None for name in absent})
+    names = COLUMN_AXES.keys() - subject.build().required_columns() - ALWAYS
+    absent: dict[str, Any] = dict.fromkeys(names)  # Any: as above
+    bare = replace(batch, **absent)
     expect_same(advantages(subject, bare), advantages(subject, batch), "without other columns")
 
 

@@ -22,7 +22,7 @@ def kl_of(estimator: KlEstimator[Any], new: Tensor, ref: Tensor) -> Tensor:
     """KL [B, T], from logits [B, T, 2] of an exact estimator, else from their first as log-prob."""
     if estimator.from_logits:
         rows = estimator.kl_of_logits(new.flatten(0, 1), ref.flatten(0, 1))
-        return rows.unflatten(0, new.shape[:2])
+        return rows.reshape(new.shape[:2])
     logprobs, ref_logprobs = (x.log_softmax(-1)[..., 0] for x in (new, ref))
     on_policy = (logprobs - logprobs.detach()).exp()
     return estimator.kl(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,13 @@ def _pairs(better: Tensor, worse: Tensor, ones: Tensor) -> PairScores:
 
 
 def rows_of(mini: PairScores, index: Tensor) -> PairScores:
-    columns = {f.name: getattr(mini, f.name) for f in fields(mini)}
-    return PairScores(**{n: v[index] if isinstance(v, Tensor) else v for n, v in columns.items()})
+    """The rows of a mini-batch; its counts stay those of the whole."""
+    # Any: tensors, and numbers that hold for all rows
+    columns: dict[str, Any] = {}
+    for field in fields(mini):
+        value = getattr(mini, field.name)
+        columns[field.name] = value[index] if isinstance(value, Tensor) else value
+    return PairScores(**columns)
 
 
 def _scores() -> Tensor:
@@ -86,7 +92,7 @@ def _splitting(subject: Subject) -> None:
     scores = _scores().requires_grad_()
     found = []
     for size in (5, 2, 1):
-        parts = list(torch.arange(5).split(size))
+        parts = list(torch.split(torch.arange(5), size))
         total = preference_losses(subject, scores[0], scores[1], parts).sum()
         (grad,) = torch.autograd.grad(total, scores)
         found.append((total.detach(), grad))

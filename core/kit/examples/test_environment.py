@@ -4,11 +4,11 @@ from posttrain.core.kit.examples.environment import Example, ExampleConfig
 from posttrain.core.types import Problem
 
 
-def test_it_keeps_what_environments_promise():
+def test_it_keeps_what_environments_promise() -> None:
     assert_keeps_contract(Example)
 
 
-def test_an_episode_by_hand():
+def test_an_episode_by_hand() -> None:
     environment = Example(ExampleConfig(max_hints=1))
     opening = environment.reset(Problem("k", "1 + 1?", "2", "2"))
     hint = environment.step(opening.state, Turn("<hint/>", ended=False))

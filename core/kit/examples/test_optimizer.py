@@ -4,11 +4,11 @@ from posttrain.core.kit.checks import assert_keeps_contract
 from posttrain.core.kit.examples.optimizer import Example, ExampleConfig
 
 
-def test_it_keeps_what_optimizers_promise():
+def test_it_keeps_what_optimizers_promise() -> None:
     assert_keeps_contract(Example)
 
 
-def test_a_step_by_hand():
+def test_a_step_by_hand() -> None:
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
     weight.grad = torch.tensor([3.0, -0.5])
     Example(ExampleConfig()).build([weight], 0.1, 0).step()

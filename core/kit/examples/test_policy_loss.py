@@ -5,11 +5,11 @@ from posttrain.core.kit.checks import assert_keeps_contract
 from posttrain.core.kit.examples.policy_loss import Example, ExampleConfig
 
 
-def test_it_keeps_what_policy_losses_promise():
+def test_it_keeps_what_policy_losses_promise() -> None:
     assert_keeps_contract(Example)
 
 
-def test_a_ratio_beyond_the_bound_is_clipped():
+def test_a_ratio_beyond_the_bound_is_clipped() -> None:
     one = torch.ones(1, 2, dtype=torch.float64)
     batch = build_batch(one, advantages=one, old_logprobs=0 * one)
     ratios = torch.tensor([[1.1, 2.0]], dtype=torch.float64)

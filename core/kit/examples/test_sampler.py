@@ -3,11 +3,11 @@ from posttrain.core.kit.examples.sampler import Example, ExampleConfig
 from posttrain.core.kit.samplers import PROMPTS, Script
 
 
-def test_it_keeps_what_samplers_promise():
+def test_it_keeps_what_samplers_promise() -> None:
     assert_keeps_contract(Example)
 
 
-def test_groups_that_are_all_right_are_left_out():
+def test_groups_that_are_all_right_are_left_out() -> None:
     script = Script()
     found = Example(ExampleConfig(oversample=2.0)).sample(script.request())
     assert len(found.groups) == PROMPTS
