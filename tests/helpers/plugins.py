@@ -28,6 +28,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("task", "gsm8k"): {"path": "gsm8k"},
     ("task", "hub"): {"dataset": "somebody/something"},
     **{("stage", kind): {"kind": kind} for kind in BUILT_IN},
+    ("stage", "benchmark"): {"kind": "benchmark", "suites": ["lm_eval:arc_easy"]},
 }
 
 

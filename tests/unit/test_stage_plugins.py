@@ -27,7 +27,7 @@ from posttrain.pipelines.run.checks import check_inputs
 from posttrain.pipelines.run.pipeline import check_made
 from tests.helpers.pipeline import environment
 from tests.helpers.plugin_site import offer
-from tests.helpers.plugins import MANAGER
+from tests.helpers.plugins import MANAGER, REQUIRED
 
 LAB = Path(__file__).resolve().parents[1] / "data" / "lab-plugin" / "posttrain_lab" / "plugins.py"
 
@@ -54,8 +54,8 @@ def test_the_kinds_that_are_known_before_plugins_are_those_that_are_registered()
     found = {entry.name: entry.cls.Config for entry in MANAGER.entries("stage")}
     assert found == BUILT_IN
     for kind, cls in BUILT_IN.items():
-        assert cls.model_validate({"kind": kind}).kind == kind
-        assert MANAGER.stage(cls.model_validate({"kind": kind})).name == kind
+        config = cls.model_validate({"kind": kind, **REQUIRED.get(("stage", kind), {})})
+        assert config.kind == MANAGER.stage(config).name == kind
     assert [entry.name for entry in MANAGER.entries("optimizer")] == ["adamw"]
 
 
