@@ -182,8 +182,8 @@ class _Questions:
         try:
             self.manager.config(kind, spec.name, spec.fields)
         except ConfigError as error:
-            file = "file, nor a " if kind == "task" else ""
-            raise ConfigError(f"{option} '{spec.name}': there is no {file}{error}") from error
+            file = "no such file, and " if kind == "task" else ""
+            raise ConfigError(f"{option}: {file}{error}") from error
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"]) or "fields"

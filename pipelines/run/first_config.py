@@ -14,7 +14,7 @@ METHODS = {
     "rl": "sample answers and reward the right ones (GRPO)",
     "sft+rl": "imitate first, then reward",
 }
-FOR_PURPOSE = {
+FOR_PURPOSE: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "preference": ("dpo",),
     "rl": ("rl", "sft+rl", "sft", "dpo"),
