@@ -103,10 +103,15 @@ test-learning: dev ## check that every preset learns, on three seeds (a part: SE
 	POSTTRAIN_LEARNING_SEEDS="$(SEEDS)" POSTTRAIN_LEARNING_PRESETS="$(PRESETS)" \
 	  $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
-docs: install ## build docs/algorithms.md, docs/plugins/*.md and docs/microscope/*.html from the installed plugins
+$(VENV)/.installed-docs: $(VENV)/.installed-run
+	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs ## build the documentation site in build/site; dead links fail
 	$(BIN)/python docs/generate_algorithms.py
 	$(BIN)/python docs/generate_plugins.py
 	$(BIN)/python docs/generate_microscope.py
+	$(BIN)/python docs/build_site.py
 
 bench: install ## measure what orchestration and tracking cost per RL step
 	$(BIN)/python tests/bench/overhead.py

@@ -33,6 +33,15 @@ def posttrain_register() -> list[type[Any]]:  # type: ignore[empty-body]
 
 
 @hookspec
+def posttrain_commands() -> list[Any]:  # type: ignore[empty-body]
+    """Return commands for `posttrain`: typer apps with a name, or functions as typer takes them.
+
+    The module stands in the entry-point group `posttrain.commands`, not with the plugins: it is
+    loaded where help is asked for, so it should load nothing heavy. (Any: hooks load no typer.)
+    """
+
+
+@hookspec
 def posttrain_on_step_end(stage: str, step: int, metrics: Mapping[str, float]) -> None:
     """Called after every optimizer step of any stage with the metrics that were tracked for it."""
 

@@ -26,6 +26,10 @@ ARTIFACT_KINDS = (
 )
 
 
+RUN_SECTIONS = ("seed", "task", "engine", "model", "evaluation", "name")
+"""Sections of a run's config that can be part of a stage's identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """One thing a stage made: where it is, what it holds (sha256), where it comes from."""

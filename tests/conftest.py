@@ -45,6 +45,25 @@ def services() -> Iterator[Services]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Prefect server for as long as the tests run."""
+    from tests.helpers.prefect_server import running_prefect
+
+    with running_prefect(tmp_path_factory.mktemp("prefect")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def shared_prefect(prefect_url: str) -> Iterator[None]:
+    """The commands of this file report to that server, instead of starting one each."""
+    from tests.helpers.pipeline import REPORTS_TO
+
+    REPORTS_TO["PREFECT_API_URL"] = prefect_url
+    yield
+    REPORTS_TO.clear()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many of the peers' recorded answers our plugins give: one line in addition to pytest's
     own.

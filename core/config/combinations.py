@@ -10,7 +10,12 @@ from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
 from posttrain.core.config.rl_stage import TOTAL, RlStage
-from posttrain.core.config.sections import EvaluationSection, GenerationSection, OptimizerSection
+from posttrain.core.config.sections import (
+    EvaluationSection,
+    GenerationSection,
+    OptimizerBase,
+    OptimizerSection,
+)
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -64,11 +69,12 @@ def check_rl(
 
 
 def check_precision(
-    section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
+    section: OptimizerBase, place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
     """Compact weights or moments, and autocast, where something else holds the weights."""
     autocast = loaded.config.model.dtype == "autocast"
-    if autocast and section.rounding == "stochastic":
+    compact = isinstance(section, OptimizerSection)
+    if autocast and compact and section.rounding == "stochastic":
         yield loaded.problem(
             (*place, "rounding"),
             "stochastic is for bfloat16 weights, and model.dtype: autocast keeps float32 ones; set "
@@ -80,7 +86,7 @@ def check_precision(
             f"ranks keep float32 weights and compute in bfloat16 with dtype: bfloat16 already "
             f"({dotted(place)}); set that in place of autocast",
         )
-    if loaded.config.limits.learner_ranks > 1:
+    if loaded.config.limits.learner_ranks > 1 and compact:
         for name, default in (("moments", "float32"), ("rounding", "masters")):
             if getattr(section, name) != default:
                 yield loaded.problem(
@@ -90,8 +96,21 @@ def check_precision(
                 )
 
 
+def check_other_optimizer(
+    cls: type[Any], place: tuple[str | int, ...], loaded: LoadedConfig
+) -> Iterable[str]:
+    """An optimizer that cannot move weights in pieces, on ranks. `cls` is its plugin class."""
+    ranks = loaded.config.limits.learner_ranks
+    if ranks > 1 and not cls.on_ranks:
+        yield loaded.problem(
+            place,
+            f"optimizer '{cls.name}' does not say that it works on weights in pieces (`on_ranks`), "
+            f"and limits.learner_ranks is {ranks}; set limits.learner_ranks: 1, or use adamw",
+        )
+
+
 def check_optimizer(
-    section: OptimizerSection, place: tuple[str | int, ...], loaded: LoadedConfig
+    section: OptimizerBase, place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
     """Warm-up in rollouts where there are none, and what `check_precision` finds."""
     yield from check_precision(section, place, loaded)
@@ -420,6 +439,13 @@ class _Check:
                 "kl",
                 f"'{name}' bounds its step by a KL to the rollout's policy and takes no KL term in "
                 "the loss; set kl.controller: {name: fixed, coef: 0}, or place: reward",
+            )
+        if not isinstance(self.stage.optimizer, OptimizerSection):
+            yield self.line(
+                "optimizer",
+                f"'{name}' takes its own optimizer step, so optimizer "
+                f"'{self.stage.optimizer.name}' would not be used; remove optimizer.name and its "
+                "fields",
             )
         if self.loaded.config.model.dtype != "float32":
             yield self.loaded.problem(

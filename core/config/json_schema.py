@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from posttrain.core.config.base import Component, StageBase
+from posttrain.core.config.base import StageBase
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.stage_kinds import stage_configs, takes_more_inputs
 from posttrain.core.contracts.stage import StageName
@@ -68,7 +68,11 @@ class _Builder:
         )
         self.refs = {model: str(ref["$ref"]) for (model, _), ref in references.items()}
         self.definitions: JSON = schema["$defs"]
-        self.components = {f"#/$defs/{model.__name__}" for model in _subclasses(Component)}
+        self.components = {  # models of a plugin by name with fields of its own
+            f"#/$defs/{name}"
+            for name, definition in self.definitions.items()
+            if definition.get("additionalProperties") is True and "name" in definition["properties"]
+        }
 
     def build(self) -> JSON:
         found: JSON = {}
@@ -238,12 +242,6 @@ def _choice(entries: Sequence[PluginEntry]) -> JSON:
 def _any_component(name: str) -> JSON:
     """A plugin of a kind that the field's name does not tell."""
     return {"anyOf": [{"type": "string"}, {"$ref": f"#/$defs/{name}"}]}
-
-
-def _subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield model
-    for each in model.__subclasses__():
-        yield from _subclasses(each)
 
 
 def _without(value: Mapping[str, Any], key: str) -> JSON:

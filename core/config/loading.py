@@ -25,6 +25,7 @@ from posttrain.core.config.positions import (
 )
 from posttrain.core.config.positions import where as mark_of
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
+from posttrain.core.config.sections import OtherOptimizer
 from posttrain.core.errors import ConfigError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PluginFiles
 
@@ -276,7 +277,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if origin is Annotated:
         return _models(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return [model for arg in get_args(annotation) for model in _models(arg)]
+        found = [model for arg in get_args(annotation) for model in _models(arg)]
+        return [model for model in found if model is not OtherOptimizer]  # its plugin has fields
     return []
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
+from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -182,6 +183,14 @@ class _Check:
             if getattr(stage, name) != type(stage).model_fields[name].default:
                 yield self.line(name, f"has no effect with `online`; {instead}")
 
+    def brings_none(self, task: str) -> bool:
+        """Whether the task is there and has no preferences; one that is not is reported as such."""
+        try:
+            cls: Any = self.manager.find("task", task).cls  # Any: the contract would import torch
+        except ConfigError:
+            return False
+        return not cls.gives_preferences
+
     def task_brings_pairs(self, leading: Component) -> Iterator[str]:
         """A task without preferences, or a loss that reads no pairs."""
         if self.stage.data != TASK_DATA:
@@ -189,7 +198,7 @@ class _Check:
         task = self.loaded.config.task.name
         known: list[Any] = [*self.manager.entries("task")]
         fits = [entry.name for entry in known if entry.cls.gives_preferences]
-        if task in {entry.name for entry in known} - set(fits):
+        if self.brings_none(task):
             yield self.line(
                 "data",
                 f"task '{task}' brings no preferences; name a file of them, leave `data` out for "

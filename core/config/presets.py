@@ -7,9 +7,10 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.config.base import Component
+from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.rl_stage import CorrectionSection, LossTermComponent, RlStage
+from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.config.stages import PreferenceStage
 
 if TYPE_CHECKING:
@@ -69,6 +70,15 @@ def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Compon
     for index, term in enumerate(terms):
         found.append((("preference_loss", index), "preference_loss", term))
     return found
+
+
+def optimizers_of(stage: StageBase) -> list[tuple[Loc, OptimizerBase]]:
+    """(place, section) of each optimizer of a stage."""
+    holders: list[tuple[Loc, object]] = [((), stage), (("critic",), getattr(stage, "critic", None))]
+    found = (
+        ((*place, "optimizer"), getattr(holder, "optimizer", None)) for place, holder in holders
+    )
+    return [(place, section) for place, section in found if isinstance(section, OptimizerBase)]
 
 
 def put(values: Any, path: Loc, filled: dict[str, object]) -> None:

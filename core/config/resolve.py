@@ -17,6 +17,7 @@ from posttrain.core.config.positions import Loc
 from posttrain.core.config.presets import (
     from_stage,
     merge_fields,
+    optimizers_of,
     preference_components,
     put,
     rl_components,
@@ -25,6 +26,7 @@ from posttrain.core.config.presets import (
 )
 from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
 from posttrain.core.config.schema import BUILT_IN, RunConfig, TransformStage, stage_classes
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
@@ -120,6 +122,8 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
             filled = EvaluateStage.model_validate(stage.model_dump() | given)
         else:
             filled, used = resolver.stage(name, stage)
+        filled, used_optimizers = resolver.optimizers(name, filled)
+        used += used_optimizers
         stages[name] = filled
         if "task" in stage.sections or stage.needs_task():
             used = [*used_task, *used_renderer, *used]
@@ -180,6 +184,21 @@ class _Resolver:
             put(values, path, filled)
             used += use
         return type(stage).model_validate(values), used
+
+    def optimizers(self, name: str, stage: StageBase) -> tuple[StageBase, list[PluginUse]]:
+        """The stage with its optimizers' own fields checked and filled in, and their plugins."""
+        values: dict[str, Any] = stage.model_dump(mode="json")  # Any: nested YAML values
+        used: list[PluginUse] = []
+        for path, section in optimizers_of(stage):
+            loc, plain = ("stages", name, *path), section.model_dump(mode="json")
+            component = Component.model_validate({"name": section.name, **section.fields()})
+            filled, use = self.component("optimizer", component, loc)
+            put(values, path, plain | filled)
+            used += use
+            if use and not isinstance(section, OptimizerSection):
+                cls = self.manager.find("optimizer", section.name).cls
+                self.problems += combinations.check_other_optimizer(cls, loc, self.loaded)
+        return (type(stage).model_validate(values) if used else stage), used
 
     def code_of(self, stage: StageBase) -> list[PluginUse]:
         """The plugin that runs the stage; built-in ones are in posttrain's own digest."""

@@ -12,6 +12,7 @@ from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
     LoraSection,
+    OptimizerField,
     OptimizerSection,
 )
 
@@ -103,7 +104,7 @@ class CriticSection(Section):
         default=None, gt=0, description="linear beyond this error; null = squared throughout"
     )
     aggregator: Component = Component(name="token-mean")
-    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    optimizer: OptimizerField = OptimizerSection(learning_rate=1e-5)
     lora: LoraSection | None = Field(
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
@@ -293,7 +294,7 @@ class RlStage(StageBase):
     ptx: PtxSection = PtxSection()
     rollout_correction: CorrectionSection = CorrectionSection()
     kl_guard: KlGuardSection | None = None
-    optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    optimizer: OptimizerField = OptimizerSection(learning_rate=5e-6)
     lora: LoraSection | None = Field(
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from posttrain.core.config.base import Component, Section
+from posttrain.core.contracts.base import PluginConfig
 
 PREFIX = "models:/"
 _FORM = re.compile(r"models:/(?P<name>[^/@:]+)(@(?P<alias>[A-Za-z0-9_-]+)|/(?P<version>[0-9]+))")
@@ -203,15 +205,11 @@ class ModelSection(Section):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerSection(Section):
-    """AdamW and its schedule."""
+class OptimizerBase(Section):
+    """What every optimizer has: the learning rate's schedule, clipping, and what is not finite."""
 
-    learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.999), description="decay of the moving averages, each in [0, 1)"
-    )
-    eps: float = Field(default=1e-8, gt=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    name: str = Field(default="adamw", description="the plugin: adamw, or an installed one")
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="at the end of the warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up; linear and cosine end at 0"
     )
@@ -227,16 +225,6 @@ class OptimizerSection(Section):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, le=1_000_000, description="null = no clipping"
     )
-    moments: Literal["float32", "8bit"] = Field(
-        default="float32",
-        description="8bit: a quarter of the memory, by bitsandbytes (pip install "
-        "'posttrain[low-memory]'); for GPUs, slow on a CPU",
-    )
-    rounding: Literal["masters", "stochastic"] = Field(
-        default="masters",
-        description="of bfloat16 weights. masters: a float32 copy takes updates, and the weights "
-        "are rounded from it; stochastic: no copy, each update is rounded up or down at random",
-    )
     non_finite: Literal["fail", "skip"] = Field(
         default="fail",
         description="a step whose loss or gradient is not finite (NaN, infinite) is never taken. "
@@ -250,13 +238,71 @@ class OptimizerSection(Section):
     )
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> OptimizerSection:
+    def _one_warmup(self) -> Self:
         if self.warmup_steps and self.warmup_rollouts:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) and warmup_rollouts ({self.warmup_rollouts}) "
                 "are two ways to say one thing; set one of them to 0"
             )
         return self
+
+    def fields(self) -> dict[str, Any]:  # Any: YAML values
+        """The fields of the plugin itself."""
+        return dict(self.model_extra or {})
+
+
+class AdamWConfig(PluginConfig):
+    """AdamW's own settings."""
+
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.999), description="decay of the moving averages, each in [0, 1)"
+    )
+    eps: float = Field(default=1e-8, gt=0, lt=1, description="added to the square root")
+    weight_decay: float = Field(
+        default=0.0, ge=0, le=10, description="share of a weight, times the learning rate"
+    )
+    moments: Literal["float32", "8bit"] = Field(
+        default="float32",
+        description="8bit: a quarter of the memory, by bitsandbytes (pip install "
+        "'posttrain[low-memory]'); for GPUs, slow on a CPU",
+    )
+    rounding: Literal["masters", "stochastic"] = Field(
+        default="masters",
+        description="of bfloat16 weights. masters: a float32 copy takes updates, and the weights "
+        "are rounded from it; stochastic: no copy, each update is rounded up or down at random",
+    )
+
+
+class OptimizerSection(AdamWConfig, OptimizerBase):
+    """AdamW and its schedule."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="the plugin")
+
+    def fields(self) -> dict[str, Any]:  # Any: YAML values
+        """The fields of the plugin itself."""
+        return self.model_dump(include=set(AdamWConfig.model_fields))
+
+
+class OtherOptimizer(OptimizerBase):
+    """An optimizer of another name, whose own fields its plugin checks."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _of_name(value: Any) -> Any:  # Any: whatever YAML held
+    """The section of the optimizer that is named; AdamW where none is."""
+    if isinstance(value, str):
+        value = {"name": value}
+    if isinstance(value, OptimizerBase):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticKnownError("model_type", {"class_name": "optimizer"})
+    cls = OptimizerSection if value.get("name", "adamw") == "adamw" else OtherOptimizer
+    return cls.model_validate(value)
+
+
+OptimizerField = Annotated[OptimizerSection | OtherOptimizer, BeforeValidator(_of_name)]
+"""`optimizer: {learning_rate: ...}` is AdamW, `optimizer: {name: lion, ...}` another one."""
 
 
 class LoraSection(Section):

@@ -14,6 +14,7 @@ from posttrain.core.config.sections import (
     EvaluationSection,
     GenerationSection,
     LoraSection,
+    OptimizerField,
     OptimizerSection,
     RegistryAlias,
     RegistryName,
@@ -219,7 +220,7 @@ class SftStage(StageBase):
     keep_best: bool = Field(
         default=False, description="the model of the evaluation with the lowest held-out loss"
     )
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: OptimizerField = OptimizerSection()
     lora: LoraSection | None = Field(
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
@@ -362,7 +363,7 @@ class RewardModelStage(PreferenceDataStage):
 
     kind: Literal["reward_model"]
     preference_loss: Component = Component(name="bradley_terry")
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: OptimizerField = OptimizerSection()
 
     def components(self) -> Iterable[tuple[FieldPlace, str, Component]]:
         yield ("preference_loss",), "preference_loss", self.preference_loss
@@ -447,7 +448,7 @@ class PreferenceStage(PreferenceDataStage):
         description="make pairs of the current policy's answers as training goes on; null = the "
         "pairs are there before the first step",
     )
-    optimizer: OptimizerSection = OptimizerSection(learning_rate=5e-6)
+    optimizer: OptimizerField = OptimizerSection(learning_rate=5e-6)
     evaluate_every: int = Field(
         default=0, ge=0, description="steps between rankings of the held-out rows; 0 = at the end"
     )

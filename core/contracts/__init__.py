@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.correction import *
     from posttrain.core.contracts.environment import *
     from posttrain.core.contracts.kl import *
+    from posttrain.core.contracts.optimizer import *
     from posttrain.core.contracts.policy import *
     from posttrain.core.contracts.preference import *
     from posttrain.core.contracts.renderer import *
@@ -34,6 +35,7 @@ _MODULES = (
     "rollout",
     "stage",
     "environment",
+    "optimizer",
     "renderer",
     "advantages",
     "aggregation",
@@ -94,6 +96,7 @@ __all__ = [
     "NoConfig",
     "Observation",
     "Opening",
+    "Optimizer",
     "PairLoss",
     "PairScores",
     "Plugin",

@@ -43,9 +43,6 @@ StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 FieldPlace = tuple[str | int, ...]
 """The place of a field in a stage's section of the YAML: `("rewards", 0)`."""
 
-RUN_SECTIONS = ("seed", "task", "engine", "model", "evaluation", "name")
-"""Sections of a run's config that can be part of a stage's identity."""
-
 
 class Component(PluginConfig):
     """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from posttrain.core.contracts import CONTRACTS, Plugin, PluginConfig
 from posttrain.core.errors import nearest
+from posttrain.core.types import RUN_SECTIONS
 
 _REWARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # it is part of metrics' names
 _HOME = "posttrain.core.contracts"
@@ -35,7 +36,7 @@ def fault(cls: object) -> str:
             f"has the name {name!r}, expected letters, digits, _, . and -, such as "
             f"'{snake(cls.__name__)}': rename it"
         )
-    return _config_fault(cls) or _missing_methods(cls)
+    return _config_fault(cls) or _stage_fault(cls) or _missing_methods(cls)
 
 
 def _config_fault(cls: type[Any]) -> str:
@@ -55,6 +56,23 @@ def _config_fault(cls: type[Any]) -> str:
             f"has the Config {config.__name__}, which derives from {bases}: derive it from "
             f"{wanted.__name__} of {_HOME}"
         )
+    return ""
+
+
+def _stage_fault(cls: type[Any]) -> str:
+    """What a stage's config does not say of the stage; empty for other kinds."""
+    if cls.kind != "stage":
+        return ""
+    config = cls.Config
+    what = f"has the Config {config.__name__}, which"
+    if not isinstance(getattr(config, "makes", None), str):
+        return f"{what} does not say what the stage makes: set `makes`, as in 'dataset'"
+    if unknown := sorted(set(config.sections) - set(RUN_SECTIONS)):
+        return f"{what} has the sections {unknown}: choose from {list(RUN_SECTIONS)}"
+    if taken := sorted(set(config.model_fields) & set(RUN_SECTIONS) - {"evaluation"}):
+        return f"{what} has fields named as sections of the run, {taken}: rename them"
+    if config.passes_on and config.passes_on not in config.reads:
+        return f"{what} passes on '{config.passes_on}', not an input: add it to `reads`"
     return ""
 
 

@@ -50,7 +50,8 @@ def _wrong_kind(stage: PreferenceDataStage, found: PreferenceFile, manager: Plug
     policy = isinstance(stage, PreferenceStage)
     leading = stage.loss_terms[0] if isinstance(stage, PreferenceStage) else stage.preference_loss
     entries: list[Any] = [*manager.entries("preference_loss")]  # Any: contracts import torch
-    wanted = next(entry.cls.data for entry in entries if entry.name == leading.name)
+    loss: Any = manager.find("preference_loss", leading.name).cls  # Any: as above
+    wanted = loss.data
     if found.kind == wanted:
         return ""
     trained = "policy" if policy else "reward_model"

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import TransformStage
+from posttrain.core.config.schema import BUILT_IN, TransformStage
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.config.stages import (
     PAIR_PROMPTS_PER_CALL,
@@ -25,7 +25,7 @@ from posttrain.core.config.stages import (
     RewardModelStage,
     SftStage,
 )
-from posttrain.core.contracts import KlController, PolicyLoss, PreferenceLoss
+from posttrain.core.contracts import KlController, ModelSize, Optimizer, PolicyLoss, PreferenceLoss
 from posttrain.core.estimate import memory
 from posttrain.core.estimate.rates import Rates
 from posttrain.core.estimate.shape import ModelShape
@@ -70,6 +70,10 @@ class Estimator:
             stage = self.data.config.stages[name]
             if isinstance(stage, PromoteStage):  # evaluates the champion as the model was
                 stage = self.data.config.stages[stage.inputs["evaluation"]]
+            if stage.kind not in BUILT_IN:
+                if (row := self._plugin_stage(stage)) is not None:
+                    found[name] = row
+                continue
             calls, batches = self.sampled(stage)
             engine_runs = engine_runs or bool(calls)
             steps, phases, once = self._time(stage, batches * sum(map(self.generate, calls)))
@@ -102,6 +106,24 @@ class Estimator:
                 "disk_peak_gb": round((left + more) / GB, 4),
             }
         return found
+
+    def _plugin_stage(self, stage: StageBase) -> dict[str, Any] | None:
+        """What the plugin of a stage says that it takes; None where it does not say."""
+        size = ModelSize(self.shape.total, float(self.compute_bytes * self.shape.total))
+        said = self.data.manager.stage(stage).estimate(size)
+        if said is None:
+            return None
+        return {
+            "steps": 0,
+            "step_s": 0.0,
+            "phases": {},
+            "seconds": round(said.seconds, 2),
+            "memory_gb": round(said.memory_gb, 3),
+            "memory": {"stage": round(said.memory_gb, 3)},
+            "fits": said.memory_gb * GB <= self.rates.memory,
+            "disk_gb": round(said.disk_gb, 4),
+            "disk_peak_gb": round(said.disk_gb, 4),
+        }
 
     def _rows(self, count: int, group: int, micro: int, response: tuple[float, int]) -> Rows:
         return Rows(count, group, micro, self.lengths.prompt, *response, self.lengths.shared)
@@ -274,7 +296,13 @@ class Estimator:
         if isinstance(stage, RlStage) and stage.critic is not None:
             parts.append((stage.critic.lora, stage.critic.optimizer, False))
         each = self.weight_bytes
-        return [memory.trained_model(self.shape, *part[:2], each, head=part[2]) for part in parts]
+        build = self.data.manager.build
+        return [
+            memory.trained_model(
+                self.shape, lora, build(Optimizer, used.name, used.fields()), each, head=head
+            )
+            for lora, used, head in parts
+        ]
 
     def _memory(self, stage: StageBase, calls: Sequence[Rows], engine: bool) -> dict[str, float]:
         """Bytes by what holds them; `engine` if it has been started."""

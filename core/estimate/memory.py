@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from posttrain.core.config.sections import LoraSection, OptimizerSection
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.contracts import Optimizer
 from posttrain.core.estimate.shape import ModelShape
 from posttrain.core.estimate.tokens import Rows
 
@@ -30,16 +31,15 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(
-    shape: ModelShape, lora: LoraSection | None, section: OptimizerSection, each: int, *, head: bool
+    shape: ModelShape, lora: LoraSection | None, optimizer: Optimizer[Any], each: int, *, head: bool
 ) -> TrainedModel:
     """A policy, or without `head` a reward model or critic, with `each` bytes a weight.
 
-    Gradients are float32, as are the master copy of weights that are not, and AdamW's two moments
-    unless they have 8 bits.
+    Gradients are float32, as is the master copy of weights that are not.
     """
     trained = shape.trained(lora, head=head)
-    masters = FLOAT if each < FLOAT and section.rounding == "masters" else 0
-    moments = 2 * (FLOAT if section.moments == "float32" else 1)
+    masters = FLOAT if each < FLOAT and optimizer.keeps_masters() else 0
+    moments = optimizer.state_bytes()
     whole = shape.trained(None, head=head) + (trained if lora else 0)
     sizes = {"masters": masters, "gradients": FLOAT, "moments": moments}
     held = {"weights": float(each * whole)} | {n: float(s * trained) for n, s in sizes.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model
@@ -59,13 +60,13 @@ def estimate_run(
         most, left = max(most, left + row["disk_peak_gb"]), left + row["disk_gb"]
     total = {
         "seconds": round(sum(row["seconds"] for row in stages.values()), 2),
-        "memory_gb": max(row["memory_gb"] for row in stages.values()),
+        "memory_gb": max((row["memory_gb"] for row in stages.values()), default=0.0),
         "disk_gb": round(left, 4),
         "disk_peak_gb": round(most, 4),
     }
     return {
         "model": model,
-        "notes": [*_notes(estimator), *_advice(estimator, stages)],
+        "notes": [*_notes(estimator), *_not_estimated(names, stages), *_advice(estimator, stages)],
         "calibration": dict(rates.measured),
         "total": total,
         "stages": stages,
@@ -112,6 +113,12 @@ def _notes(estimator: Estimator) -> list[str]:
     return found
 
 
+def _not_estimated(names: Sequence[str], stages: Mapping[str, object]) -> list[str]:
+    """Stages of kinds that say nothing of what they take."""
+    left = [name for name in names if name not in stages]
+    return [f"Not estimated, and not in the totals: {', '.join(left)}."] if left else []
+
+
 def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str]:
     """For each stage that does not fit into the device's memory, what to change."""
     room, found = estimator.rates.memory / GB, []
@@ -124,7 +131,9 @@ def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str
                 tries.append(f"stages.{name}.micro_batch_size={stage.micro_batch_size // 2}")
             if stage.lora is None:
                 tries.append(f"stages.{name}.lora={{}}")
-            if stage.optimizer.moments == "float32" and not stage.lora and estimator.rates.on_gpu:
+            used = stage.optimizer
+            wide = isinstance(used, OptimizerSection) and used.moments == "float32"
+            if wide and not stage.lora and estimator.rates.on_gpu:
                 tries.append(f"stages.{name}.optimizer.moments=8bit")
         found.append(
             f"{name} does not fit: it needs about {peak:.3g} GB of {room:.3g} GB. Try "

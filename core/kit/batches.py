@@ -114,6 +114,7 @@ def expect_same(
     found: Tensor, wanted: Tensor, what: str, *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     """End a check unless two tensors are equal, NaN where NaN, to `rtol` and `atol`."""
+    found, wanted = found.detach(), wanted.detach()
     if found.shape != wanted.shape:
         broken(f"{what}: the shape is {list(found.shape)}, expected {list(wanted.shape)}")
     if not torch.allclose(found, wanted.to(found.dtype), rtol=rtol, atol=atol, equal_nan=True):

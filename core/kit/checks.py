@@ -91,7 +91,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tool": ("environments",),
     "renderer": ("renderers",),
     "rollout_engine": ("engines",),
-    "sampler": ("engines",),
+    "sampler": ("samplers",),
     "advantage": ("advantages",),
     "aggregator": ("losses",),
     "policy_loss": ("losses",),
@@ -100,6 +100,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "rollout_correction": ("corrections",),
     "preference_loss": ("preferences",),
     "algorithm": ("algorithms",),
+    "stage": ("stages",),
+    "optimizer": ("optimizers",),
 }
 
 

@@ -15,9 +15,15 @@ from posttrain.core.kit.checks import Subject, check, expect, expect_equal
 from posttrain.core.runtime.plugin_files import file_of
 
 
+def fields_of(subject: Subject) -> dict[str, object]:
+    """The settings that it has no default for; a stage's own name is one of them."""
+    kind = {"kind": subject.entry.name} if subject.entry.kind == "stage" else {}
+    return {**kind, **subject.fields}
+
+
 @check("settings survive the way through JSON")
 def _through_json(subject: Subject) -> None:
-    config = subject.cls.Config.model_validate(dict(subject.fields))
+    config = subject.cls.Config.model_validate(fields_of(subject))
     again = json.loads(json.dumps(config.model_dump(mode="json")))
     expect_equal(subject.cls.Config.model_validate(again), config, "its config after JSON")
 
@@ -25,7 +31,7 @@ def _through_json(subject: Subject) -> None:
 @check("an unknown field is refused")
 def _unknown_field(subject: Subject) -> None:
     try:
-        subject.cls.Config.model_validate({**subject.fields, "no_such_field": 1})
+        subject.cls.Config.model_validate({**fields_of(subject), "no_such_field": 1})
     except ValidationError as error:
         expect("no_such_field" in str(error), "the refusal does not name the field")
         return
@@ -63,5 +69,5 @@ def _pickles(subject: Subject) -> None:
     if file_of(cls.__module__) is None:
         found = import_module(cls.__module__)
         expect(hasattr(found, cls.__qualname__), f"{cls.__module__} has no {cls.__qualname__}")
-    fields = cls.Config.model_validate(dict(subject.fields)).model_dump(mode="json")
+    fields = cls.Config.model_validate(fields_of(subject)).model_dump(mode="json")
     expect_equal(pickle.loads(pickle.dumps(fields)), fields, "its settings, pickled")  # noqa: S301

@@ -28,6 +28,8 @@ USES: Mapping[str, str] = {
     "kl_controller": "stages: {{rl: {{kind: rl, kl: {{controller: {}}}}}}}",
     "rollout_correction": "stages: {{rl: {{kind: rl, rollout_correction: {{plugin: {}}}}}}}",
     "preference_loss": "stages: {{dpo: {{kind: preference, preference_loss: {}}}}}",
+    "stage": "stages: {{short: {{kind: {}}}}}",
+    "optimizer": "stages: {{sft: {{kind: sft, optimizer: {{name: {}, learning_rate: 1e-4}}}}}}",
     "algorithm": "stages: {{rl: {{kind: rl, algorithm: {}}}}}",
 }
 """Where a configuration names a plugin of each kind; what is left out is as in any config."""

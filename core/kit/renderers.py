@@ -113,12 +113,12 @@ def tools_of(renderer: Renderer[Any]) -> tuple[ToolSchema, ...]:
 
 
 def conversations(
-    subject: Subject, count: int, texts: Sequence[str] = TEXTS
+    subject: Subject, count: int, texts: Sequence[str] = TEXTS, turns: int = 5
 ) -> list[list[Message]]:
     """The same conversations each time, with calls where the format has them."""
     rng = random.Random(0)
     tools = bool(subject.build().takes_tools)
-    return [random_conversation(rng, turns=10, tools=tools, texts=texts) for _ in range(count)]
+    return [random_conversation(rng, turns=turns, tools=tools, texts=texts) for _ in range(count)]
 
 
 @check("an assistant's message survives rendering and parsing", "renderer")

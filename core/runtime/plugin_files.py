@@ -127,7 +127,7 @@ def _beside(folder: Path) -> Iterator[None]:
     """
     names = {path.stem for path in folder.glob("*.py")}
     names |= {path.parent.name for path in folder.glob("*/__init__.py")}
-    names -= {OWN, *sys.stdlib_module_names}
+    names = {n for n in names - {OWN, *sys.stdlib_module_names} if not n.startswith("__")}
     hidden = {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] in names
     }

@@ -33,8 +33,8 @@ def plugin_source(cls: type, package: str) -> str:
     """sha256 over the source of `cls`, which the distribution `package` offers; "" for our own.
 
     That is its module's whole package, or the module, and the modules and packages next to it
-    that it imports; of plugins that it derives from too. Raises `ResourceError` for a file that
-    cannot be read.
+    that it imports; of plugins that it derives from too. Of a class that was typed into a notebook
+    it is the class alone. Raises `ResourceError` for a file that cannot be read.
     """
     modules = {base.__module__ for base in cls.__mro__ if getattr(base, "kind", None)}
     foreign = sorted(name for name in modules if name.partition(".")[0] != OWN)
@@ -46,11 +46,19 @@ def plugin_source(cls: type, package: str) -> str:
 
 
 def _typed(cls: type) -> str:
-    """The source of a class that was typed into a notebook; its name where that is not known."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return cls.__qualname__
+    """The methods and attributes of a class that was typed into a notebook, which has no file."""
+    parts = [cls.__qualname__]
+    for name, value in vars(cls).items():
+        function = getattr(value, "__func__", value)
+        if inspect.isfunction(function):
+            try:
+                parts.append(inspect.getsource(function))
+            except OSError:
+                code = function.__code__
+                parts.append(f"{name} {code.co_code.hex()} {code.co_names} {code.co_consts}")
+        elif isinstance(value, str | int | float | bool | tuple) and not name.startswith("__"):
+            parts.append(f"{name} {value!r}")
+    return "\n".join(parts)
 
 
 @functools.cache

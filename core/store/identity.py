@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import posttrain.core
-from posttrain.core.contracts.stage import RUN_SECTIONS, StageBase
 from posttrain.core.errors import ConfigError
 from posttrain.core.store.artifacts import combine_digests, file_digest, tree_digests
+from posttrain.core.types import RUN_SECTIONS
+
+if TYPE_CHECKING:
+    from posttrain.core.contracts.stage import StageBase
 
 # Where a model comes from is in its digest; the name of the place does not matter. Checkpoints
 # change no result. Nor does what to do about steps on numbers that are not finite: these are never
@@ -59,10 +62,10 @@ def stage_parts(
         shared["engine"] = engine
     if task_fingerprint:
         shared["task_data"] = task_fingerprint
-    settings = {**shared, **{k: v for k, v in stage.items() if k != "kind"}}
+    left_out = {"kind", *of.without_effect}
+    settings = {**shared, **{k: v for k, v in stage.items() if k not in left_out}}
     parts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(settings)}
-    ignored = (*_IGNORED, *of.without_effect)
-    parts = {k: v for k, v in parts.items() if not k.startswith(ignored)}
+    parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
     outside = outside or {}
     parts = {k: v for k, v in parts.items() if k not in outside}  # where it lies does not matter
     parts |= {f"file {field}": digest for field, digest in outside.items()}

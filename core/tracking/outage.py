@@ -195,7 +195,7 @@ def _send_all(spool: Spool, sender: Sender) -> int | None:
         operation, made = spool.first(), ""
         try:
             made = sender(spool.resolved(operation), True)
-        except Exception as error:
+        except Exception as error:  # MLflow's own, requests' and databases': the rest is still sent
             if unreachable(error):
                 return None
             spool.refuse(operation, reason(error))

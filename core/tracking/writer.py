@@ -326,7 +326,7 @@ class Writer:
     def _answers(self) -> bool:
         try:
             return self._probe()
-        except Exception as error:
+        except Exception as error:  # whatever it is, this thread goes on: the run never waits
             with self._changed:
                 self._refuses(error)
             return False
@@ -347,7 +347,7 @@ class Writer:
     def _takes_nothing(self) -> bool:
         try:
             self._probe()
-        except Exception as error:
+        except Exception as error:  # as above
             return self._refuses(error)
         return False
 
@@ -355,7 +355,7 @@ class Writer:
         operation, again = job.operation, self._current is None
         try:
             made = self._send(self.spool.resolved(operation), again)
-        except BaseException as error:
+        except BaseException as error:  # who waits for the answer gets it
             with self._changed:
                 self._not_sent(job, error)
             return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import OptimizerBase, OptimizerSection
 from posttrain.core.errors import RunError
 from posttrain.core.models.sharded import whole
 from posttrain.core.training.metrics import MetricSums
@@ -81,7 +81,7 @@ class FiniteGuard:
     """
 
     stage: str
-    section: OptimizerSection
+    section: OptimizerBase
     warn: Callable[[str], None]
     place: str = "optimizer"
     metric: str = "grad/non_finite"
@@ -129,11 +129,13 @@ class FiniteGuard:
         )
 
     def _for_weights(self) -> str:
-        return (
+        advice = (
             f"The loss and the gradient were finite: try a lower {self.place}.learning_rate (it is "
-            f"{self.section.learning_rate:g}) or a larger {self.place}.eps (it is "
-            f"{self.section.eps:g})"
+            f"{self.section.learning_rate:g})"
         )
+        if isinstance(self.section, OptimizerSection):
+            advice += f" or a larger {self.place}.eps (it is {self.section.eps:g})"
+        return advice
 
 
 def _named(rows: Sequence[int], keys: Sequence[str]) -> str:

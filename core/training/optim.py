@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, a schedule, and its tensors in files.
+"""An optimizer with float32 master weights, a schedule, and its tensors in files.
 
 Pieces are those of torch.distributed.checkpoint in its safetensors form, which puts them together
 again for any number of ranks; what one process wrote is one whole file, which it reads as well.
@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module, Parameter
 
-from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.errors import ConfigError
+from posttrain.core.config.sections import OptimizerBase, OptimizerSection
+from posttrain.core.contracts import Optimizer
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.sharded import whole
-from posttrain.core.training.compact_adamw import CompactAdamW
+from posttrain.core.training.adamw import AdamW
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite, all_finite, not_finite
 
@@ -77,6 +78,34 @@ def _several_ranks() -> bool:
 
 
 _MASTER = "master"
+_GROUP = "group."
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    ".bool": (bool, torch.bool),
+    ".int": (int, torch.int64),
+    ".float": (float, torch.float64),
+}
+"""How a number that is not a tensor is stored: the end of its kind, and the type of the tensor."""
+
+
+def _stored(kind: str, value: object, name: str) -> tuple[str, Tensor]:
+    """A value of an optimizer's state as a tensor; raises `RunError` where it is none."""
+    if isinstance(value, Tensor):
+        return kind, value
+    for end, (python, dtype) in _NUMBERS.items():
+        if isinstance(value, python):
+            return kind + end, torch.tensor(value, dtype=dtype)
+    raise RunError(
+        f"optimizer '{name}' keeps a {type(value).__name__} as '{kind}' in its state, which no "
+        "checkpoint holds: its state must be tensors and numbers"
+    )
+
+
+def _restored(kind: str, tensor: Tensor) -> tuple[str, Any]:  # Any: a tensor or a number
+    """The inverse of `_stored`."""
+    for end, (python, _) in _NUMBERS.items():
+        if kind.endswith(end):
+            return kind.removesuffix(end), python(tensor.item())
+    return kind, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +128,7 @@ class StepReport:
         return found | ({"grad/non_finite": 1.0} if self.non_finite else {})
 
 
-def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> float:
+def schedule_factor(section: OptimizerBase, step: int, total_steps: int) -> float:
     """Factor on the learning rate for the 0-based `step`: linear warm-up, then the schedule."""
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -110,8 +139,11 @@ def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> f
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def precision_of(section: OptimizerSection) -> str:
-    return f"weights: {section.rounding}, moments: {section.moments}"
+def precision_of(section: OptimizerBase) -> str:
+    """How weights and moments are kept; the name of an optimizer that has one way only."""
+    if isinstance(section, OptimizerSection):
+        return f"weights: {section.rounding}, moments: {section.moments}"
+    return f"optimizer: {section.name}"
 
 
 class StoredOptimizer(Protocol):
@@ -145,19 +177,31 @@ class StoredOptimizer(Protocol):
 
 
 class MasterOptimizer:
-    """AdamW over a module's trainable parameters; see the module docstring for the precision."""
+    """An optimizer of a module's trainable parameters; the module docstring has the precision."""
 
     def __init__(
-        self, module: Module, section: OptimizerSection, total_steps: int, *, seed: int = 0
+        self,
+        module: Module,
+        section: OptimizerBase,
+        total_steps: int,
+        *,
+        seed: int = 0,
+        algorithm: Optimizer[Any] | None = None,
     ) -> None:
-        """`seed` is of the noise of stochastic rounding."""
+        """`seed` is of the optimizer's random numbers, such as those of stochastic rounding.
+
+        `algorithm` is what `section` names; it may be left out of an AdamW section.
+        """
+        if algorithm is None:
+            assert isinstance(section, OptimizerSection), "other optimizers are plugins"
+            algorithm = AdamW.of(section)
         self.section, self.total_steps, self.step_count = section, total_steps, 0
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names, self._params = list(trained), list(trained.values())
         self._masters: list[Tensor] = []
         self._non_finite: list[NonFinite] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        rounded = section.rounding == "stochastic"
+        rounded = self._rounded = not algorithm.keeps_masters()
         if rounded:
             _require_bfloat16(self._params)
         for param in self._params:
@@ -171,7 +215,7 @@ class MasterOptimizer:
                     _add_to(master)
                 )
                 self._hooks.append(hook)
-        self.optimizer = _adamw(self._masters, section, seed)
+        self.optimizer = algorithm.build(self._masters, section.learning_rate, seed)
 
     def step(
         self, rate_factor: float = 1.0, *, loss: float = 0.0, rows: Iterable[int] = ()
@@ -242,7 +286,7 @@ class MasterOptimizer:
             hook.remove()
         self._hooks.clear()
         self.zero_grad()
-        if self.section.rounding == "stochastic":
+        if self._rounded:
             for param in self._params:
                 param.grad_dtype = param.dtype
         self._masters.clear()
@@ -258,7 +302,7 @@ class MasterOptimizer:
         return {
             "step_count": self.step_count,
             "masters": [m.detach() for m in self._masters],
-            "adamw": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -266,33 +310,46 @@ class MasterOptimizer:
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)
-        self.optimizer.load_state_dict(state["adamw"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self._copy_masters()
 
     def write(self, folder: Path) -> None:
         """As in `StoredOptimizer`; moments exist once a step was taken."""
         state = self.state_dict()
         kinds: Kinds = {_MASTER: {str(i): tensor for i, tensor in enumerate(state["masters"])}}
-        for i, values in state["adamw"]["state"].items():
-            for kind, tensor in values.items():
-                kinds.setdefault(kind, {})[str(i)] = tensor
+        for i, values in state["optimizer"]["state"].items():
+            for kind, value in values.items():
+                if value is not None:
+                    kind, tensor = _stored(kind, value, self.section.name)
+                    kinds.setdefault(kind, {})[str(i)] = tensor
+        for i, group in enumerate(state["optimizer"]["param_groups"]):
+            for key, value in group.items():
+                if key != "lr" and isinstance(value, int | float):
+                    kind, tensor = _stored(_GROUP + key, value, self.section.name)
+                    kinds.setdefault(kind, {})[str(i)] = tensor
         write_kinds(kinds, folder)
 
     def read(self, folder: Path, step_count: int) -> None:
         def like(kind: str, number: str) -> Tensor:
-            return torch.zeros(()) if kind == "step" else self._masters[int(number)]
+            scalar = kind == "step" or kind.endswith(tuple(_NUMBERS))
+            return torch.zeros(()) if scalar else self._masters[int(number)]
 
         kinds = read_kinds(folder, like)
         masters = kinds.pop(_MASTER)
-        state: dict[int, dict[str, Tensor]] = {}
-        for kind, tensors in kinds.items():
+        state: dict[int, dict[str, Any]] = {}
+        groups = self.optimizer.state_dict()["param_groups"]
+        for stored, tensors in kinds.items():
             for number, tensor in tensors.items():
-                state.setdefault(int(number), {})[kind] = tensor
+                kind, value = _restored(stored, tensor)
+                if kind.startswith(_GROUP):
+                    groups[int(number)][kind.removeprefix(_GROUP)] = value
+                else:
+                    state.setdefault(int(number), {})[kind] = value
         self.load_state_dict(
             {
                 "step_count": step_count,
                 "masters": [masters[str(i)] for i in range(len(masters))],
-                "adamw": self.optimizer.state_dict() | {"state": state},
+                "optimizer": {"state": state, "param_groups": groups},
             }
         )
 
@@ -301,19 +358,6 @@ class MasterOptimizer:
         for param, master in zip(self._params, self._masters, strict=True):
             if master is not param:
                 param.copy_(master)
-
-
-def _adamw(masters: list[Tensor], section: OptimizerSection, seed: int) -> torch.optim.Optimizer:
-    if section.rounding == "stochastic" or section.moments == "8bit":
-        return CompactAdamW(masters, section, seed)
-    return torch.optim.AdamW(
-        masters,
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        fused=True,
-    )
 
 
 def _require_bfloat16(params: list[Parameter]) -> None:

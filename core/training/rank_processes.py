@@ -178,7 +178,7 @@ def serve(folder: Path, build: Callable[[Any], Methods]) -> None:
                 value = methods[method](*args)
             else:
                 methods, value = build(message), None
-        except Exception as error:
+        except Exception as error:  # whatever a method raises is the caller's to see
             traceback.print_exc()
             if not isinstance(error, PosttrainError):
                 what = f"{type(error).__name__}: {error}"

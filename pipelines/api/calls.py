@@ -248,8 +248,9 @@ def given_answers(
 
 def as_configs(config: Config) -> list[Path | Mapping[str, object]]:
     """Paths and mappings, in order; raises `ConfigError` for anything else."""
-    several = isinstance(config, Sequence) and not isinstance(config, str)
-    return [_as_config(one) for one in (config if several else [config])]  # type: ignore[union-attr]
+    if isinstance(config, str | Path | Mapping) or not isinstance(config, Sequence):
+        return [_as_config(config)]
+    return [_as_config(one) for one in config]
 
 
 def _as_config(one: object) -> Path | Mapping[str, object]:
@@ -303,8 +304,9 @@ def _reporting(*, progress: bool) -> Iterator[tuple[Reporter, Ask | None]]:
         yield SilentReporter(), None
         return
     from posttrain.pipelines.api.notebook import NotebookReporter, in_notebook
-    from posttrain.pipelines.run.progress import make_reporter
+    from posttrain.pipelines.run.progress import PlainReporter, RichReporter, make_reporter
 
+    made: NotebookReporter | PlainReporter | RichReporter
     made = NotebookReporter() if in_notebook() else make_reporter(json=False, plain=False)
     with made as reporter:
         yield reporter, None

@@ -6,7 +6,6 @@ Prefect and MLflow, its number of threads. Nothing here ends it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -27,9 +26,7 @@ def call(function: Callable[[], T], stop: threading.Event) -> T:
     Prefect and MLflow behave differently below a running loop. An interrupt sets `stop` and waits
     for the run's next safe point; a second one does not wait.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _runs_a_loop():
         return function()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -52,6 +49,12 @@ def call(function: Callable[[], T], stop: threading.Event) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _runs_a_loop() -> bool:
+    """Whether this thread runs an event loop; commands need not load asyncio to know."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio.events._get_running_loop() is not None
 
 
 @contextmanager
@@ -77,8 +80,12 @@ def as_guest() -> Iterator[None]:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a variable is one of those that a run sets for Prefect and MLflow."""
-    return name.startswith(("PREFECT_", "MLFLOW_")) or name == "DO_NOT_TRACK"
+    """Whether a variable says where Prefect and MLflow are.
+
+    Others that a run sets only if the user did not, such as MLflow's telemetry, stay: they are set
+    once in a process.
+    """
+    return name.startswith("PREFECT_") or name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
 
 
 def _threads() -> int | None:

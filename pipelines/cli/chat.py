@@ -29,7 +29,7 @@ EPILOG = (
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL|RUN\\[/STAGE]",
+        metavar="MODEL",
         help="A run's id or its start (its last model), RUN/STAGE, a folder, a hub's id, "
         "models:/NAME@ALIAS or models:/NAME/VERSION.",
         show_default=False,

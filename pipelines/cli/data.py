@@ -45,7 +45,7 @@ def show(
     ],
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Model whose tokens are shown: a folder or a hub's id."),
+        typer.Option("--model", help="Model whose tokens are shown: a folder, a hub's id, a run."),
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show.")] = 3,
     max_model_len: Annotated[
@@ -85,6 +85,9 @@ def _tokenizer(section: Any, context: CommandContext, *, needed: bool) -> ChatTo
     from posttrain.core.models.source import check_source, known_folder
 
     if needed:
+        from posttrain.pipelines.run.model_reference import find_base
+
+        section = find_base(section, context.home, context.store).section
         check_source(section)
     folder = known_folder(section, context.home / "models")
     if folder is not None:

@@ -36,7 +36,7 @@ def _field(name: str, info: FieldInfo) -> dict[str, Any]:
 
 def field_line(field: dict[str, Any]) -> str:
     """`name (type, default, bounds): meaning`."""
-    value = "required" if field["required"] else f"default {_value(field['default'])}"
+    value = "required" if field["required"] else f"default {value_text(field['default'])}"
     limits = f", {', '.join(field['constraints'])}" if field["constraints"] else ""
     about = f": {field['description']}" if field["description"] else ""
     return f"  {field['name']} ({field['type']}, {value}{limits}){about}"
@@ -92,7 +92,7 @@ def _plain(default: Any) -> Any:
     return default
 
 
-def _value(default: object) -> str:
+def value_text(default: object) -> str:
     if default is None:
         return "null"
     if isinstance(default, bool):
@@ -101,7 +101,7 @@ def _value(default: object) -> str:
         text = default if len(default) <= 60 else f"{default[:57]}..."
         return repr(text) if "\n" in text or not text else text
     if isinstance(default, list):
-        return f"[{', '.join(map(_value, default))}]"
+        return f"[{', '.join(map(value_text, default))}]"
     if isinstance(default, dict):
-        return f"{{{', '.join(f'{key}: {_value(item)}' for key, item in default.items())}}}"
+        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in default.items())}}}"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -33,10 +33,12 @@ from posttrain.pipelines.cli import (
     ui,
     validate,
 )
+from posttrain.pipelines.cli.commands import Commands
 from posttrain.pipelines.cli.common import EPILOG_CODES
 
 app = typer.Typer(
     name="posttrain",
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,10 +40,12 @@ def _entries(kind: str | None) -> tuple[PluginManager, list[PluginEntry]]:
     return manager, manager.entries(kind)
 
 
-def _first_line(entry: PluginEntry) -> str:
-    """The first line of the module's docstring, which names the idea; else the class's."""
+def _first_line(entry: PluginEntry, entries: Sequence[PluginEntry]) -> str:
+    """The first line of the module's docstring, which names the idea; the class's where the module
+    has several plugins."""
     module = inspect.getmodule(entry.cls)
-    about = inspect.getdoc(module) if module else None
+    alone = sum(other.cls.__module__ == entry.cls.__module__ for other in entries) == 1
+    about = inspect.getdoc(module) if module and alone else None
     return (about or inspect.getdoc(entry.cls) or "").split("\n", 1)[0]
 
 
@@ -59,10 +62,14 @@ def list_plugins(context: CommandContext, kind: KindOption = None) -> Result:
         table.add_column(heading, overflow="fold")
     for entry in entries:
         package = f"{entry.package} {entry.version}"
-        table.add_row(*map(escape, (entry.kind, entry.name, package, _first_line(entry))))
+        table.add_row(*map(escape, (entry.kind, entry.name, package, _first_line(entry, entries))))
     context.console().print(table, soft_wrap=False)
     return Result(
-        {"plugins": [_origin(entry) | {"summary": _first_line(entry)} for entry in entries]}
+        {
+            "plugins": [
+                _origin(entry) | {"summary": _first_line(entry, entries)} for entry in entries
+            ]
+        }
     )
 
 

@@ -31,7 +31,7 @@ from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
 from posttrain.pipelines.rl.build import build_critic, build_learner
 from posttrain.pipelines.stage.inputs import StageInputs
-from posttrain.pipelines.stage.trained import reference_of, start_training
+from posttrain.pipelines.stage.trained import build_optimizer, reference_of, start_training
 
 Methods = Mapping[str, Callable[..., Any]]  # Any: each method has its own arguments
 ONLY = "model"
@@ -97,7 +97,7 @@ def sft(inputs: StageInputs, num_steps: int) -> Trained:
     stage = inputs.stage
     assert isinstance(stage, SftStage)
     model = policy_model(inputs)
-    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+    optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
     size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
     def step(batch: RolloutBatch) -> dict[str, float]:
@@ -124,7 +124,7 @@ def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
     stage = inputs.stage
     assert isinstance(stage, RewardModelStage)
     model = reward_head(inputs)
-    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+    optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
     loss = inputs.build(PairLoss, stage.preference_loss)
     size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
@@ -156,7 +156,7 @@ def preference(inputs: StageInputs, num_steps: int) -> Trained:
         check=inputs.check,
         ranks=inputs.ranks,
     )
-    optimizer = MasterOptimizer(model, stage.optimizer, num_steps, seed=_seed(inputs))
+    optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
 
     def step(rows: Rows) -> dict[str, float]:
         return learner.step(rows, optimizer)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.models.device import is_cuda
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.digests import Block
@@ -112,7 +112,9 @@ class RankTrainer:
         env = {"OMP_NUM_THREADS": str(threads or cores)}
         self._ranks = RankProcesses(size, WORKER, env)
         try:
-            setup = RankSetup(stage.run, stage.name, dict(stage.inputs), args)
+            # Ranks have no use for other stages, whose kinds they may not know.
+            run = stage.run.model_copy(update={"stages": {stage.name: stage.stage}})
+            setup = RankSetup(run, stage.name, dict(stage.inputs), args)
             self._ranks.start(setup, stage.check)
         except BaseException:
             self._ranks.close()
@@ -121,7 +123,7 @@ class RankTrainer:
     @property
     def stored(self) -> StoredOptimizer:
         """As in `Trainer`."""
-        section: OptimizerSection = self.stage.stage.optimizer  # type: ignore[attr-defined]
+        section: OptimizerBase = self.stage.stage.optimizer  # type: ignore[attr-defined]
         return RankedOptimizer(self, ONLY, section)
 
     def call(self, method: str, *args: object) -> Any:  # Any: as in `Methods`
@@ -172,7 +174,7 @@ class RankedOptimizer:
         self,
         trainer: RankTrainer,
         of: str,
-        section: OptimizerSection,
+        section: OptimizerBase,
         after_read: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer, self._of, self._after_read = trainer, of, after_read

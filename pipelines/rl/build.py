@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -18,7 +18,7 @@ from posttrain.core.config.rl_stage import (
     RlStage,
     reward_labels,
 )
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
     Aggregator,
     KlController,
@@ -50,13 +50,14 @@ from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, V
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
-from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
-from posttrain.pipelines.stage.trained import reference_of, start_training
+from posttrain.pipelines.stage.trained import build_optimizer, reference_of, start_training
 
 logger = logging.getLogger(__name__)
+
+OptimizerT = TypeVar("OptimizerT", bound=OptimizerBase)
 
 
 def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Learner:
@@ -70,8 +71,8 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
     return Learner(
         model,
-        MasterOptimizer(
-            model, section, stage.steps * settings.updates_per_batch, seed=settings.seed
+        build_optimizer(
+            context, model, section, stage.steps * settings.updates_per_batch, settings.seed
         ),
         build_objective(context, stage),
         settings,
@@ -117,7 +118,7 @@ def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
     )
 
 
-def in_optimizer_steps(section: OptimizerSection, per_rollout: int) -> OptimizerSection:
+def in_optimizer_steps(section: OptimizerT, per_rollout: int) -> OptimizerT:
     """The section with a warm-up given in rollout batches turned into optimizer steps."""
     if not section.warmup_rollouts:
         return section
@@ -202,12 +203,8 @@ def build_critic(context: StageInputs, stage: RlStage) -> Critic | None:
     model = load_value_model(source, context.trained_runtime, head, seed=seed)
     start_training(context, model, section.lora, "critic")
     per_batch = section.epochs * section.num_mini_batches
-    optimizer = MasterOptimizer(
-        model,
-        in_optimizer_steps(section.optimizer, per_batch),
-        stage.steps * per_batch,
-        seed=seed,
-    )
+    used = in_optimizer_steps(section.optimizer, per_batch)
+    optimizer = build_optimizer(context, model, used, stage.steps * per_batch, seed)
     return Critic(model, optimizer, critic_settings(context, stage), context.ranks)
 
 

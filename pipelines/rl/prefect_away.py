@@ -103,7 +103,7 @@ def call_flow(flow: Flow[..., Any], body: Body, *arguments: Any, optional: bool)
     """
     try:
         flow(*arguments)
-    except Exception as error:
+    except Exception as error:  # of the body or of a request: both may be of any kind
         if not unreachable(error):
             raise
         if body.error is not None:

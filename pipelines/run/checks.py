@@ -91,7 +91,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     config = resolved.config
     check_source(config.model)
     ModelRuntime.from_config(config.model)
-    check_training(resolved)
+    check_training(resolved, manager)
     check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
@@ -105,8 +105,29 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))
     unjudged = check_answers(resolved, manager, task)
-    notes = (*filter(None, (unchecked(config.model), unjudged)), *resolved.notes)
+    own = check_stages(resolved, manager, task)
+    notes = (*filter(None, (unchecked(config.model), unjudged)), *own, *resolved.notes)
     return Inputs(task, problems, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a stage's own check may look at (`StageSetting`)."""
+
+    name: str
+    seed: int
+    task: Task[Any]
+    max_model_len: int
+
+
+def check_stages(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> list[str]:
+    """The checks that stage kinds bring themselves; returns their warnings."""
+    config, found = resolved.config, []
+    for name, stage in config.stages.items():
+        setting = Setting(name, config.seed, task, config.model.max_model_len)
+        warnings = manager.stage(stage).check(setting)
+        found += [f"stages.{name}: {warning}" for warning in warnings]
+    return found
 
 
 # Weights (bytes) that are loaded to check what a model computes; larger ones are checked at load.
@@ -207,21 +228,24 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 
 
-def check_training(resolved: ResolvedRun) -> None:
+def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
     """Packages and precisions that optimizers need."""
     import torch
 
+    from posttrain.core.config.sections import OptimizerSection
+    from posttrain.core.contracts import Optimizer
     from posttrain.core.models.device import choose_dtype
-    from posttrain.core.training.compact_adamw import why_missing
 
     model = resolved.config.model
     for name, stage in resolved.config.stages.items():
         for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
             section = getattr(holder, "optimizer", None)
-            reason = why_missing() if section is not None and section.moments == "8bit" else None
-            if reason is not None:
+            if section is None:
+                continue
+            reason = manager.build(Optimizer, section.name, section.fields()).missing()
+            if reason:
                 raise ResourceError(f"stages.{place}: {reason}")
-            stochastic = section is not None and section.rounding == "stochastic"
+            stochastic = isinstance(section, OptimizerSection) and section.rounding == "stochastic"
             if stochastic and choose_dtype(model) != torch.bfloat16:
                 raise ConfigError(
                     f"stages.{place}.optimizer.rounding: stochastic is for bfloat16 weights, and "

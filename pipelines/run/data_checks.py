@@ -40,8 +40,7 @@ from posttrain.core.models.source import known_folder, unchecked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.types import Problem
-from posttrain.pipelines.stage.episodes import build_episodes
-from posttrain.pipelines.stage.inputs import load_tokenizer
+from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
 
 MOST = 10_000
 """Rows that are looked at for one stage."""

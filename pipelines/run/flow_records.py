@@ -122,8 +122,9 @@ def leave_results(result: RunResult) -> None:
 def leave_samples(result: StageResult) -> None:
     """A table of answers of a stage that measured a model."""
     for item in result.artifacts:
-        if item.kind == "evaluation":
-            rows = (item.path / "rows.jsonl").read_text().splitlines()[:SHOWN_SAMPLES]
+        path = item.path / "rows.jsonl"  # which an evaluation of another package may not have
+        if item.kind == "evaluation" and path.is_file():
+            rows = path.read_text().splitlines()[:SHOWN_SAMPLES]
             table = [_sample(json.loads(row)) for row in rows]
             with for_the_pages(f"samples of stage '{result.name}'"):
                 create_table_artifact(table, key=f"samples-{slug(result.name)}")

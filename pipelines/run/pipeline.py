@@ -53,24 +53,35 @@ from posttrain.pipelines.run.stops import Stop, Watchdog, follows_a_stop, never
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
+from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 from posttrain.pipelines.stage.outside import champion_input, no_longer_true, outside_digests_of
 
 MODELS = ("model", "reward_model")
 """Kinds of artifacts that MLflow has an entry of."""
 
 
+HOLDS = {"model": "config.json", "evaluation": "metrics.json", "dataset": PROBLEMS_FILE}
+"""A file that other stages read in an artifact of that kind."""
+
+
 def check_made(name: str, stage: StageBase, output: StageOutput, out: Path) -> None:
     """Raise `RunError` unless the stage made what its kind says, in its own folder."""
+    plugin = f"correct `run` of kind '{stage.kind}'"
     if not stage.passes_on and stage.makes not in output.made:
         raise RunError(
             f"stage '{name}': kind '{stage.kind}' says that it makes '{stage.makes}' and returned "
-            f"{sorted(output.made)}: correct `makes` or `run` of its plugin"
+            f"{sorted(output.made)}: correct its `makes`, or {plugin}"
         )
     for kind, path in output.made.items():
         if not path.is_relative_to(out) or not path.exists():
             raise RunError(
                 f"stage '{name}': its '{kind}' is {path}, expected an existing file or folder in "
-                f"the stage's own folder (context.out): correct `run` of kind '{stage.kind}'"
+                f"the stage's own folder (context.out): {plugin}"
+            )
+        if kind in HOLDS and not (path / HOLDS[kind]).is_file():
+            raise RunError(
+                f"stage '{name}': its '{kind}' {path} holds no {HOLDS[kind]}, which other stages "
+                f"read: {plugin}"
             )
 
 

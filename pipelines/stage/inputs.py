@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from posttrain.core.config.base import Component, StageBase
+from posttrain.core.config.presets import tool_components
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import Plugin, Renderer, Task
+from posttrain.core.config.sections import EnvironmentComponent, EvaluationSection
+from posttrain.core.contracts import Environment, Plugin, Renderer, Task, Tool
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.problem_sets import (
     check_disjoint,
@@ -25,6 +26,7 @@ from posttrain.core.data.problem_sets import (
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.types import Problem
@@ -64,6 +66,20 @@ class StagePlugins(Protocol):
 
     def build(self, contract: type[PluginT], component: Component) -> PluginT:
         """The plugin that a component of the config names."""
+
+
+def build_episodes(
+    context: StagePlugins, component: EnvironmentComponent | None, tokenizer: ChatTokenizer
+) -> EpisodeRunner | None:
+    """What runs the episodes of a stage, with its tools; None when responses have one turn."""
+    if component is None:
+        return None
+    environment = context.build(Environment, component)
+    tools = tool_components(component.fields())
+    environment.setup([context.build(Tool, tool) for _, tool in tools])
+    return EpisodeRunner(
+        environment, tokenizer, component.max_turns, component.max_observation_tokens
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

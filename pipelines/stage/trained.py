@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from posttrain.core.config.base import BASE_MODEL
-from posttrain.core.config.sections import LoraSection
+from posttrain.core.config.sections import LoraSection, OptimizerBase
+from posttrain.core.contracts import Optimizer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.layers import compile_layers, use_checkpointing
 from posttrain.core.models.loading import load_policy, save_model, save_reward_model
@@ -21,6 +22,7 @@ from posttrain.core.models.lora import (
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.store.artifacts import ADAPTER
 from posttrain.core.training.forward import check_passes
+from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
@@ -56,6 +58,14 @@ def start_training(
     if stage.run.model.compile:
         compile_layers(model)
     stage.place(model)
+
+
+def build_optimizer(
+    stage: StageInputs, model: PreTrainedModel, section: OptimizerBase, num_steps: int, seed: int
+) -> MasterOptimizer:
+    """The optimizer that a section of the stage's config names, over the trained weights."""
+    algorithm = stage.manager.build(Optimizer, section.name, section.fields())
+    return MasterOptimizer(model, section, num_steps, seed=seed, algorithm=algorithm)
 
 
 def save_trained(

@@ -14,8 +14,7 @@ from posttrain.pipelines.stage.context import (
     evaluation_table,
     write_evaluation,
 )
-from posttrain.pipelines.stage.episodes import build_episodes
-from posttrain.pipelines.stage.inputs import load_tokenizer
+from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
 
 
 def run_evaluate(context: StageContext) -> StageOutput:

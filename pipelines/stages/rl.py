@@ -37,7 +37,7 @@ from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stage.context import StageContext
-from posttrain.pipelines.stage.episodes import build_episodes
+from posttrain.pipelines.stage.inputs import build_episodes
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages
 

@@ -21,6 +21,7 @@ from posttrain.pipelines.using.speaker import check_talks
 
 NOT_COPIED = ("source.json",)
 CARD = "README.md"
+REPOSITORY = re.compile(r"(?=.{3,96}$)[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 RESERVE_GB = 0.5
 
 
@@ -137,15 +138,12 @@ def export(
 def check_hub(repo: str, *, needs_token: bool) -> None:
     """Raise `ConfigError` for a name no hub takes, `ResourceError` without a token."""
     from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError(f"--hub '{repo}': {str(error).splitlines()[0]}") from error
-    if repo.count("/") != 1:
-        raise ConfigError(f"--hub '{repo}' has no owner: expected OWNER/NAME")
+    if REPOSITORY.fullmatch(repo) is None:
+        raise ConfigError(
+            f"--hub '{repo}': expected OWNER/NAME of letters, digits, '-', '_' and '.', at most 96 "
+            "characters"
+        )
     if needs_token and get_token() is None:
         raise ResourceError(
             "--hub needs a token that may write: set HF_TOKEN, or log in with `hf auth login`"

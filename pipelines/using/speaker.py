@@ -14,10 +14,10 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import DrawnToken, EngineSetup, Renderer, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, PosttrainError
-from posttrain.core.models.device import ModelRuntime, set_threads
+from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.types import Message, SamplingParams, ToolSchema
+from posttrain.core.types import Message, SamplingParams
 from posttrain.pipelines.run.model_reference import FoundModel
 
 ENGINE = "transformers"
@@ -115,11 +115,9 @@ class Speaker:
         *,
         max_model_len: int | None = None,
         dtype: str | None = None,
-        num_threads: int = 0,
     ) -> None:
         check_talks(found)
         quiet_libraries()
-        set_threads(num_threads)
         section = chat_section(found)
         if dtype is not None:
             section = section.model_copy(update={"dtype": dtype})
@@ -149,16 +147,6 @@ class Speaker:
     def close(self) -> None:
         """Free the model."""
         self._engine.close()
-
-    def answer(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        on_text: OnText | None = None,
-        tools: Sequence[ToolSchema] = (),
-    ) -> list[Answer]:
-        """The answers to a conversation; errors as of `complete`."""
-        return self.complete(self.tokenizer.encode_chat(messages, tools), params, on_text)
 
     def complete(
         self, prompt: Sequence[int], params: SamplingParams, on_text: OnText | None = None

@@ -99,7 +99,13 @@ def test_a_broken_reward_is_found(
 BROKEN = [
     ("advantage", "rewards - rewards.mean()", "rewards - rewards", "finite, detached", "all are 0"),
     ("advantage", "rewards - rewards.mean()", "rewards - rewards[0]", "permuting", "another order"),
-    ("policy_loss", "masked(logprobs - micro", "(logprobs - micro", "masked tokens", "NaN"),
+    (
+        "policy_loss",
+        'masked(logprobs - micro.column("old_logprobs"), mask).exp()',
+        '(logprobs - micro.column("old_logprobs")).exp()',
+        "masked tokens",
+        "NaN",
+    ),
     (
         "policy_loss",
         "mask).exp()\n",
@@ -140,6 +146,8 @@ BROKEN = [
         "goes on",
     ),
     ("tool", "if not arguments.strip()", "if arguments[0] == ' '", "any text", "IndexError"),
+    ("optimizer", "return 4.0", "return 8.0", "as large", "holds 4"),
+    ("stage", "float(len(kept))", "float(id(kept))", "equal files", "a second run"),
     ("sampler", "[:wanted]", "[:0]", "groups hold", "no group"),
     ("algorithm", '"grpo"', '"no_such"', "each axis", "no advantage named"),
 ]

@@ -66,26 +66,27 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"),
+    ("family", "lora", "options"),
     [
         pytest.param(
             family,
             lora,
-            id=f"{family}-{'lora' if lora else 'weights'}",
+            options,
+            id=f"{family}-{'lora' if lora else 'weights'}-{name}",
             # Compiling takes minutes: `make test` has adapters here, weights in unit/training.
-            marks=[] if (family, lora) == ("llama", True) else pytest.mark.slow,
+            marks=[] if (family, lora, name) == ("llama", True, "stream") else pytest.mark.slow,
         )
         for family in SPEED_FAMILIES
         for lora in (False, True)
+        for name, options in (("stream", Options(stream=True)), ("all", ALL))
     ],
 )
 def test_the_gradient_of_two_ranks_with_compiled_layers_is_the_plain_one(
-    ranks: RankProcesses, family: str, lora: bool
+    ranks: RankProcesses, family: str, lora: bool, options: Options
 ) -> None:
     wanted = plain_gradients(family, Options(lora=lora))
-    for options in (Options(True, lora=lora, compiled=True), replace(ALL, compiled=True)):
-        found = ranks.call("gradient", family, replace(options, lora=lora), check=nothing)
-        assert_equal_gradients(found, wanted)
+    compiled = replace(options, lora=lora, compiled=True)
+    assert_equal_gradients(ranks.call("gradient", family, compiled, check=nothing), wanted)
 
 
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])

@@ -192,7 +192,7 @@ def test_malformed_calls_are_written_as_they_were_read(family: str) -> None:
 def test_no_token_changes_in_a_thousand_conversations_of_ten_turns(family: str) -> None:
     renderer = renderer_of(family)
     rng = random.Random(0)
-    for messages in conversations(subject_of(family), 1000, TEXTS + ODD):
+    for messages in conversations(subject_of(family), 1000, TEXTS + ODD, turns=10):
         assert changed(renderer, messages, [rng.randrange(1, len(messages))]) == 0
         assert continued(renderer, messages, ended=True)
 

@@ -15,6 +15,8 @@ from tests.helpers import killer
 from tests.helpers.pipeline import Finished, prepared, run_command, write_config
 from tests.helpers.promotion import common, digit_model, sft_stage
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 HELD_OUT = [f"9{n}" for n in range(10)]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import run_command
-from tests.helpers.tiny import make_tiny_model
 
 
 def test_sixty_rows_of_ones_own_become_a_model(

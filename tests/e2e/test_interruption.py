@@ -11,7 +11,6 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.learning import Budget, learning_config, make_model
 from tests.helpers.pipeline import (
     Finished,
@@ -23,6 +22,7 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.plugin_site import offer
+from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,13 @@ def statuses(home: Path) -> list[str]:
     return [run.info.status for run in client.search_runs(experiments)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="SIGINT"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_signal_ends_within_seconds_and_marks_the_runs(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -94,8 +100,18 @@ def posttrain_register():
 '''
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("instead", ['raise ValueError("Task run is not set") from None', "pass"])
+ERROR = 'raise ValueError("Task run is not set") from None'
+
+
+@pytest.mark.parametrize(
+    ("number", "instead"),
+    [
+        pytest.param("SIGINT", "pass", id="SIGINT-nothing"),
+        pytest.param("SIGTERM", ERROR, id="SIGTERM-error"),
+        pytest.param("SIGINT", ERROR, id="SIGINT-error", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "pass", id="SIGTERM-nothing", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupt_that_a_library_loses_is_still_a_stop(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, instead: str
 ) -> None:
@@ -103,8 +119,8 @@ def test_an_interrupt_that_a_library_loses_is_still_a_stop(
     there are while modules are imported, tells nobody; a plugin of an entry point does it here.
     """
     made = yaml.safe_load(config.read_text())
-    made["stages"]["rl"]["rewards"] = ["lost"]
-    made["stages"]["rl"]["inputs"] = {"model": "sft"}
+    rl = made["stages"]["rl"] | {"rewards": ["lost"], "inputs": {"model": "base"}}
+    made["stages"] = {"rl": rl}
     plugin = LOST_INTERRUPT.replace("NUMBER", number).replace("INSTEAD", instead)
     offer(tmp_path, "lost", plugin, monkeypatch)
     home = prepared(tmp_path / "home")
@@ -120,6 +136,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
 ) -> None:
     """A critic with its head start, an adaptive KL, a penalty that adapts, a moving reference."""
     made = yaml.safe_load(config.read_text())
+    made["stages"] = {name: made["stages"][name] for name in ("sft", "reward_model", "rl")}
     made["stages"]["rl"] |= {
         "algorithm": "ppo_penalty",
         "critic": {"pretrain_steps": 2, "optimizer": {"learning_rate": 1.0e-3}},

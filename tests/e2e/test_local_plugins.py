@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.core.contracts import CONTRACTS
+from posttrain.core.kit.new import class_name, file_of
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 
@@ -162,3 +164,55 @@ def test_local_plugins_from_run_to_rescoring(project: Path) -> None:
         done = run_command(*command, "--home", str(home), "--json")
         assert done.code == 0, done.text
     (record / "mine.json").write_text(json.dumps(first, default=str))
+
+
+def test_what_new_writes_for_every_kind_works_in_a_run_untouched(tmp_path: Path) -> None:
+    named = {}
+    for kind in CONTRACTS:
+        name, text = file_of(kind, f"my_{kind}")
+        (tmp_path / name).write_text(text)
+        named[kind] = f"{name}:{class_name(f'my_{kind}')}"
+    pair = {"prompt": "1,", "chosen": "2", "rejected": "3"}
+    rows = [json.dumps({**pair, "prompt": f"{number},"}) + "\n" for number in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(rows))
+    config = tiny_config(make_tiny_model(tmp_path / "model"))
+    config["model"]["renderer"] = named["renderer"]
+    config["task"] = named["task"]
+    small = {"kind": "rl", "steps": 1, "prompts_per_step": 2, "num_generations": 2}
+    small |= {"generation": {"max_response_length": 8}, "rewards": [named["reward"]]}
+    config["stages"] = {
+        "short": {"kind": named["stage"], "num_problems": 20},
+        "rl": small
+        | {
+            "inputs": {"model": "base", "dataset": "short"},
+            "algorithm": named["algorithm"],
+            "advantage": named["advantage"],
+            "policy_loss": named["policy_loss"],
+            "aggregator": named["aggregator"],
+            "kl": {"estimator": named["kl"], "controller": named["kl_controller"]},
+            "rollout_correction": {"plugin": named["rollout_correction"]},
+            "environment": named["environment"],
+            "sampler": named["sampler"],
+            "optimizer": {"name": named["optimizer"], "learning_rate": 1.0e-4},
+        },
+        "tools": small
+        | {
+            "inputs": {"model": "base"},
+            "environment": {"name": "tools", "tools": [named["tool"]]},
+        },
+        "dpo": {
+            "kind": "preference",
+            "inputs": {"model": "base"},
+            "data": str(tmp_path / "pairs.jsonl"),
+            "preference_loss": named["preference_loss"],
+            "epochs": 1,
+            "batch_size": 4,
+        },
+    }
+    write_config(tmp_path / "run.yaml", config)
+    stages = run(tmp_path)["stages"]
+    assert {stage["status"] for stage in stages.values()} == {"ran"}
+    evaluate = {"kind": "evaluate", "inputs": {"model": "base"}}
+    config |= {"engine": named["rollout_engine"], "stages": {"evaluate": evaluate}}
+    write_config(tmp_path / "run.yaml", config)
+    assert run(tmp_path)["stages"]["evaluate"]["status"] == "ran"

@@ -18,11 +18,13 @@ from transformers import (
 )
 
 from posttrain.core.data.tokens import response_batch
-from posttrain.core.kit.tiny import END, make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model
 from posttrain.core.training.reward_model import score_batch_rows
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
+from tests.helpers.tiny import END, make_tiny_model, make_tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 OFTEN = ["--set", "keep.checkpoint_minutes=0.00001"]
 
@@ -103,21 +105,24 @@ def with_adapters(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_homes(tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
-    """The same run in two homes. The tokenizer pads with the end of a turn."""
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run with adapters. Its tokenizer pads with the end of a turn."""
     folder = tmp_path_factory.mktemp("adapters")
     tokenizer = make_tiny_tokenizer()
     tokenizer.pad_token = END
     model = make_tiny_model(folder / "model", tokenizer=tokenizer, init_std=0.3)
-    config = write_config(folder / "run.yaml", with_adapters(model))
-    found = []
-    for home in ("one", "two"):
-        done = run_command(
-            "run", str(config), "--home", str(prepared(folder / home)), *OFTEN, "--json"
-        )
-        assert done.code == 0, done.text
-        found.append(done)
-    return found
+    return write_config(folder / "run.yaml", with_adapters(model))
+
+
+def run_in(home: Path, config: Path) -> Finished:
+    done = run_command("run", str(config), "--home", str(prepared(home)), *OFTEN, "--json")
+    assert done.code == 0, done.text
+    return done
+
+
+@pytest.fixture(scope="module")
+def adapted(adapters: Path) -> Finished:
+    return run_in(adapters.parent / "one", adapters)
 
 
 def folder_of(done: Finished, stage: str) -> Path:
@@ -125,10 +130,8 @@ def folder_of(done: Finished, stage: str) -> Path:
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_an_adapter_on_the_base_that_it_names_is_the_model(
-    two_homes: list[Finished], stage: str
-) -> None:
-    made = folder_of(two_homes[0], stage)
+def test_an_adapter_on_the_base_that_it_names_is_the_model(adapted: Finished, stage: str) -> None:
+    made = folder_of(adapted, stage)
     settings = json.loads((made / "adapter" / "adapter_config.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
     merged = AutoModelForCausalLM.from_pretrained(made)
@@ -140,14 +143,16 @@ def test_an_adapter_on_the_base_that_it_names_is_the_model(
     assert (before - wanted).abs().max() > 0.01
 
 
-def test_the_digests_of_equal_runs_agree(two_homes: list[Finished]) -> None:
+@pytest.mark.slow
+def test_the_digests_of_equal_runs_agree(adapters: Path, adapted: Finished, tmp_path: Path) -> None:
+    again = run_in(tmp_path / "home", adapters)
     for stage in ("sft", "dpo", "reward_model"):
-        first, second = (done.result["stages"][stage]["artifacts"][0] for done in two_homes)
+        first, second = (done.result["stages"][stage]["artifacts"][0] for done in (adapted, again))
         assert first["digest"] == second["digest"], stage
 
 
-def test_the_reward_model_scores_the_same_in_a_batch(two_homes: list[Finished]) -> None:
-    made = folder_of(two_homes[0], "reward_model")
+def test_the_reward_model_scores_the_same_in_a_batch(adapted: Finished) -> None:
+    made = folder_of(adapted, "reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(made)
     tokenizer = AutoTokenizer.from_pretrained(made)
     ids = [tokenizer(text)["input_ids"] for text in (f"1{END}", f"3 + 4 = 7{END}", "12", f"{END}")]

@@ -13,6 +13,8 @@ from tests.helpers import killer
 from tests.helpers.learning import AT_ONCE, SEEDS, Learned, final, make_model, run_config
 from tests.helpers.pipeline import prepared, run_command, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 TASK = {"places": 1, "repeats": 2, "held_out_permille": 300}
 MEASURED = ("time/", "memory/", "throughput/")
 
@@ -64,33 +66,52 @@ def digests(learned: Learned) -> dict[str, str]:
     return {item["kind"]: item["digest"] for item in made if item["kind"] == "model"}
 
 
-def test_kills_within_and_between_rounds_change_nothing_and_a_step_replays(
-    exact: Path, tmp_path: Path
-) -> None:
-    home = prepared(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(exact: Path) -> Learned:
+    """The run that nothing happens to."""
+    home = prepared(exact.parent / "whole")
     done = run_command("run", str(exact), "--home", str(home), "--json")
     assert done.code == 0, done.text
-    whole = Learned(done.result)
+    return Learned(done.result)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param((3, 5), id="two"),
+        pytest.param((1, 2, 3, 5), id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_within_and_between_rounds_change_nothing(
+    exact: Path, whole: Learned, tmp_path: Path, kills: tuple[int, ...]
+) -> None:
+    """A round has three steps: killed at the end of the first, and within the second."""
     pairs = whole.curve("online", "online/num_pairs")
     assert [step for step, _ in pairs] == [1, 4, 7], "pairs are made again every three steps"
-
     path = killer.install(tmp_path / "killer")
-    other = prepared(tmp_path / "killed")
-    for step in (1, 3, 5):  # within the first round, at its end, within the second
+    home = prepared(tmp_path / "killed")
+    for step in kills:
         at = {"PYTHONPATH": path, killer.WHERE: f"online:{step}"}
-        ended = run_command("run", str(exact), "--home", str(other), variables=at)
+        ended = run_command("run", str(exact), "--home", str(home), variables=at)
         assert ended.code != 0
-    done = run_command("run", str(exact), "--home", str(other), "--json")
+    done = run_command("run", str(exact), "--home", str(home), "--json")
     assert done.code == 0, done.text
     again = Learned(done.result)
     assert digests(again) == digests(whole), "bit for bit the same weights"
     assert histories(again) == histories(whole)
 
-    for step in ("5", "7"):  # one on the pairs of a checkpoint, one on those of a new round
-        found = run_command(
-            "replay", whole.result["run_id"], "--home", str(home), "--json", "--step", step
-        )
-        assert found.code == 0 and found.result["equal"], found.text
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("5", id="on_pairs_of_a_checkpoint"),
+        pytest.param("7", id="on_pairs_of_a_new_round", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_replays(exact: Path, whole: Learned, step: str) -> None:
+    home = str(exact.parent / "whole")
+    found = run_command("replay", whole.result["run_id"], "--home", home, "--json", "--step", step)
+    assert found.code == 0 and found.result["equal"], found.text
 
 
 # --- learning -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 
-from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     environment,
     journal_lines,
@@ -27,6 +26,7 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.services import free_ports
+from tests.helpers.tiny import make_tiny_model
 
 STEPS = 100
 OUTAGE_STEPS = 60

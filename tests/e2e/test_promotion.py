@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
+from posttrain.pipelines.cli.main import app
 from tests.helpers import killer
 from tests.helpers.pipeline import Finished, prepared, run_command, write_config
 from tests.helpers.promotion import (
@@ -20,6 +22,8 @@ from tests.helpers.promotion import (
     digit_model,
     gated_config,
 )
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 
 @pytest.fixture(scope="module")
@@ -169,23 +173,28 @@ def test_an_old_answer_is_for_no_other_model_and_a_worse_one_moves_nothing(
     assert champion(workspace) == "2" and set(versions(workspace)) == {"1", "2"}
 
 
+def rollback(workspace: Path, *given: str, code: int = 0) -> dict[str, Any]:
+    """The command in this process; its JSON object."""
+    home = ["--home", str(workspace / "home"), "--json"]
+    done = CliRunner().invoke(app, ["rollback", *given, *home])
+    assert done.exit_code == code, done.output
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def test_a_rollback_goes_to_the_champion_before_and_is_not_undone_by_a_run(
     workspace: Path, better: Finished
 ) -> None:
-    home = ["--home", str(workspace / "home"), "--json"]
-    back = run_command("rollback", "tiny", "--reason", "too slow", *home)
-    assert back.code == 0, back.text
-    assert (back.result["before"], back.result["now"]) == ("2", "1")
+    back = rollback(workspace, "tiny", "--reason", "too slow")
+    assert (back["before"], back["now"]) == ("2", "1")
     assert champion(workspace) == "1"
     mark = json.loads(versions(workspace)["2"].tags["posttrain.rolled_back"])
     assert mark["reason"] == "too slow" and "@" in mark["by"]
-    again = run_command("rollback", "tiny", *home)
-    assert again.code == 1 and "it is the first champion" in again.result["error"]
-    nobody = run_command("rollback", "tinny", *home)
-    assert nobody.code == 4 and "did you mean 'tiny'" in nobody.result["error"]
+    assert "it is the first champion" in rollback(workspace, "tiny", code=1)["error"]
+    assert "did you mean 'tiny'" in rollback(workspace, "tinny", code=4)["error"]
     same = run(workspace, GOOD)
     assert same.code == 0 and not record(same)["promoted"], same.text
     assert "took back" in record(same)["reason"] and champion(workspace) == "1"
-    forth = run_command("rollback", "tiny", "--to", "2", *home)
-    assert forth.code == 0 and champion(workspace) == "2"
+    rollback(workspace, "tiny", "--to", "2")
+    assert champion(workspace) == "2"
     assert "posttrain.rolled_back" not in versions(workspace)["2"].tags

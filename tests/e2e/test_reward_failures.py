@@ -9,14 +9,16 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import load_dict
 
-from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
+from tests.helpers.tiny import make_tiny_model
 
 BRITTLE = '''
 import os, time
 from posttrain.core.contracts import NoConfig, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Score
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 class Brittle(Reward[NoConfig]):
     """R = 0.5, on three of four first tokens; harm on the others, by the second one."""

@@ -24,7 +24,6 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 
-from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     environment,
@@ -34,6 +33,7 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.services import HASTE, Services, free_ports, processes_of
+from tests.helpers.tiny import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

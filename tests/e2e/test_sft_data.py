@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
-from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     journal_lines,
@@ -19,6 +19,9 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
+from tests.helpers.tiny import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 MEASURED = ("time/", "memory/", "throughput/")
 
@@ -120,7 +123,7 @@ def test_a_killed_run_ends_with_the_same_model(
     for after in (2, best + 1):
         process = start_command("run", str(config), "--home", str(home), "--plain")
         while process.poll() is None and len(journal_lines(home, "sft")) < after:
-            pass
+            time.sleep(0.02)  # a step takes longer
         process.kill()
         process.wait()
     done = run_command("run", str(config), "--home", str(home), "--json")

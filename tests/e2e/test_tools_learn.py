@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.learning import SEEDS, Learned, final, run, run_config
+from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 every_seed = pytest.mark.parametrize("seed", SEEDS)
 SFT = {"batch_size": 32, "optimizer": {"learning_rate": 5.0e-3}}
@@ -70,6 +70,7 @@ def assert_learned(learned: Learned, steps: int, *, start: float) -> None:
     assert calls[0] < 0.75 and final(calls) > 0.95
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on problems it never saw"
+    assert learned.metric("before", "eval/sampled_accuracy") < start
     assert learned.metric("after", "eval/sampled_accuracy") > 0.85
 
 

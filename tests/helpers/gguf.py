@@ -29,7 +29,7 @@ def by_llama_cpp(file: Path, prompts: Sequence[Sequence[int]], count: int) -> li
     """Greedy tokens of llama.cpp, without the end."""
     from llama_cpp import Llama
 
-    model = Llama(str(file), n_ctx=512, n_threads=2, verbose=False, seed=0)
+    model = Llama(str(file), n_ctx=512, n_threads=1, verbose=False, seed=0)
     found = []
     for prompt in prompts:
         model.reset()
@@ -50,20 +50,21 @@ def tokens_of_llama_cpp(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
 
 
-def by_transformers(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of transformers in float32, without the end."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def likeliest_by_transformers(
+    folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """What transformers, in float32, finds likeliest at each place of the answers and after them.
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    Greedy answers are the same exactly where these are the answers' own tokens: one pass for each
+    instead of one for each token.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
-        )
-        tokens = made[0, len(prompt) :].tolist()
-        end = tokenizer.eos_token_id
-        found.append(tokens[: tokens.index(end)] if end in tokens else tokens)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :]
+        found.append(logits.argmax(dim=-1).tolist())
     return found

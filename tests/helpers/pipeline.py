@@ -82,10 +82,14 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+REPORTS_TO: dict[str, str] = {}
+"""Variables that name the servers of all commands; the fixture `shared_prefect` sets them."""
+
+
 def environment() -> dict[str, str]:
-    """This process's environment, one thread, and no tracking server of the developer's."""
+    """This process's environment, one thread, and no tracking server but the tests' own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | REPORTS_TO
 
 
 def prepared(home: Path) -> Path:

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from posttrain.core.config.positions import read_yaml
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.cli.main import app
-from tests.helpers.tiny import make_tiny_model
 
 CHATS = [
     {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-FOLDERS = (".", "docs", "docs/decisions", "configs/recipes")
+FOLDERS = (".", "docs", "docs/decisions", "docs/tutorials", "docs/explanations", "configs/recipes")
 PAGES = sorted(
     page
     for folder in FOLDERS

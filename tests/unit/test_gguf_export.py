@@ -14,7 +14,7 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.gguf_export import write_gguf
 from posttrain.core.models.source import obtain
-from tests.helpers.gguf import PROMPTS, by_llama_cpp, by_transformers, tokens_of_llama_cpp
+from tests.helpers.gguf import PROMPTS, by_llama_cpp, likeliest_by_transformers, tokens_of_llama_cpp
 from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 TEXT = "what is the sum of 12 and 30? it's 42, <|im_end|> naïve 東京"
@@ -30,14 +30,14 @@ def test_transformers_reads_back_what_was_written(tmp_path: Path, tied: bool) ->
     write_gguf(folder, tmp_path / "tiny-q8_0.gguf", "q8_0", "tiny", "")
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     wanted = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
-    for kind, close in (("f16", 0.02), ("q8_0", 0.2)):
+    for kind, close in (("f16", 0.005), ("q8_0", 0.15)):
         file = {"pretrained_model_name_or_path": tmp_path, "gguf_file": f"tiny-{kind}.gguf"}
         read = AutoTokenizer.from_pretrained(**file)
         assert read(TEXT).input_ids == ids[0].tolist()
         assert read.eos_token == "<|im_end|>"
         assert read.chat_template == tokenizer.chat_template
         got = AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)(ids).logits
-        assert (got - wanted).abs().max() < close, kind
+        assert (got - wanted).abs().mean() < close, kind  # logits are of -5 to 5
 
 
 def test_a_qwen2_keeps_its_biases(tmp_path: Path) -> None:
@@ -94,5 +94,9 @@ def test_llama_cpp_answers_as_the_original_does(tmp_path: Path) -> None:
     file = tmp_path / "smollm2-f16.gguf"
     write_gguf(folder, file, "f16", "smollm2", "apache-2.0")
     assert tokens_of_llama_cpp(file, texts) == prompts
-    wanted = by_transformers(folder, prompts, count=24)
-    assert by_llama_cpp(file, prompts, count=24) == wanted
+    answers = by_llama_cpp(file, prompts, count=24)
+    ends = [
+        answer if len(answer) == 24 else [*answer, tokenizer.eos_token_id] for answer in answers
+    ]
+    likeliest = likeliest_by_transformers(folder, prompts, answers)
+    assert [row[: len(end)] for row, end in zip(likeliest, ends, strict=True)] == ends

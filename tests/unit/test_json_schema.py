@@ -63,6 +63,7 @@ MISTAKES: list[tuple[str, Any]] = [
     ("stages.rl.generation.temperature", -0.5),
     ("stages.rl.optimizer.lr", 1.0e-5),
     ("stages.rl.optimizer.schedule", "cosin"),
+    ("stages.rl.optimizer", {"name": "adam", "learning_rate": 1.0e-5}),
     ("stages.rl.optimizer.betas", [0.9]),
     ("stages.rl.environment", {"name": "tools", "tools": ["calculater"]}),
     ("stages.sft.loss_on", "user"),
@@ -115,6 +116,7 @@ def test_a_mistake_is_refused_by_schema_and_by_validate(
         ("stages.sft.data", [{"path": "chats.jsonl", "weight": 2}, "more.jsonl"]),
         ("stages.rl.inputs", {"model": "sft", "reward_model": "reward"}),
         ("stages.rl.critic", None),
+        ("stages.rl.optimizer", {"name": "adamw", "weight_decay": 0.1, "schedule": "cosine"}),
     ],
 )
 def test_every_form_of_a_value_fits(place: str, value: Any, validator: Any) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from posttrain.core.config.sections import ModelSection, RunName
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.models.source import directory_digest
-from posttrain.core.tracking.mlflow_store import prepare_database
+from posttrain.core.tracking.mlflow_store import connect, prepare_database
 from posttrain.pipelines.run.model_reference import base_of, find_base, find_model
 from tests.helpers.made_runs import RUN, made_run
 from tests.helpers.tiny import make_tiny_model
@@ -52,7 +51,7 @@ def test_a_folder_goes_first_and_is_known_where_a_stage_made_it(home: Path, mode
 
 def test_a_registered_model_is_found_by_alias_and_version(home: Path) -> None:
     made = find_model(RUN, home)
-    client = MlflowClient(prepare_database(home))
+    client = connect(prepare_database(home))
     client.create_registered_model("sums")
     tags = {"digest": made.digest, "uri": str(made.path)}
     client.create_model_version("sums", str(made.path), tags=tags)
@@ -122,7 +121,7 @@ def test_a_registered_model_with_an_adapter_is_the_one_that_was_made(
     made_run(home, model)
     made = find_model(RUN, home)
     assert made.digest == directory_digest(made.path)
-    client = MlflowClient(prepare_database(home))
+    client = connect(prepare_database(home))
     client.create_registered_model("sums")
     tags = {"digest": made.digest, "uri": str(made.path)}
     client.create_model_version("sums", str(made.path), tags=tags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.contracts import Reward
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.protocol import specs_of
 from posttrain.core.runtime.plugin_files import copy_files, load_file
 from tests.helpers.rewards import sample
@@ -210,3 +212,17 @@ def test_a_plugin_of_another_kind_is_refused(tmp_path: Path) -> None:
     says = "my.py:Brief is a plugin of kind 'reward', and one of kind 'advantage' is needed here"
     with pytest.raises(ConfigError, match=rf"stages\.rl\.advantage: {says}"):
         run_of(tmp_path, ["accuracy"], advantage="my.py:Brief")
+
+
+def test_worker_processes_read_the_copy_when_the_file_is_gone(tmp_path: Path) -> None:
+    path = write(tmp_path / "my files" / "my.py", "near.VALUE", "import near")
+    (path.parent / "near.py").write_text("VALUE = 0.25\n")
+    manager = PluginManager(load_entry_points=False)
+    manager.add_files({"my.py": path})
+    reward = manager.build(Reward, "my.py:Brief")
+    for copy in copy_files(manager.files.paths, tmp_path / "copies").values():
+        load_file(copy)
+    shutil.rmtree(path.parent)
+    with RewardPool([reward], workers=1) as pool:
+        ((score,),) = pool.score([sample()])
+    assert score.value == 0.25, score.detail

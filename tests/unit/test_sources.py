@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,3 +186,20 @@ def test_a_stage_says_that_the_source_of_its_plugin_changed(tmp_path: Path) -> N
     assert str(explain("rl", parts(), [before], {})) == (
         "changed: the source of reward plugin brief changed"
     )
+
+
+def test_a_class_from_a_notebook_is_known_by_its_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module has no file, and `inspect` finds the source of no class there."""
+    digests = []
+    for body in ("return [1]", "return [1]", "return [2]"):
+        cell = types.ModuleType("__main__")
+        code = (
+            "from posttrain.core.contracts import NoConfig, Reward\n"
+            "class Typed(Reward[NoConfig]):\n"
+            "    name, Config = 'typed', NoConfig\n"
+            f"    def score(self, samples):\n        {body}\n"
+        )
+        exec(compile(code, "<cell>", "exec"), vars(cell))  # noqa: S102 - as a notebook does
+        monkeypatch.setitem(sys.modules, "__main__", cell)
+        digests.append(sources.plugin_source(cell.Typed, "local"))
+    assert digests[0] == digests[1] != digests[2]

@@ -17,8 +17,6 @@ from posttrain.core.data.chat import MARK
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
-from posttrain.core.kit.tiny import CHARACTERS, END
-from posttrain.core.kit.tiny import SPECIAL as TINY_SPECIAL
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
 from tests.helpers.renderers import FAMILIES, ODD, TOOLS, random_conversation, tokenizer_of
@@ -32,6 +30,8 @@ from tests.helpers.templates import (
     WITH_TOOLS,
     family_tokenizer,
 )
+from tests.helpers.tiny import CHARACTERS, END
+from tests.helpers.tiny import SPECIAL as TINY_SPECIAL
 
 ADD = {
     "type": "function",

@@ -1,6 +1,6 @@
 from posttrain.core.kit.checks import assert_keeps_contract
-from posttrain.core.kit.engines import PROMPTS, Script
 from posttrain.core.kit.examples.sampler import Example, ExampleConfig
+from posttrain.core.kit.samplers import PROMPTS, Script
 
 
 def test_it_keeps_what_samplers_promise():

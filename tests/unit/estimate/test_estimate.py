@@ -21,13 +21,14 @@ from posttrain.core.estimate.rates import BUDGET_S, PEAKS, Rates, measure
 from posttrain.core.estimate.report import estimate_run
 from posttrain.core.estimate.shape import find_model, shape_of, stand_in
 from posttrain.core.estimate.tokens import Lengths, Rows, RunData
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.training.adamw import AdamW
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.api.planned import arithmetic
 from tests.helpers.pipeline import write_config
+from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -235,7 +236,7 @@ def test_a_model_in_training_holds_what_the_optimizer_holds(
 
     known = find_model(ModelSection(source=str(model)), model)
     assert known is not None
-    found = trained_model(known.shape, None, section, dtype.itemsize, head=True)
+    found = trained_model(known.shape, None, AdamW.of(section), dtype.itemsize, head=True)
     assert found.held == {
         "weights": size(real.parameters()),
         "masters": size(masters),
@@ -247,11 +248,14 @@ def test_a_model_in_training_holds_what_the_optimizer_holds(
 
 def test_options_that_save_memory_do() -> None:
     shape = shape_of(stand_in(1e9))
-    plain = trained_model(shape, None, OptimizerSection(), 2, head=True)
+    plain = trained_model(shape, None, AdamW.of(OptimizerSection()), 2, head=True)
     assert sum(plain.held.values()) == (2 + 4 + 4 + 8) * shape.total
     small = OptimizerSection(moments="8bit", rounding="stochastic")
-    assert sum(trained_model(shape, None, small, 2, head=True).held.values()) == 8 * shape.total
-    lora = trained_model(shape, LoraSection(), OptimizerSection(), 2, head=True)
+    assert (
+        sum(trained_model(shape, None, AdamW.of(small), 2, head=True).held.values())
+        == 8 * shape.total
+    )
+    lora = trained_model(shape, LoraSection(), AdamW.of(OptimizerSection()), 2, head=True)
     assert lora.held["weights"] > 2 * shape.total and lora.held["moments"] < 0.1 * shape.total
     rows, kept = Rows(32, 8, 32, 100, 100, 100, 0), []
     for micro, checkpointing in ((32, False), (8, False), (32, True)):

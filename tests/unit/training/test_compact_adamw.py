@@ -18,6 +18,7 @@ from posttrain.core.training.checkpoint import LoopState, load_checkpoint, save_
 from posttrain.core.training.compact_adamw import round_stochastically, why_missing
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.run.checks import check_training
+from tests.helpers.plugins import MANAGER
 
 Rounding = Literal["masters", "stochastic"]
 Moments = Literal["float32", "8bit"]
@@ -284,4 +285,4 @@ def test_a_missing_package_stops_a_run_before_it_starts(
     )
     where = "rl" if place == "optimizer" else "rl.critic"
     with pytest.raises(ResourceError, match=rf"stages\.{where}: optimizer.moments.*pip install"):
-        check_training(resolved)
+        check_training(resolved, MANAGER)

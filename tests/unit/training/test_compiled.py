@@ -31,12 +31,17 @@ from tests.helpers.speed import (
 ALONE = Options(compiled=True)
 STREAM = Options(stream=True, compiled=True)
 ALL = Options(True, True, True, True, 2, compiled=True)
-# Compiling takes one to three minutes a case: `make test` has the first.
-OTHERS = [
-    pytest.param(family, lora, id=f"{family}-{kind}", marks=pytest.mark.slow)
+# Compiling takes about a minute a case: `make test` has one.
+CASES = [
+    pytest.param(
+        family,
+        replace(options, lora=lora),
+        id=f"{family}-{'lora' if lora else 'weights'}-{name}",
+        marks=[] if (family, lora, name) == ("llama", False, "stream") else pytest.mark.slow,
+    )
     for family in SPEED_FAMILIES
-    for lora, kind in ((False, "weights"), (True, "lora"))
-    if lora or family != "llama"
+    for lora in (False, True)
+    for name, options in (("alone", ALONE), ("stream", STREAM), ("all", ALL))
 ]
 
 
@@ -45,15 +50,11 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("family", "lora"), [pytest.param("llama", False, id="llama-weights"), *OTHERS]
-)
-def test_the_gradient_is_the_plain_one(family: str, lora: bool) -> None:
-    wanted = plain_gradients(family, Options(lora=lora))
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_the_gradient_is_the_plain_one(family: str, options: Options) -> None:
+    wanted = plain_gradients(family, Options(lora=options.lora))
     began = graphs()
-    for options in (ALONE, STREAM, ALL):
-        found = gradients(family, replace(options, lora=lora))
-        assert_equal_gradients(found, wanted)
+    assert_equal_gradients(gradients(family, options), wanted)
     assert graphs() > began, "something was compiled"
 
 

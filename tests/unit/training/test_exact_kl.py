@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.paths import OutputHead
 from posttrain.core.training.exact_kl import kl_to_policy, response_exact_kl, token_kl
 from posttrain.core.training.forward import project_states, response_states
@@ -21,6 +20,7 @@ from tests.helpers.rollouts import (
     ragged_batch,
     sequence,
 )
+from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.exact_kl import kl_to_policy
 from posttrain.core.training.natural_gradient import (
     Fisher,
@@ -20,6 +19,7 @@ from posttrain.core.training.natural_gradient import (
     sample_tokens,
 )
 from tests.helpers.rollouts import load_tiny, ragged_batch, sequence
+from tests.helpers.tiny import make_tiny_model
 
 TEMPERATURE = 0.8
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from posttrain.core.data.tokens import response_batch
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.layers import compile_layers
@@ -27,6 +26,7 @@ from posttrain.core.training.logprobs import (
     token_logprobs,
     why_plain,
 )
+from tests.helpers.tiny import make_tiny_model
 
 
 def values_and_gradients() -> list[Tensor]:

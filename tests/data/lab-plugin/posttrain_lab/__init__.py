@@ -1,0 +1,1 @@
+"""Two stages, an optimizer and a command."""
