@@ -17,6 +17,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.suites import Suite, parse_suite
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.evaluation.suites import SuiteOptions, SuiteResult, read_suites
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.run_record import RunRecorder, find_run
@@ -28,7 +29,6 @@ from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.inputs import load_tokenizer
 from posttrain.pipelines.stage.suites import Measurement
 from tests.helpers.benchmarks import CHOICES, write_benchmarks
-from tests.helpers.tiny import make_tiny_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'posttrain[eval]'")
 pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
