@@ -17,6 +17,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.suites import Suite, parse_suite
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.evaluation.suites import SuiteOptions, SuiteResult, read_suites
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.run_record import RunRecorder, find_run
@@ -28,7 +29,6 @@ from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.inputs import load_tokenizer
 from posttrain.pipelines.stage.suites import Measurement
 from tests.helpers.benchmarks import CHOICES, write_benchmarks
-from tests.helpers.tiny import make_tiny_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'posttrain[eval]'")
 pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
@@ -157,7 +157,7 @@ def test_tasks_of_inspect_are_asked_through_the_engine(bench: Bench, reached: li
     for row in by_lm_eval.rows:
         question = row["prompt"].split("user\n")[1].split("<|im_end|>")[0]
         if question in free:
-            assert free[question][0].split("\n")[0] == row["answers"][0]
+            assert free[question][0].split("\n")[0].strip() == row["answers"][0].strip()
     assert not reached
 
 
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_a_benchmark_is_a_sentence(bench: Bench, tmp_path: Pa
 def test_results_are_kept_and_recorded_below_the_run(bench: Bench, tmp_path: Path) -> None:
     uri = prepare_database(tmp_path)
     client = MlflowClient(uri, uri)
-    experiment = client.create_experiment("tiny")
+    experiment = client.create_experiment("tiny", (tmp_path / "artifacts").as_uri())
     parent = client.create_run(experiment).info.run_id
     config = {
         "name": "tiny",

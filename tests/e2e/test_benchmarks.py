@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.benchmarks import write_benchmarks
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'posttrain[eval]'")
 pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
