@@ -70,7 +70,6 @@ def assert_learned(learned: Learned, steps: int, *, start: float) -> None:
     assert calls[0] < 0.75 and final(calls) > 0.95
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on problems it never saw"
-    assert learned.metric("before", "eval/sampled_accuracy") < start
     assert learned.metric("after", "eval/sampled_accuracy") > 0.85
 
 
@@ -222,4 +221,6 @@ def grpo_config(folder: Path, seed: int) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @every_seed
 def test_grpo_learns_to_call_a_tool_by_its_schema(tmp_path: Path, seed: int) -> None:
-    assert_learned(run(tmp_path, grpo_config(tmp_path, seed)), GRPO_STEPS, start=0.6)
+    learned = run(tmp_path, grpo_config(tmp_path, seed))
+    assert_learned(learned, GRPO_STEPS, start=0.75)
+    assert learned.metric("before", "eval/sampled_accuracy") < 0.6
