@@ -70,7 +70,6 @@ def assert_learned(learned: Learned, steps: int, *, start: float) -> None:
     assert calls[0] < 0.75 and final(calls) > 0.95
     assert max(learned.history("rl", "mismatch/k3")) < 1e-6, "engine and trainer agree"
     assert learned.metric("after", "eval/greedy_accuracy") > 0.9, "on problems it never saw"
-    assert learned.metric("before", "eval/sampled_accuracy") < start
     assert learned.metric("after", "eval/sampled_accuracy") > 0.85
 
 
@@ -171,44 +170,44 @@ CALCULATOR = {
 
 
 def write_chats(folder: Path) -> None:
-    """Sums of two numbers: chats to imitate, 4 of 10 with a call, and questions for other sums."""
+    """Sums of two numbers: chats to imitate, half with a call, and questions for other sums."""
     draw = random.Random(7)
-    sums = [(a, b) for a in range(10, 90) for b in range(10, 100 - a)]
+    sums = [(a, b) for a in range(10, 60) for b in range(10, 40)]
     draw.shuffle(sums)
-    chats, problems = [], []
-    for number, (a, b) in enumerate(sums):
-        asked = {"role": "user", "content": f"{a}+{b}"}
-        if number >= 2000:
-            problems.append({"prompt": [asked], "answer": str(a + b)})
-            continue
-        said: list[dict[str, Any]] = [
-            {"role": "assistant", "content": str(draw.randrange(20, 100))}
-        ]
-        if draw.random() < 0.4:
+    chats = []
+    for a, b in sums[:1000]:
+        said: list[dict[str, Any]]
+        if draw.random() < 0.5:
             call = {"name": "calculator", "arguments": {"expression": f"{a}+{b}"}}
             said = [
                 {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
                 {"role": "tool", "name": "calculator", "content": str(a + b)},
                 {"role": "assistant", "content": str(a + b)},
             ]
-        chats.append({"messages": [asked, *said], "tools": [CALCULATOR]})
+        else:
+            said = [{"role": "assistant", "content": str(draw.randrange(20, 98))}]
+        chats.append({"messages": [asking(a, b), *said], "tools": [CALCULATOR]})
+    problems = [{"prompt": [asking(a, b)], "answer": str(a + b)} for a, b in sums[1000:]]
     write_rows(folder / "chats.jsonl", chats)
     write_rows(folder / "problems.jsonl", problems)
 
 
+def asking(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"{a}+{b}"}
+
+
 def grpo_config(folder: Path, seed: int) -> dict[str, Any]:
-    """GRPO on questions as messages. Rates fall to 0, or the last steps undo exact copying."""
+    """GRPO on questions as messages. Its rate falls to 0, or the last steps undo exact copying."""
     write_chats(folder)
     tokenizer = make_tiny_tokenizer("\n0123456789+[]calcutor", TEMPLATE)
     tokenizer.add_tokens([OPEN, CLOSE])
-    rate = {"learning_rate": 5.0e-3, "schedule": "linear", "warmup_steps": 50}
     return learning_config(
         folder,
         seed,
         tokenizer,
         environment={"name": "tool_calls", "tools": ["calculator"], "max_turns": 2},
         task={"name": "rows"},
-        sft={"data": str(folder / "chats.jsonl"), "steps": 1000, "optimizer": rate},
+        sft={"data": str(folder / "chats.jsonl"), "steps": 1000},
         rl={
             "algorithm": "grpo",
             "steps": GRPO_STEPS,
@@ -222,4 +221,6 @@ def grpo_config(folder: Path, seed: int) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @every_seed
 def test_grpo_learns_to_call_a_tool_by_its_schema(tmp_path: Path, seed: int) -> None:
-    assert_learned(run(tmp_path, grpo_config(tmp_path, seed)), GRPO_STEPS, start=0.6)
+    learned = run(tmp_path, grpo_config(tmp_path, seed))
+    assert_learned(learned, GRPO_STEPS, start=0.75)
+    assert learned.metric("before", "eval/sampled_accuracy") < 0.6
