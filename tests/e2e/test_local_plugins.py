@@ -13,6 +13,7 @@ import yaml
 from posttrain.core.contracts import CONTRACTS
 from posttrain.core.kit.new import class_name, file_of
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.tracking.mlflow_store import prepare_database
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 
 TASK = """
@@ -128,7 +129,7 @@ def test_local_plugins_from_run_to_rescoring(project: Path) -> None:
     # MLflow has the same files, and metrics go by the clean name.
     import mlflow
 
-    client = mlflow.MlflowClient(f"sqlite:///{home}/mlflow.db")
+    client = mlflow.MlflowClient(prepare_database(home))
     artifacts = {each.path for each in client.list_artifacts(run_id, "plugins/my_rewards")}
     assert "plugins/my_rewards/brief.py" in artifacts
     (child,) = client.search_runs(
