@@ -188,8 +188,8 @@ class _Questions:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"]) or "fields"
             raise ConfigError(
-                f"{option} '{text}': {place}: {first['msg']}; write {option} "
-                f"'{spec.name},{place}=...' (posttrain plugins show {spec.name})"
+                f"{option} '{text}': {place}: {first['msg']}; the form is {option} "
+                f"{spec.name},field=value (posttrain plugins show {spec.name})"
             ) from error
         return spec.component()
 

@@ -66,7 +66,7 @@ def config_in(folder: str | Path) -> dict[str, Any]:
         ("problems", [], ["evaluate_base", "rl", "evaluate", "register"]),
         ("problems", ["--method", "sft+rl", "--length", "long"], None),
         ("problems", ["--method", "dpo"], ["evaluate_base", "preference", "evaluate", "register"]),
-        ("prompts", ["--reward", "length_penalty,cost=0.01"], None),
+        ("prompts", ["--reward", "length_penalty,alpha=0.01"], None),
     ],
 )
 def test_validate_accepts_what_it_writes(
