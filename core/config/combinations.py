@@ -73,8 +73,7 @@ def check_precision(
 ) -> Iterable[str]:
     """Compact weights or moments, and autocast, where something else holds the weights."""
     autocast = loaded.config.model.dtype == "autocast"
-    compact = isinstance(section, OptimizerSection)
-    if autocast and compact and section.rounding == "stochastic":
+    if autocast and isinstance(section, OptimizerSection) and section.rounding == "stochastic":
         yield loaded.problem(
             (*place, "rounding"),
             "stochastic is for bfloat16 weights, and model.dtype: autocast keeps float32 ones; set "
@@ -86,7 +85,7 @@ def check_precision(
             f"ranks keep float32 weights and compute in bfloat16 with dtype: bfloat16 already "
             f"({dotted(place)}); set that in place of autocast",
         )
-    if loaded.config.limits.learner_ranks > 1 and compact:
+    if loaded.config.limits.learner_ranks > 1 and isinstance(section, OptimizerSection):
         for name, default in (("moments", "float32"), ("rounding", "masters")):
             if getattr(section, name) != default:
                 yield loaded.problem(

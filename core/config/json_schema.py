@@ -107,7 +107,8 @@ class _Builder:
             **{key: value for key, value in run.items() if key != "title"},
             "$defs": found,
         }
-        return _draft_7(_reachable(root))
+        schema: dict[str, Any] = _draft_7(_reachable(root))  # Any: JSON
+        return schema
 
     def _name(self, model: type[BaseModel]) -> str:
         return self.refs[model].removeprefix("#/$defs/")

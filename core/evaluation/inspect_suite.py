@@ -285,7 +285,7 @@ def _output(tokenizer: ChatTokenizer, request: _Request) -> ModelOutput:
 
 
 def _name(log: EvalLog) -> str:
-    return log.eval.task.rpartition("/")[2]
+    return str(log.eval.task).rpartition("/")[2]
 
 
 def _metrics(log: EvalLog) -> list[SuiteMetric]:

@@ -51,7 +51,7 @@ class NotebookReporter(AbstractContextManager["NotebookReporter"]):
     def __enter__(self) -> Self:
         from IPython.display import HTML, display
 
-        self._handle = display(HTML(self.page()), display_id=True)
+        self._handle = display(HTML(self.page()), display_id=True)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +91,7 @@ class NotebookReporter(AbstractContextManager["NotebookReporter"]):
                 return
             from IPython.display import HTML
 
-            self._handle.update(HTML(self.page()))
+            self._handle.update(HTML(self.page()))  # type: ignore[no-untyped-call]
             self._drawn = time.monotonic()
 
     def page(self) -> str:

@@ -13,33 +13,36 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import click
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    # Typer's own copy of click, whose classes its groups and commands are.
+    from typer._click.core import Command, Context
 
 
 class Commands(TyperGroup):
     """The commands of this package, then those of plugins."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Context) -> list[str]:
         own = super().list_commands(ctx)
         return [*own, *(name for name in plugin_commands() if name not in own)]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         return super().get_command(ctx, cmd_name) or plugin_commands().get(cmd_name)
 
 
 @functools.cache
-def plugin_commands() -> dict[str, click.Command]:
+def plugin_commands() -> dict[str, Command]:
     """The commands of installed packages by name.
 
     What cannot be loaded is one sentence on stderr, and all other commands work.
     """
     from importlib.metadata import entry_points
 
-    found: dict[str, click.Command] = {}
+    found: dict[str, Command] = {}
     for entry in sorted(entry_points(group="posttrain.commands"), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else "unknown"
         try:
@@ -54,7 +57,7 @@ def plugin_commands() -> dict[str, click.Command]:
     return found
 
 
-def _command(given: typer.Typer | Callable[..., Any]) -> click.Command:
+def _command(given: typer.Typer | Callable[..., Any]) -> Command:
     """A typer app, or a function whose name is the command's."""
     if isinstance(given, typer.Typer):
         command = typer.main.get_command(given)
