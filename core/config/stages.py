@@ -61,7 +61,9 @@ class BenchmarkStage(StageBase):
 
     kind: Literal["benchmark"]
     suites: tuple[str, ...] = Field(
-        min_length=1, description="lm_eval:TASK[,TASK], inspect:FILE.py[@TASK] or held_out"
+        min_length=1,
+        description="lm_eval:TASK[,TASK], inspect:FILE.py[@TASK] or held_out",
+        examples=[["held_out"]],
     )
     tasks_dir: str | None = Field(
         default=None, min_length=1, description="folder with tasks of lm-eval as YAML files"

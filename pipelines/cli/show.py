@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -141,7 +142,6 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
     For a kind that none has: its inputs and required fields alone, and no name.
     """
     from posttrain.core.config.loading import shipped_configs
-    from posttrain.pipelines.cli.describe import fields_of
 
     for name, path in _simplest_first(shipped_configs().items()):
         found = _cut_out(path.read_text("utf-8"), kind)
@@ -149,9 +149,11 @@ def stage_example(kind: str, stage: type[StageBase]) -> tuple[str, str]:
             return found, name
     usual = {"model": "sft", "evaluation": "evaluate"}
     inputs = ", ".join(f"{role}: {usual.get(made, made)}" for role, made in stage.reads.items())
-    needed = [field["name"] for field in fields_of(stage) if field["required"]]
     lines = [f"{kind}:", f"  kind: {kind}", f"  inputs: {{{inputs}}}"]
-    return "\n".join([*lines, *(f"  {name}: ..." for name in needed if name != "kind")]), ""
+    for name, field in stage.model_fields.items():
+        if field.is_required() and name != "kind":
+            lines.append(f"  {name}: {json.dumps(field.examples[0]) if field.examples else '...'}")
+    return "\n".join(lines), ""
 
 
 def _simplest_first(configs: Iterable[tuple[str, Path]]) -> list[tuple[str, Path]]:

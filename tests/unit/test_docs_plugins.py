@@ -30,5 +30,5 @@ def test_a_page_has_the_contract_the_checks_and_the_example(kind: str) -> None:
     contract = CONTRACTS[kind]
     assert f"### `{contract.__name__}`" in page
     for name in contract.__abstractmethods__:
-        assert re.search(rf"^`{name}\(.*\*\*To be implemented\.\*\* \w", page, re.M), name
+        assert re.search(rf"^`{name}\(.*\*\*To be implemented\.\*\* \S", page, re.M), name
     assert "ExampleConfig" not in page and "'Tensor'" not in page

@@ -228,7 +228,7 @@ def test_a_model_in_training_holds_what_the_optimizer_holds(
     masters = [m for m in optimizer._masters if id(m) not in weights]
     gradients = [m.grad for m in optimizer._masters]
     optimizer.step()
-    state = optimizer.state_dict()["adamw"]["state"].values()
+    state = optimizer.state_dict()["optimizer"]["state"].values()
     moments = [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]
 
     def size(tensors: Any) -> int:
