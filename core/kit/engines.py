@@ -58,7 +58,9 @@ def _running(subject: Subject) -> Iterator[tuple[RolloutEngine[Any], Path]]:
 
 def _logprobs(folder: Path, ids: Sequence[int]) -> Tensor:
     """Log-probs [T, V] of a plain forward pass."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.no_grad():
         found: Tensor = model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
     return found
@@ -107,7 +109,9 @@ def _weights(subject: Subject) -> None:
     prompt = make_tiny_tokenizer().encode(TEXTS[0])
     with _running(subject) as (engine, _), tempfile.TemporaryDirectory() as folder:
         other = make_tiny_model(Path(folder) / "other", seed=1, init_std=0.25)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            other, dtype=torch.float32, trust_remote_code=False
+        )
         engine.sync_weights(iter(model.state_dict().items()), 7)
         ((found,),) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0))
         best = _logprobs(other, [*prompt, *found.token_ids])[:-1].argmax(-1)[len(prompt) - 1 :]

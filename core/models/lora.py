@@ -224,7 +224,9 @@ def merge_into(base: Path, adapter: Path, out: Path) -> None:
         base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     check_adapter(adapter, {name: weight.shape for name, weight in model.state_dict().items()})
-    adapted: Any = PeftModel.from_pretrained(model, adapter)  # Any: its methods are not typed
+    adapted: Any = PeftModel.from_pretrained(  # Any: its methods are not typed
+        model, adapter, trust_remote_code=False
+    )
     adapted.merge_and_unload().save_pretrained(out)
     tokenizer: Any = AutoTokenizer  # Any: it is not typed
     tokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False).save_pretrained(

@@ -169,9 +169,14 @@ class Run:
         loader: Any = transformers.AutoModelForCausalLM  # Any: transformers' own are not typed
         if artifact.kind == "reward_model":
             loader = transformers.AutoModelForSequenceClassification
-        options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         with LOADING:
-            found = loader.from_pretrained(artifact.path, dtype="auto", **options)
+            found = loader.from_pretrained(
+                artifact.path,
+                dtype="auto",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
         model: PreTrainedModel = found.eval()
         return model
 

@@ -236,7 +236,7 @@ def check(
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     results, failed = [], 0
     for entry in found:
         findings = run_checks(Subject(entry, manager, fields, loaded))

@@ -36,7 +36,9 @@ class Example(RolloutEngine[NoConfig]):
         """Load the model."""
         self._setup, self.policy_version = setup, 0
         auto = transformers.AutoModelForCausalLM
-        model: Any = auto.from_pretrained(setup.model_dir, dtype=setup.dtype)
+        model: Any = auto.from_pretrained(
+            setup.model_dir, dtype=setup.dtype, trust_remote_code=False
+        )
         self._model = model.to(setup.device).eval()
 
     def generate(
