@@ -20,6 +20,9 @@ FOR_PURPOSE: dict[str, tuple[str, ...]] = {
     "rl": ("rl", "sft+rl", "sft", "dpo"),
 }
 """Methods by what the rows of a file are for; the first is the default."""
+
+FEW_ROWS, MORE_HELD_OUT = 1000, 200
+"""Of fewer rows, this many of 1000 are held out: the usual tenth would measure next to nothing."""
 LENGTHS = {"short": 1, "normal": 3, "long": 10}
 """How long, as a factor of the shortest run that shows something."""
 RL_STEPS, SFT_STEPS = 10, 20
@@ -63,7 +66,10 @@ def first_config(plan: Plan, head: str) -> str:
     ]
     if plan.task:
         taken = f" # {plan.taken}" if plan.taken else ""
-        parts.append(f"task: {value(dict(plan.task))}{taken}\n")
+        task = dict(plan.task)
+        if plan.taken and plan.rows < FEW_ROWS:
+            task["held_out_permille"] = MORE_HELD_OUT
+        parts.append(f"task: {value(task)}{taken}\n")
         parts.append(
             "evaluation: # on held-out problems, which no stage trains on\n"
             "  num_problems: 200 # all there are, if fewer\n"
