@@ -50,21 +50,24 @@ def tokens_of_llama_cpp(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
 
 
-def likeliest_by_transformers(
+def behind_the_likeliest(
     folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """What transformers, in float32, finds likeliest at each place of the answers and after them.
+) -> list[float]:
+    """How far, in logits, a token of each answer is behind what transformers finds likeliest.
 
-    Greedy answers are the same exactly where these are the answers' own tokens: one pass for each
-    instead of one for each token.
+    In float32, the largest of each answer; 0 where transformers' own greedy answer is the same. One
+    pass for each answer instead of one for each token.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :]
-        found.append(logits.argmax(dim=-1).tolist())
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        found.append(float((logits.max(dim=-1).values - chosen).max()))
     return found

@@ -14,7 +14,7 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.gguf_export import write_gguf
 from posttrain.core.models.source import obtain
-from tests.helpers.gguf import PROMPTS, by_llama_cpp, likeliest_by_transformers, tokens_of_llama_cpp
+from tests.helpers.gguf import PROMPTS, behind_the_likeliest, by_llama_cpp, tokens_of_llama_cpp
 from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 TEXT = "what is the sum of 12 and 30? it's 42, <|im_end|> naïve 東京"
@@ -98,5 +98,8 @@ def test_llama_cpp_answers_as_the_original_does(tmp_path: Path) -> None:
     ends = [
         answer if len(answer) == 24 else [*answer, tokenizer.eos_token_id] for answer in answers
     ]
-    likeliest = likeliest_by_transformers(folder, prompts, answers)
-    assert [row[: len(end)] for row, end in zip(likeliest, ends, strict=True)] == ends
+    behind = behind_the_likeliest(folder, prompts, ends)
+    # llama.cpp rounds activations to float16, so that two tokens that are as likely can change
+    # places; logits of a wrong file differ by 1 and more.
+    assert max(behind) < 0.05, behind
+    assert sum(gap == 0 for gap in behind) >= 18, behind
