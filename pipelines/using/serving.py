@@ -166,6 +166,8 @@ def build_app(speaker: Speaker, name: str, api_key: str | None) -> FastAPI:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), api_key.encode()):
                 return failed(401, "the API key is missing or wrong: send Authorization: Bearer")
+        if "transfer-encoding" in request.headers:  # of a size that only its end tells
+            return failed(411, "send the request with a Content-Length, not in chunks")
         if int(request.headers.get("content-length") or 0) > MOST_BYTES:
             return failed(413, f"the request is larger than {MOST_BYTES} bytes")
         answer: Response = await call_next(request)
@@ -282,7 +284,7 @@ def _choice(speaker: Speaker, index: int, answer: Answer, asked: _ChatRequest) -
     finish = "tool_calls" if answer.message.tool_calls else _finish(answer)
     choice: Json = {"index": index, "message": made, "finish_reason": finish, "logprobs": None}
     if asked.logprobs:
-        rows = zip(answer.token_ids, answer.logprobs, strict=True)
+        rows = zip(answer.token_ids, answer.logprobs, strict=answer.finish != "cancelled")
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}

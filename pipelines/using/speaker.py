@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -36,7 +37,8 @@ class Answer:
     """What a model said. `message` has reasoning and tool calls apart from the text.
 
     `text` is the same as the model wrote it, without its end; `finish` is `stop`, `length` or, for
-    a request that was stopped, `cancelled`. `seconds` is the time of the whole request.
+    a request that was stopped, `cancelled`: that has no log-probs. `seconds` is the time of the
+    whole request.
     """
 
     text: str
@@ -187,9 +189,10 @@ class Speaker:
             for ids, logprobs, finish in rows
         ]
         if on_text is not None:
-            for number, (one, answer) in enumerate(zip(heard, answers, strict=True)):
-                if rest := answer.text[one.shown :]:
-                    on_text(number, rest)
+            with contextlib.suppress(Cancelled):
+                for number, (one, answer) in enumerate(zip(heard, answers, strict=True)):
+                    if rest := answer.text[one.shown :]:
+                        on_text(number, rest)
         return answers
 
     def _hear(
