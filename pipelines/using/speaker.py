@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import DrawnToken, EngineSetup, Renderer, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
@@ -25,6 +26,8 @@ ENGINE = "transformers"
 LONGEST = 32768
 """Tokens of prompt and answer, where neither the user nor the model says less."""
 MOST_AT_ONCE = 16
+COLDEST = 1e-5
+"""Temperatures below it are greedy, as for vLLM."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What the bytes of a character that is not complete yet are decoded to."""
 
@@ -78,11 +81,15 @@ def chat_section(found: FoundModel) -> ModelSection:
 
     The defaults of a config for a model that no run of this home made.
     """
-    try:
-        config = found.config()
-    except PosttrainError:
-        return ModelSection()  # of a plugin or a version that is not here any more
+    config = _run_config(found)
     return ModelSection() if config is None else config.model
+
+
+def _run_config(found: FoundModel) -> RunConfig | None:
+    try:
+        return found.config()
+    except PosttrainError:
+        return None  # of a plugin or a version that is not here any more
 
 
 def check_talks(found: FoundModel) -> None:
@@ -124,6 +131,8 @@ class Speaker:
         if dtype is not None:
             section = section.model_copy(update={"dtype": dtype})
         runtime = ModelRuntime.from_config(section)
+        if (config := _run_config(found)) is not None:
+            manager.add_files(config.plugin_files)  # a renderer may be a file of the run's
         renderer: Renderer[Any] = manager.build(
             Renderer, section.renderer.name, section.renderer.fields()
         )
@@ -165,7 +174,10 @@ class Speaker:
                 f"the conversation has {len(prompt)} tokens and the model's context "
                 f"{self.max_model_len}: begin a new one, or shorten it"
             )
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        # Logits divided by less than that overflow.
+        temperature = params.temperature if params.temperature >= COLDEST else 0.0
+        limit = min(params.max_tokens, room)
+        params = replace(params, max_tokens=limit, temperature=temperature)
         heard = [_Heard() for _ in range(params.num_generations)]
         began = time.perf_counter()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
@@ -55,6 +56,13 @@ def test_answers_that_are_stopped_are_returned(speaker: Speaker) -> None:
     assert [answer.finish for answer in answers] == ["cancelled"] * 3
 
 
+def test_a_temperature_of_almost_nothing_is_greedy(speaker: Speaker) -> None:
+    prompt = speaker.tokenizer.encode_text("1 + 2", special=False)
+    (cold,) = speaker.complete(prompt, SamplingParams(max_tokens=8, temperature=1e-40))
+    (greedy,) = speaker.complete(prompt, SamplingParams(max_tokens=8, temperature=0.0))
+    assert cold.token_ids == greedy.token_ids
+
+
 def test_a_server_that_stops_answers_with_what_it_has(speaker: Speaker) -> None:
     app = build_app(speaker, "tiny", None)
     app.state.served.stopping.set()
@@ -77,6 +85,21 @@ def test_the_command_by_hand_keeps_the_key(speaker: Speaker) -> None:
     assert done.exit_code == 0, done.output
     assert "by hand, with vLLM: VLLM_API_KEY=... python -m vllm" in done.stdout
     assert "secret-of-mine" not in done.output
+
+
+def test_the_renderer_of_the_run_may_be_a_file_of_its_own(speaker: Speaker, tmp_path: Path) -> None:
+    folder = made_run(tmp_path, speaker.found.path).folder
+    path = folder / "config.yaml"
+    (folder / "own.py").write_text(
+        '"""Own."""\nfrom posttrain.core.data.template import TemplateRenderer\n\n\n'
+        'class Own(TemplateRenderer):\n    """Own."""\n\n    name = "own"\n'
+    )
+    config = yaml.safe_load(path.read_text())
+    config["model"]["renderer"] = {"name": "own.py:Own"}
+    config["plugin_files"] = {"own.py": "own.py"}
+    path.write_text(yaml.safe_dump(config))
+    found = Speaker(find_model(f"{RUN}/sft", tmp_path), PluginManager())
+    assert type(found.tokenizer.renderer).__name__ == "Own"
 
 
 def test_a_card_names_no_folder_of_this_machine(speaker: Speaker, tmp_path: Path) -> None:
