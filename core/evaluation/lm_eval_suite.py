@@ -133,10 +133,7 @@ def _load(suite: Suite, options: SuiteOptions, manager: Any) -> list[Any]:  # An
             "lm-eval's own fetch them from a hub, which --download (download: true of a stage) "
             "allows; data_files of your own are looked for next to the task's YAML"
         ) from error
-    except (
-        *(ValueError, TypeError, KeyError, AttributeError, ImportError),
-        TemplateError,  # of a text such as doc_to_text: a column that the data have not
-    ) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, TemplateError) as error:
         raise ConfigError(
             f"suite '{suite.text}': lm-eval cannot load it ({type(error).__name__}: "
             f"{_first_line(error)}): correct the task's YAML"
