@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from posttrain.core.data.messages import message_to_json, messages_from_json, tools_from_json
 from posttrain.core.errors import DataError, PosttrainError
@@ -56,6 +56,18 @@ class _Sampling(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: Json | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_json(cls, given: Any) -> Any:  # Any: JSON that nothing was checked of
+        """Null is the default; half of a character, which no tokenizer takes, is refused."""
+        if not isinstance(given, dict):
+            return given
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a text holds half of a character: send whole ones") from error
+        return {name: value for name, value in given.items() if value is not None}
 
     def params(self, limit: int | None = None) -> SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []

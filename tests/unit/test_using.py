@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
+from posttrain.core.errors import ResourceError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app as program
@@ -123,3 +125,22 @@ def test_a_request_of_unknown_size_is_refused(speaker: Speaker) -> None:
     app = build_app(speaker, "tiny", None)
     answer = asyncio.run(_post(app, "/v1/completions", content=parts()))
     assert answer.status_code == 411 and "Content-Length" in answer.json()["error"]["message"]
+
+
+def test_requests_as_clients_may_send_them(speaker: Speaker) -> None:
+    app = build_app(speaker, "tiny", None)
+    nulls = {"temperature": None, "n": None, "stop": None, "seed": None, "stream": None}
+    ask = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2}
+    answer = asyncio.run(_post(app, "/v1/chat/completions", json=ask | nulls))
+    assert answer.status_code == 200, answer.text
+    half = b'{"prompt": "\\ud83d", "max_tokens": 1}'
+    headers = {"Content-Type": "application/json"}
+    answer = asyncio.run(_post(app, "/v1/completions", content=half, headers=headers))
+    assert answer.status_code == 400 and "half of a character" in answer.text
+
+
+def test_an_adapter_that_names_itself_is_a_sentence(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ResourceError, match="names itself as its base model"):
+        find_model(str(tmp_path), tmp_path / "home")
