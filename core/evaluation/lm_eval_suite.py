@@ -52,6 +52,7 @@ def run_lm_eval(
     Raises `ConfigError` for a task that does not exist or cannot be loaded, `DataError` for one
     without its data, `ResourceError` for one that needs something that is not allowed here.
     """
+    from jinja2 import TemplateError
     from lm_eval.evaluator import simple_evaluate
 
     _quiet()
@@ -77,7 +78,7 @@ def run_lm_eval(
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
-    except ValueError as error:
+    except (ValueError, TemplateError) as error:
         raise ConfigError(f"suite '{suite.text}': {_first_line(error)}") from error
     finally:
         model.forget()
@@ -121,6 +122,7 @@ def _load(suite: Suite, options: SuiteOptions, manager: Any) -> list[Any]:  # An
             "named by --tasks-dir, or tasks_dir of a stage"
         )
     from datasets.exceptions import DatasetsError
+    from jinja2 import TemplateError
 
     try:
         with without_network(not options.download):
@@ -131,7 +133,7 @@ def _load(suite: Suite, options: SuiteOptions, manager: Any) -> list[Any]:  # An
             "lm-eval's own fetch them from a hub, which --download (download: true of a stage) "
             "allows; data_files of your own are looked for next to the task's YAML"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, TemplateError) as error:
         raise ConfigError(
             f"suite '{suite.text}': lm-eval cannot load it ({type(error).__name__}: "
             f"{_first_line(error)}): correct the task's YAML"

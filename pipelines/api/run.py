@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ class Run:
         """What the run warned of; empty for a run that was loaded."""
         return () if self._result is None else self._result.warnings
 
-    @cached_property
+    @property
     def status(self) -> str:
         """`completed`, `no_new_data`, `running`, `failed`, `stopped` or `unknown`.
 
@@ -211,7 +210,7 @@ class Run:
         )
         return links(known)
 
-    @cached_property
+    @property
     def _in_mlflow(self) -> Any:  # Any: MLflow's Run, which takes 2 s to import
         """MLflow's record of the run, or None."""
         uri = tracking_uri(self.home)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
+_NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
 EPILOG_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad config, 3 bad data, 4 missing resource, 5 waits for "
     "approval, 6 rejected."

@@ -51,6 +51,7 @@ def schema_text() -> str:
 def write_schema(path: Path, text: str) -> None:
     from posttrain.core.runtime.files import write_text
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text + "\n")
 
 

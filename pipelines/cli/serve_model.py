@@ -85,7 +85,8 @@ def serve_model(
         raise ResourceError(f"--engine vllm: {missing}; --engine builtin serves without it")
     by_hand = vllm_command(found, name, host, port, dtype, max_model_len)
     print(f"{found.origin}, digest {found.digest[:12]}: {found.path}", flush=True)
-    print(f"by hand, with vLLM: {shlex.join(['python', *by_hand[1:]])}", flush=True)
+    key = "VLLM_API_KEY=... " if api_key else ""  # without it vLLM would let everybody in
+    print(f"by hand, with vLLM: {key}{shlex.join(['python', *by_hand[1:]])}", flush=True)
     if dry_run:
         return
     check_port(port, "--port", "the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -188,8 +189,11 @@ def _keep(
     unique = uuid.uuid4().hex[:8]
     folder = home / EVALUATIONS / f"{now:%Y%m%d-%H%M%S}-{model.digest[:8]}-{unique}"
     partial = folder.with_name(f".partial-{folder.name}")
-    write_suites(partial, results, options, model.digest, now.isoformat(timespec="seconds"))
-    put_in_place(partial, folder)
+    try:
+        write_suites(partial, results, options, model.digest, now.isoformat(timespec="seconds"))
+        put_in_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

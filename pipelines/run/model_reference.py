@@ -147,6 +147,11 @@ def _merged(given: str, adapter: Path, home: Path, store: Path) -> FoundModel:
 
     quiet_libraries()
     source, revision = base_of_adapter_in(adapter)
+    if Path(source).expanduser().resolve() == adapter.resolve():
+        raise ResourceError(
+            f"the adapter at {adapter} names itself as its base model: set "
+            "base_model_name_or_path in its adapter_config.json to the model that was adapted"
+        )
     base = find_model(source, home, store, revision=revision)
     digest = combine_digests({"base": base.digest, **tree_digests(adapter)})
     folder = home / "models" / f"merged-{digest[:16]}"

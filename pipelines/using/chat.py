@@ -47,8 +47,10 @@ class Conversation:
         said, tokenizer = Message("user", text), self.speaker.tokenizer
         added = [said]
         if self.answers:
-            ended = self.answers[-1].finish == "stop"
-            prompt = [*self._tokens, *tokenizer.extend([said], ended=ended)]
+            # A stop string ends an answer too, and leaves the turn open.
+            last = next(iter(self.answers[-1].token_ids[-1:]), None)
+            ended = last in tokenizer.end_token_ids
+            prompt = [*self._tokens, *tokenizer.extend([said], ended=ended, last=last)]
         else:
             if self.system is not None:
                 added.insert(0, Message("system", self.system))

@@ -5,6 +5,7 @@ A card may be published, so it names files and folders of this machine by their 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from posttrain.pipelines.run.summary import evaluations, gain
 
 Form = Literal["model", "adapter", "gguf"]
 SETTINGS = 60
+FOLDERS = re.compile(r"(?<![\w./:-])(?:(?:file|sqlite):/*)?~?(?:/[^\s/'\",;:)]+)+/")
+"""Folders of this machine before the last part of a path, in a sentence."""
 NOT_RECORDED = "not recorded: see its own page before you publish"
 
 
@@ -269,7 +272,7 @@ def _provenance(facts: CardFacts) -> Iterator[tuple[str, str]]:
         yield "posttrain", own.code
         yield from own.environment.items()
     for note in facts.notes:
-        yield "note", note
+        yield "note", FOLDERS.sub("", note)
 
 
 def _config(facts: CardFacts) -> Iterator[str]:

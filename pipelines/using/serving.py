@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from posttrain.core.data.messages import message_to_json, messages_from_json, tools_from_json
 from posttrain.core.errors import DataError, PosttrainError
@@ -56,6 +56,18 @@ class _Sampling(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: Json | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_json(cls, given: Any) -> Any:  # Any: JSON that nothing was checked of
+        """Null is the default; half of a character, which no tokenizer takes, is refused."""
+        if not isinstance(given, dict):
+            return given
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a text holds half of a character: send whole ones") from error
+        return {name: value for name, value in given.items() if value is not None}
 
     def params(self, limit: int | None = None) -> SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -166,6 +178,8 @@ def build_app(speaker: Speaker, name: str, api_key: str | None) -> FastAPI:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), api_key.encode()):
                 return failed(401, "the API key is missing or wrong: send Authorization: Bearer")
+        if "transfer-encoding" in request.headers:  # of a size that only its end tells
+            return failed(411, "send the request with a Content-Length, not in chunks")
         if int(request.headers.get("content-length") or 0) > MOST_BYTES:
             return failed(413, f"the request is larger than {MOST_BYTES} bytes")
         answer: Response = await call_next(request)
@@ -282,7 +296,7 @@ def _choice(speaker: Speaker, index: int, answer: Answer, asked: _ChatRequest) -
     finish = "tool_calls" if answer.message.tool_calls else _finish(answer)
     choice: Json = {"index": index, "message": made, "finish_reason": finish, "logprobs": None}
     if asked.logprobs:
-        rows = zip(answer.token_ids, answer.logprobs, strict=True)
+        rows = zip(answer.token_ids, answer.logprobs, strict=answer.finish != "cancelled")
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}

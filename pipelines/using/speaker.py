@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.contracts import DrawnToken, EngineSetup, Renderer, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
@@ -24,6 +26,8 @@ ENGINE = "transformers"
 LONGEST = 32768
 """Tokens of prompt and answer, where neither the user nor the model says less."""
 MOST_AT_ONCE = 16
+COLDEST = 1e-5
+"""Temperatures below it are greedy, as for vLLM."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What the bytes of a character that is not complete yet are decoded to."""
 
@@ -36,7 +40,8 @@ class Answer:
     """What a model said. `message` has reasoning and tool calls apart from the text.
 
     `text` is the same as the model wrote it, without its end; `finish` is `stop`, `length` or, for
-    a request that was stopped, `cancelled`. `seconds` is the time of the whole request.
+    a request that was stopped, `cancelled`: that has no log-probs. `seconds` is the time of the
+    whole request.
     """
 
     text: str
@@ -76,11 +81,15 @@ def chat_section(found: FoundModel) -> ModelSection:
 
     The defaults of a config for a model that no run of this home made.
     """
-    try:
-        config = found.config()
-    except PosttrainError:
-        return ModelSection()  # of a plugin or a version that is not here any more
+    config = _run_config(found)
     return ModelSection() if config is None else config.model
+
+
+def _run_config(found: FoundModel) -> RunConfig | None:
+    try:
+        return found.config()
+    except PosttrainError:
+        return None  # of a plugin or a version that is not here any more
 
 
 def check_talks(found: FoundModel) -> None:
@@ -122,6 +131,8 @@ class Speaker:
         if dtype is not None:
             section = section.model_copy(update={"dtype": dtype})
         runtime = ModelRuntime.from_config(section)
+        if (config := _run_config(found)) is not None:
+            manager.add_files(config.plugin_files)  # a renderer may be a file of the run's
         renderer: Renderer[Any] = manager.build(
             Renderer, section.renderer.name, section.renderer.fields()
         )
@@ -163,7 +174,10 @@ class Speaker:
                 f"the conversation has {len(prompt)} tokens and the model's context "
                 f"{self.max_model_len}: begin a new one, or shorten it"
             )
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        # Logits divided by less than that overflow.
+        temperature = params.temperature if params.temperature >= COLDEST else 0.0
+        limit = min(params.max_tokens, room)
+        params = replace(params, max_tokens=limit, temperature=temperature)
         heard = [_Heard() for _ in range(params.num_generations)]
         began = time.perf_counter()
 
@@ -187,9 +201,10 @@ class Speaker:
             for ids, logprobs, finish in rows
         ]
         if on_text is not None:
-            for number, (one, answer) in enumerate(zip(heard, answers, strict=True)):
-                if rest := answer.text[one.shown :]:
-                    on_text(number, rest)
+            with contextlib.suppress(Cancelled):
+                for number, (one, answer) in enumerate(zip(heard, answers, strict=True)):
+                    if rest := answer.text[one.shown :]:
+                        on_text(number, rest)
         return answers
 
     def _hear(

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 import posttrain
+from tests.helpers.made_runs import made_run
 from tests.helpers.pipeline import environment, journal_lines, write_config
 from tests.helpers.tiny import make_tiny_model
 
@@ -250,3 +251,15 @@ def test_a_run_says_what_it_does_not_have(model: Path) -> None:
     with pytest.raises(posttrain.ConfigError, match="stage 'sft' keeps no samples"):
         run.samples("sft")
     assert run.model().get_input_embeddings().weight.shape[1] == 64
+
+
+def test_the_status_is_read_when_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    from posttrain.core.tracking.mlflow_store import connect, prepare_database
+
+    client = connect(prepare_database(tmp_path))
+    begun = client.create_run(client.create_experiment("api")).info.run_id
+    made_run(tmp_path, model, begun)
+    run = posttrain.load(begun, home=tmp_path)
+    assert run.status == "running"
+    client.set_terminated(begun, "FAILED")
+    assert run.status == "failed"

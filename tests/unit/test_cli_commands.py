@@ -135,6 +135,7 @@ def test_doctor_says_what_is_wrong_first(tmp_path: Path, monkeypatch: pytest.Mon
             "error: cannot use /h/x: Is a directory",
         ),
         (OSError(errno.EACCES, "denied", "/h/x"), 4, "error: cannot use /h/x: denied; correct"),
+        (OSError(errno.EEXIST, "File exists", "/h/x"), 4, "error: cannot use /h/x: File exists"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
         (ValueError("bad\nsecond line"), 1, "error: unexpected ValueError: bad; "),
     ],

@@ -149,7 +149,7 @@ def test_every_plugin_of_a_config_is_in_it_with_its_fields(
 def test_the_command_prints_it_and_writes_it_with_the_line_for_editors(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["schema"])
     assert json.loads(shown.stdout)["$schema"].startswith("http://json-schema.org/draft-07")
-    out = tmp_path / "posttrain.schema.json"
+    out = tmp_path / "new" / "posttrain.schema.json"
     shown = CliRunner().invoke(app, ["schema", "--out", str(out)])
     assert f"# yaml-language-server: $schema={out}" in shown.stdout
     assert json.loads(out.read_text())["title"] == "posttrain configuration"

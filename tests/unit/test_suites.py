@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.config.sections import ModelSection
 from posttrain.core.config.stages import BenchmarkStage
 from posttrain.core.config.suites import parse_suite
-from posttrain.core.errors import ResourceError
+from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation import suites as module
 from posttrain.core.evaluation.suites import (
     SuiteMetric,
@@ -117,3 +118,22 @@ def test_without_the_packages_the_command_says_how_to_install_them(tmp_path: Pat
     )
     assert done.returncode == 4
     assert "pip install 'posttrain[eval]'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_column_that_the_data_have_not_is_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from posttrain.core.evaluation.lm_eval_suite import run_lm_eval
+    from posttrain.core.models.device import ModelRuntime
+
+    folder = write_benchmarks(tmp_path)
+    task = folder / "capitals.yaml"
+    task.write_text(task.read_text().replace("{{", "{{no_such_"))
+    with pytest.raises(ConfigError, match="'no_such_.*' is undefined.*correct the task's YAML"):
+        run_lm_eval(
+            parse_suite("lm_eval:capitals"),
+            tmp_path / "no model is read before",
+            ModelRuntime.from_config(ModelSection()),
+            SuiteOptions(tasks_dir=folder),
+            lambda: None,
+            lambda what, done, total: None,
+        )

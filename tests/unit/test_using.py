@@ -1,0 +1,146 @@
+"""A model in use: answers that are stopped, how a turn goes on, requests, commands, the card."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
+from posttrain.core.errors import ResourceError
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.types import SamplingParams
+from posttrain.pipelines.cli.main import app as program
+from posttrain.pipelines.run.model_reference import find_model
+from posttrain.pipelines.using.chat import Conversation
+from posttrain.pipelines.using.model_card import gather, model_card
+from posttrain.pipelines.using.serving import MOST_BYTES, build_app
+from posttrain.pipelines.using.speaker import Cancelled, Speaker
+from tests.helpers.made_runs import RUN, made_run
+from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+    folder = tmp_path_factory.mktemp("speaker")
+    make_tiny_model(folder / "tiny", tokenizer=make_tiny_bpe_tokenizer())
+    return Speaker(find_model(str(folder / "tiny"), folder / "home"), PluginManager())
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_before_the_next(speaker: Speaker) -> None:
+    chat = Conversation("tiny", speaker)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    whole = chat.ask("1 + 2 = ?", params, lambda text: None)
+    chat.reset()
+    stops = tuple(c for c in whole.text if c.isprintable())[:1]
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop_strings=stops)
+    first = chat.ask("1 + 2 = ?", params, lambda text: None)
+    assert first.finish == "stop" and first.token_ids[-1] not in speaker.tokenizer.end_token_ids
+    second = chat.ask("and 3?", params, lambda text: None)
+    written = chat._tokens[first.prompt_tokens + len(first.token_ids) : second.prompt_tokens]
+    assert written[0] == speaker.tokenizer.turn_end.token
+
+
+def test_answers_that_are_stopped_are_returned(speaker: Speaker) -> None:
+    def stop(number: int, piece: str) -> None:
+        raise Cancelled
+
+    params = SamplingParams(num_generations=3, max_tokens=40, stop_strings=("never said",))
+    prompt = speaker.tokenizer.encode_text("1 + 2", special=False)
+    answers = speaker.complete(prompt, params, stop)
+    assert [answer.finish for answer in answers] == ["cancelled"] * 3
+
+
+def test_a_temperature_of_almost_nothing_is_greedy(speaker: Speaker) -> None:
+    prompt = speaker.tokenizer.encode_text("1 + 2", special=False)
+    (cold,) = speaker.complete(prompt, SamplingParams(max_tokens=8, temperature=1e-40))
+    (greedy,) = speaker.complete(prompt, SamplingParams(max_tokens=8, temperature=0.0))
+    assert cold.token_ids == greedy.token_ids
+
+
+def test_a_server_that_stops_answers_with_what_it_has(speaker: Speaker) -> None:
+    app = build_app(speaker, "tiny", None)
+    app.state.served.stopping.set()
+    ask = {"messages": [{"role": "user", "content": "1"}], "n": 3, "logprobs": True}
+    answer = asyncio.run(_post(app, "/v1/chat/completions", json=ask))
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 3
+
+
+async def _post(app: FastAPI, path: str, **request: Any) -> httpx.Response:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://here"
+    ) as client:
+        return await client.post(path, **request)
+
+
+def test_the_command_by_hand_keeps_the_key(speaker: Speaker) -> None:
+    words = ["serve-model", str(speaker.found.path), "--host", "0.0.0.0", "--dry-run"]
+    done = CliRunner().invoke(program, [*words, "--api-key", "secret-of-mine"])
+    assert done.exit_code == 0, done.output
+    assert "by hand, with vLLM: VLLM_API_KEY=... python -m vllm" in done.stdout
+    assert "secret-of-mine" not in done.output
+
+
+def test_the_renderer_of_the_run_may_be_a_file_of_its_own(speaker: Speaker, tmp_path: Path) -> None:
+    folder = made_run(tmp_path, speaker.found.path).folder
+    path = folder / "config.yaml"
+    (folder / "own.py").write_text(
+        '"""Own."""\nfrom posttrain.core.data.template import TemplateRenderer\n\n\n'
+        'class Own(TemplateRenderer):\n    """Own."""\n\n    name = "own"\n'
+    )
+    config = yaml.safe_load(path.read_text())
+    config["model"]["renderer"] = {"name": "own.py:Own"}
+    config["plugin_files"] = {"own.py": "own.py"}
+    path.write_text(yaml.safe_dump(config))
+    found = Speaker(find_model(f"{RUN}/sft", tmp_path), PluginManager())
+    assert type(found.tokenizer.renderer).__name__ == "Own"
+
+
+def test_a_card_names_no_folder_of_this_machine(speaker: Speaker, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    made_run(home, speaker.found.path)
+    broken = home / "runs" / "broken" / "run.json"
+    broken.parent.mkdir()
+    broken.write_text("{}")
+    facts = gather(find_model(f"{RUN}/sft", home), home, home / "artifacts")
+    assert any(str(broken) in note for note in facts.notes)
+    card = model_card(facts, "tiny", "model", None).replace("\\", "")
+    assert "run.json is not the record that a run wrote" in card
+    assert str(tmp_path) not in card and str(speaker.found.path.parent) not in card
+
+
+def test_a_request_of_unknown_size_is_refused(speaker: Speaker) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(MOST_BYTES // 2**20 + 1):
+            yield b" " * 2**20
+
+    app = build_app(speaker, "tiny", None)
+    answer = asyncio.run(_post(app, "/v1/completions", content=parts()))
+    assert answer.status_code == 411 and "Content-Length" in answer.json()["error"]["message"]
+
+
+def test_requests_as_clients_may_send_them(speaker: Speaker) -> None:
+    app = build_app(speaker, "tiny", None)
+    nulls = {"temperature": None, "n": None, "stop": None, "seed": None, "stream": None}
+    ask = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2}
+    answer = asyncio.run(_post(app, "/v1/chat/completions", json=ask | nulls))
+    assert answer.status_code == 200, answer.text
+    half = b'{"prompt": "\\ud83d", "max_tokens": 1}'
+    headers = {"Content-Type": "application/json"}
+    answer = asyncio.run(_post(app, "/v1/completions", content=half, headers=headers))
+    assert answer.status_code == 400 and "half of a character" in answer.text
+
+
+def test_an_adapter_that_names_itself_is_a_sentence(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ResourceError, match="names itself as its base model"):
+        find_model(str(tmp_path), tmp_path / "home")
