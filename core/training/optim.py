@@ -331,8 +331,10 @@ class MasterOptimizer:
 
     def read(self, folder: Path, step_count: int) -> None:
         def like(kind: str, number: str) -> Tensor:
-            scalar = kind == "step" or kind.endswith(tuple(_NUMBERS))
-            return torch.zeros(()) if scalar else self._masters[int(number)]
+            for end, (_, dtype) in _NUMBERS.items():
+                if kind.endswith(end):
+                    return torch.zeros((), dtype=dtype)
+            return torch.zeros(()) if kind == "step" else self._masters[int(number)]
 
         kinds = read_kinds(folder, like)
         masters = kinds.pop(_MASTER)
