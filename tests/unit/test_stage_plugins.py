@@ -17,13 +17,14 @@ from torch import nn
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
-from posttrain.core.config.sections import OtherOptimizer
-from posttrain.core.contracts import Stage, StageBase, StageOutput
+from posttrain.core.config.sections import EvaluationSection, OtherOptimizer
+from posttrain.core.contracts import Stage, StageBase, StageOutput, Task
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.store.identity import stage_parts
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.run.checks import check_inputs
+from posttrain.pipelines.run.checks import check_inputs, check_stages
 from posttrain.pipelines.run.pipeline import check_made
 from tests.helpers.pipeline import environment
 from tests.helpers.plugin_site import offer
@@ -141,6 +142,42 @@ class Made(StageBase):
     """Makes a report."""
 
     makes = "report"
+
+
+class Measured(Made):
+    """Makes a report, with an evaluation of its own if it likes."""
+
+    evaluation: EvaluationSection | None = None
+
+
+def test_the_run_s_evaluation_counts_unless_a_stage_has_its_own() -> None:
+    def part(**own: object) -> str:
+        stage = {"kind": "reported", "inputs": {}, **own}
+        run = {name: {"num_problems": 7} for name in Measured.sections}
+        return stage_parts(run, stage, Measured, {}, [], "", "")["evaluation.num_problems"]
+
+    assert part() == part(evaluation=None) == "7"
+    assert part(evaluation={"num_problems": 8}) == "8"
+
+
+@pytest.mark.parametrize(("given", "notes"), [(None, []), ("few", ["stages.a: few"])])
+def test_a_check_may_give_one_warning_or_nothing(
+    tmp_path: Path, manager: PluginManager, given: object, notes: list[str]
+) -> None:
+    class Checked(Stage[Any]):
+        """Makes a report."""
+
+        name, Config = f"checked_{given}", Made
+
+        def check(self, setting: object) -> Any:
+            return given
+
+        def run(self, context: object) -> StageOutput:
+            return StageOutput({}, {})
+
+    manager.offer(Checked)
+    run = resolved(tmp_path, manager, stages={"a": {"kind": Checked.name}})
+    assert check_stages(run, manager, manager.build(Task, "arithmetic")) == notes
 
 
 def stage_of(config: type[StageBase]) -> type[Stage[Any]]:
