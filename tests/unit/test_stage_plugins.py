@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -235,7 +235,13 @@ def test_what_a_stage_returns_must_be_what_it_says(tmp_path: Path) -> None:
     check_made("a", stage, StageOutput({"report": tmp_path / "page.html"}, {}), tmp_path)
     with pytest.raises(RunError, match="says that it makes 'report' and returned"):
         check_made("a", stage, StageOutput({}, {}), tmp_path)
-    for wrong in (tmp_path / "none", tmp_path.parent):
+    for nothing in (None, {"report": tmp_path}):
+        with pytest.raises(RunError, match="it returned .*, expected StageOutput: correct `run`"):
+            check_made("a", stage, cast(Any, nothing), tmp_path)
+    metrics: Any = {"plugin/a": 1, "plugin/b": torch.tensor(1.0)}
+    with pytest.raises(RunError, match=r"its metrics \['plugin/b'\] are not numbers"):
+        check_made("a", stage, StageOutput({"report": tmp_path / "page.html"}, metrics), tmp_path)
+    for wrong in (tmp_path / "none", tmp_path.parent, cast(Any, str(tmp_path / "page.html"))):
         with pytest.raises(RunError, match="expected an existing file or folder in the stage's"):
             check_made("a", stage, StageOutput({"report": wrong}, {}), tmp_path)
     both = {"report": tmp_path / "page.html", "evaluation": tmp_path}
