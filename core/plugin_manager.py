@@ -6,6 +6,7 @@ the modules they need.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from posttrain.core import hooks
 from posttrain.core.contracts import Plugin, PluginConfig, Stage, StageBase
 from posttrain.core.contracts.validity import fault
-from posttrain.core.errors import ConfigError, nearest, shortlist
+from posttrain.core.errors import ConfigError, PosttrainError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE, PluginFiles, load_file
 from posttrain.core.runtime.sources import local_source, plugin_source
 
@@ -76,13 +77,15 @@ class PluginManager:
                 loaded = entry_point.load()
                 # An entry point is a module with hooks, or a function that lists such modules.
                 modules = loaded() if callable(loaded) else [loaded]
-            except (ImportError, AttributeError, NameError, SyntaxError, TypeError) as error:
+                for module in modules:
+                    self.register(module, package=package, version=version)
+            except PosttrainError:
+                raise
+            except Exception as error:  # somebody else's code: a sentence says what it raised
                 raise ConfigError(
                     f"package '{package}' {version} offers plugins in '{entry_point.value}', which "
                     f"cannot be loaded: {type(error).__name__}: {error}; correct or uninstall it"
                 ) from error
-            for module in modules:
-                self.register(module, package=package, version=version)
 
     def register(self, module: ModuleType, *, package: str = "local", version: str = "0") -> None:
         """Register a module's hooks and the plugins it offers."""
@@ -178,13 +181,21 @@ class PluginManager:
         if found is None:
             example = f"{file}:{plugins[0] if plugins else 'CLASS'}"
             raise ConfigError(f"'{name}' names a file without a class: write {example} ({listed})")
+        self.files.used.add(file.as_posix())
         cls = getattr(module, found["cls"], None)
         if cls is None:
             close = nearest(found["cls"], offered)
             raise ConfigError(f"{path} has no class '{found['cls']}'{close} ({listed})")
         if wrong := fault(cls):
             raise ConfigError(f"{path}: {found['cls']} {wrong}")
-        return PluginEntry(cls.kind, name, cls, LOCAL, "file", local_source(path))
+        return PluginEntry(cls.kind, name, cls, LOCAL, "file", self._local_source(path, cls))
+
+    def _local_source(self, path: Path, cls: type[AnyPlugin]) -> str:
+        """The digest of a plugin's file, and of plugins of other packages that it derives from."""
+        entries = [e for e in self.entries() if e.cls in cls.__mro__[1:]]
+        bases = [e.source for e in entries if e.source]
+        own = local_source(path)
+        return hashlib.sha256("".join([own, *bases]).encode()).hexdigest() if bases else own
 
     def all_in_file(self, path: Path) -> list[PluginEntry]:
         """Every plugin that the file at `path` defines; `ConfigError` where there is none."""

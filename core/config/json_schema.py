@@ -192,9 +192,12 @@ class _Builder:
         return found
 
     def _stage(self) -> JSON:
-        kinds = {
+        installed = {
             "enum": list(self.stages),
             "enumDescriptions": [self.doc[kind] for kind in self.stages],
+        }
+        kinds = {
+            "anyOf": [installed, {"type": "string", "pattern": LOCAL_FILE}],
             "description": "what the stage does (posttrain show)",
         }
         return {

@@ -141,7 +141,9 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
         *(line for name in stages for line in _check_stage(name, stages[name], loaded)),
     ]
     raise_problems(problems)
-    values["plugin_files"] = {name: str(path) for name, path in manager.files.paths.items()}
+    # Without files that are named no more, since an override took the place of their plugins.
+    files = {n: str(path) for n, path in manager.files.paths.items() if n in manager.files.used}
+    values["plugin_files"] = files
     config = RunConfig.model_validate(values | {"stages": stages}, context=stage_classes(manager))
     return ResolvedRun(config, dag.topological_order(config.stages), plugins, loaded)
 

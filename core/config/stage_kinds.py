@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from posttrain.core.config.base import Section, StageBase
 from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import OtherOptimizer
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -50,9 +51,12 @@ def sections(manager: PluginManager) -> dict[str, SectionPlaces]:
 
 
 def _section_classes(annotation: object) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold; components and stages are none."""
+    """The sections that a field may hold; components and stages are none.
+
+    Nor is an optimizer of another name than AdamW: its fields are those of a plugin.
+    """
     if isinstance(annotation, type):
-        if issubclass(annotation, Section):
+        if issubclass(annotation, Section) and annotation is not OtherOptimizer:
             yield annotation
     elif get_origin(annotation) is not dict:
         for argument in get_args(annotation):

@@ -18,6 +18,7 @@ from posttrain.core.config.schema import BUILT_IN, TransformStage
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.config.stages import (
     PAIR_PROMPTS_PER_CALL,
+    BenchmarkStage,
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
@@ -70,7 +71,7 @@ class Estimator:
             stage = self.data.config.stages[name]
             if isinstance(stage, PromoteStage):  # evaluates the champion as the model was
                 stage = self.data.config.stages[stage.inputs["evaluation"]]
-            if stage.kind not in BUILT_IN:
+            if stage.kind not in BUILT_IN or isinstance(stage, BenchmarkStage):
                 if (row := self._plugin_stage(stage)) is not None:
                     found[name] = row
                 continue

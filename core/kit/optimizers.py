@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from posttrain.core.config.sections import OtherOptimizer
 from posttrain.core.kit.batches import expect_same
 from posttrain.core.kit.checks import Skipped, Subject, check, expect, expect_equal
+from posttrain.core.training.optim import MasterOptimizer
 
 SHAPES = ((64, 64), (64,), (1,))
 RATE, STEPS = 1e-2, 8
@@ -68,19 +71,34 @@ def _determinism(subject: Subject) -> None:
 
 @check("it continues from a checkpoint, bit for bit", "optimizer")
 def _resumes(subject: Subject) -> None:
-    whole, first = _Problem(), _Problem()
-    whole.take(_built(subject, whole.weights), range(STEPS))
-    optimizer = _built(subject, first.weights)
-    first.take(optimizer, range(STEPS // 2))
-    state = copy.deepcopy(optimizer.state_dict())
-    second = _Problem()
-    for weight, kept in zip(second.weights, first.weights, strict=True):
-        weight.data.copy_(kept.detach())
-    again = _built(subject, second.weights)
-    again.load_state_dict(state)
-    second.take(again, range(STEPS // 2, STEPS))
-    for found, wanted in zip(second.weights, whole.weights, strict=True):
-        expect_same(found, wanted, "the weights after a resume in the middle")
+    whole, first, second = (_trained(subject) for _ in range(3))
+    _train(whole, range(STEPS))
+    _train(first, range(STEPS // 2))
+    with tempfile.TemporaryDirectory() as folder:
+        first.write(Path(folder))
+        second.read(Path(folder), first.step_count)
+    _train(second, range(STEPS // 2, STEPS))
+    wanted = whole.weights()
+    for name, found in second.weights().items():
+        expect_same(found, wanted[name], "the weights after a resume in the middle")
+
+
+def _trained(subject: Subject) -> MasterOptimizer:
+    """The problem's weights with the optimizer, as a stage has them: its checkpoints are real."""
+    plugin = subject.build()
+    if missing := plugin.missing():
+        raise Skipped(missing)
+    dtype = torch.float32 if plugin.keeps_masters() else torch.bfloat16
+    module = torch.nn.ParameterList([w.detach().to(dtype) for w in _Problem().weights])
+    section = OtherOptimizer(name=subject.entry.name, learning_rate=RATE, max_grad_norm=None)
+    return MasterOptimizer(module, section, STEPS, seed=7, algorithm=plugin)
+
+
+def _train(optimizer: MasterOptimizer, steps: Sequence[int]) -> None:
+    for step in steps:
+        for weight, target in zip(optimizer.weights().values(), _Problem().targets, strict=True):
+            weight.grad = weight.detach().float() - target
+        optimizer.step(1 + step % 2)
 
 
 @check("a weight without a gradient stays as it is", "optimizer")

@@ -171,8 +171,8 @@ def _once(subject: Subject, folder: Path) -> tuple[dict[str, str], dict[str, flo
         expect(inside, f"the {kind} lies at {path}, not below `context.out`")
         expect(path.exists(), f"there is nothing at the path of the {kind}")
     metrics = {**run.metrics, **made.metrics}
-    odd = sorted(name for name, value in metrics.items() if not isfinite(value))
-    expect(not odd, f"the metrics {odd} are not finite")
+    odd = [n for n, v in metrics.items() if not isinstance(v, int | float) or not isfinite(v)]
+    expect(not odd, f"the metrics {sorted(odd)} are not finite numbers, as float is")
     files = (path for path in sorted(run.out.rglob("*")) if path.is_file())
     digest = {
         path.relative_to(run.out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -36,6 +36,8 @@ class PluginFiles:
 
     def __init__(self) -> None:
         self.paths: dict[str, Path] = {}
+        self.used: set[str] = set()
+        """Short names of the files that a plugin was taken from."""
 
     def localised(
         self, values: object, folders: Sequence[Path], given: frozenset[str] = frozenset()
@@ -83,8 +85,11 @@ def load_file(path: Path) -> ModuleType:
     _FILES[name] = path
     if known is not None:
         if known.parent != path.parent:  # what it imports later is found where it is kept now
-            sys.path[:] = [entry for entry in sys.path if entry != str(known.parent)]
-            sys.path.append(str(path.parent))
+            if str(known.parent) in _ADDED:
+                _ADDED.remove(str(known.parent))
+                with contextlib.suppress(ValueError):  # somebody else took it off
+                    sys.path.remove(str(known.parent))
+            _add_to_path(path.parent)
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
     assert spec is not None and spec.loader is not None
@@ -110,6 +115,14 @@ def file_of(module: str) -> Path | None:
 
 
 _FILES: dict[str, Path] = {}
+_ADDED: set[str] = set()
+"""Folders that are on `sys.path` because of a file in them."""
+
+
+def _add_to_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        _ADDED.add(str(folder))
 
 
 class _Uncached(SourceFileLoader):
@@ -141,8 +154,7 @@ def _beside(folder: Path) -> Iterator[None]:
     finally:
         sys.dont_write_bytecode = without_bytecode
         sys.path.remove(str(folder))
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+        _add_to_path(folder)
         for name, module in hidden.items():
             file = getattr(module, "__file__", None) or ""
             if Path(file).parent != folder and folder not in Path(file).parents:

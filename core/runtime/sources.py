@@ -21,7 +21,7 @@ from posttrain.core.errors import ResourceError
 OWN = "posttrain"
 """The root of modules whose digest is in every identity already."""
 LARGE = 1 << 20
-"""Bytes above which a file that is not Python counts with its size alone."""
+"""Bytes above which a package's file that is not Python counts with its size alone."""
 _LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _COMPILED = {".pyc", ".pyo"}
 # The first name of each module that a line imports. Relative imports stay inside a package.
@@ -69,7 +69,7 @@ def _digest(place: Path, package: str) -> str:
 
 def local_source(path: Path) -> str:
     """sha256 over a plugin's file that is in no package, and what belongs to it (`files_of`)."""
-    return _digest_of(files_of(path))
+    return _digest_of(files_of(path), whole=True)
 
 
 def files_of(path: Path) -> list[tuple[str, Path]]:
@@ -87,13 +87,17 @@ def files_of(path: Path) -> list[tuple[str, Path]]:
     return sorted(files.items())
 
 
-def _digest_of(files: Iterable[tuple[str, Path]]) -> str:
+def _digest_of(files: Iterable[tuple[str, Path]], *, whole: bool = False) -> str:
+    """One digest of all contents; with `whole`, of large files too."""
     digest = hashlib.sha256()
     for name, path in sorted(files):
         try:
-            size = path.stat().st_size
-            whole = path.suffix == ".py" or size <= LARGE
-            content = hashlib.sha256(path.read_bytes()).hexdigest() if whole else str(size)
+            now = path.stat()
+            if path.suffix == ".py" or now.st_size <= LARGE:
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            else:
+                size = now.st_size
+                content = _of_large(path, size, now.st_mtime_ns) if whole else str(size)
         except OSError as error:
             raise ResourceError(
                 f"cannot read {path}, which is part of a plugin: {error.strerror}; its digest "
@@ -101,6 +105,13 @@ def _digest_of(files: Iterable[tuple[str, Path]]) -> str:
             ) from error
         digest.update(f"{name} {content}\n".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def _of_large(path: Path, size: int, changed_ns: int) -> str:
+    """Digest of a file, which is read again only when its size or time of change is another."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _files(place: Path, neighbours: frozenset[str] | None) -> Iterator[tuple[str, Path]]:

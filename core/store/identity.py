@@ -63,7 +63,9 @@ def stage_parts(
     if task_fingerprint:
         shared["task_data"] = task_fingerprint
     left_out = {"kind", *of.without_effect}
-    settings = {**shared, **{k: v for k, v in stage.items() if k not in left_out}}
+    own = {k: v for k, v in stage.items() if k not in left_out}
+    # A stage's own `evaluation: null` stands for the run's.
+    settings = {**shared, **{k: v for k, v in own.items() if v is not None or k not in shared}}
     parts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(settings)}
     parts = {k: v for k, v in parts.items() if not k.startswith(_IGNORED)}
     outside = outside or {}

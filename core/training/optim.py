@@ -55,18 +55,25 @@ def write_kinds(kinds: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None
             save_file(found, folder / kind / _WHOLE)
 
 
-def read_kinds(folder: Path, like: Callable[[str, str], Tensor]) -> Kinds:
-    """What `write_kinds` wrote, whatever number of ranks did."""
+def read_kinds(folder: Path, like: Callable[[str], Tensor]) -> Kinds:
+    """What `write_kinds` wrote, whatever number of ranks did.
+
+    `like` gives the weight of a number: a tensor of its shape lies in pieces as the weight does.
+    """
     return {path.name: _read(path, like) for path in sorted(folder.iterdir()) if path.is_dir()}
 
 
-def _read(folder: Path, like: Callable[[str, str], Tensor]) -> dict[str, Tensor]:
+def _read(folder: Path, like: Callable[[str], Tensor]) -> dict[str, Tensor]:
     alone = not _several_ranks()
     if alone and (folder / _WHOLE).is_file():
         return load_file(folder / _WHOLE)
     reader = HuggingFaceStorageReader(str(folder))
-    names = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.zeros_like(like(folder.name, name)) for name in names}
+    tensors = {}
+    for name, kept in reader.read_metadata().state_dict_metadata.items():
+        size, dtype, weight = kept.size, kept.properties.dtype, like(name)
+        pieces = size and size == weight.shape
+        zeros = torch.zeros_like(weight, dtype=dtype) if pieces else torch.zeros(size, dtype=dtype)
+        tensors[name] = zeros
     with warnings.catch_warnings():  # that this is one process
         warnings.simplefilter("ignore", UserWarning)
         load(tensors, storage_reader=reader, no_dist=alone)
@@ -330,11 +337,7 @@ class MasterOptimizer:
         write_kinds(kinds, folder)
 
     def read(self, folder: Path, step_count: int) -> None:
-        def like(kind: str, number: str) -> Tensor:
-            scalar = kind == "step" or kind.endswith(tuple(_NUMBERS))
-            return torch.zeros(()) if scalar else self._masters[int(number)]
-
-        kinds = read_kinds(folder, like)
+        kinds = read_kinds(folder, lambda number: self._masters[int(number)])
         masters = kinds.pop(_MASTER)
         state: dict[int, dict[str, Any]] = {}
         groups = self.optimizer.state_dict()["param_groups"]

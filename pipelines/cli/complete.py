@@ -22,7 +22,11 @@ STAGE = re.compile(
     r"    name(?:, \w+)* = \"([^\"]+)\"",
     re.MULTILINE,
 )
-SECTION = re.compile(r"^    (\w+): \w+Section(?: \| None)? = ", re.MULTILINE)
+SECTION = re.compile(
+    r"^    (\w+): (?:tuple\[)?(?:\w+Section|OptimizerField|DataSource|EarlyStopping)"
+    r"(?:, \.\.\.\])?(?: \| None)? = ",
+    re.MULTILINE,
+)
 PACKAGE = Path(__file__).parents[2]
 """The folder of `core`, `plugins` and `pipelines`, in a checkout and in a wheel alike."""
 

@@ -234,6 +234,8 @@ def check(
     fields = parse_spec("--set", ",".join(["plugin", *(given or ())])).fields
     loaded = None
     if tokenizer is not None:
+        if not tokenizer.is_dir():
+            raise ConfigError(f"--tokenizer {tokenizer}: there is no such folder; name a model's")
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)

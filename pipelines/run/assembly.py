@@ -124,8 +124,11 @@ def use_copies(
         load_file(path)  # the modules that are loaded, from now on with the copy as their file
     for path in sorted((folder / PLUGINS).rglob("*")):
         if path.is_file() and path.suffix not in (".pyc", ".pyo"):
-            text = path.read_text("utf-8", errors="replace")
-            tracker.log_text(redacted(text), path.relative_to(folder).as_posix())
+            place = path.relative_to(folder)
+            try:
+                tracker.log_text(redacted(path.read_text("utf-8")), place.as_posix())
+            except UnicodeDecodeError:  # no text: as it is
+                tracker.log_file(path, place.parent.as_posix())
     named = {name: str(path) for name, path in copies.items()}
     return replace(resolved, config=resolved.config.model_copy(update={"plugin_files": named}))
 

@@ -125,7 +125,9 @@ def check_stages(resolved: ResolvedRun, manager: PluginManager, task: Task[Any])
     config, found = resolved.config, []
     for name, stage in config.stages.items():
         setting = Setting(name, config.seed, task, config.model.max_model_len)
-        warnings = manager.stage(stage).check(setting)
+        warnings = manager.stage(stage).check(setting) or ()
+        if isinstance(warnings, str):
+            warnings = (warnings,)
         found += [f"stages.{name}: {warning}" for warning in warnings]
     return found
 

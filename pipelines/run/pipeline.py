@@ -67,13 +67,20 @@ HOLDS = {"model": "config.json", "evaluation": "metrics.json", "dataset": PROBLE
 def check_made(name: str, stage: StageBase, output: StageOutput, out: Path) -> None:
     """Raise `RunError` unless the stage made what its kind says, in its own folder."""
     plugin = f"correct `run` of kind '{stage.kind}'"
+    if not isinstance(output, StageOutput):
+        raise RunError(
+            f"stage '{name}': it returned {type(output).__name__}, expected StageOutput: {plugin}"
+        )
+    odd = sorted(n for n, value in output.metrics.items() if not isinstance(value, int | float))
+    if odd:
+        raise RunError(f"stage '{name}': its metrics {odd} are not numbers, as float is: {plugin}")
     if not stage.passes_on and stage.makes not in output.made:
         raise RunError(
             f"stage '{name}': kind '{stage.kind}' says that it makes '{stage.makes}' and returned "
             f"{sorted(output.made)}: correct its `makes`, or {plugin}"
         )
     for kind, path in output.made.items():
-        if not path.is_relative_to(out) or not path.exists():
+        if not isinstance(path, Path) or not path.is_relative_to(out) or not path.exists():
             raise RunError(
                 f"stage '{name}': its '{kind}' is {path}, expected an existing file or folder in "
                 f"the stage's own folder (context.out): {plugin}"

@@ -147,6 +147,14 @@ BROKEN = [
     ),
     ("tool", "if not arguments.strip()", "if arguments[0] == ' '", "any text", "IndexError"),
     ("optimizer", "return 4.0", "return 8.0", "as large", "holds 4"),
+    (  # a number of steps that no checkpoint keeps
+        "optimizer",
+        'weight.sub_(direction, alpha=group["lr"])',
+        'group["n"] = (*group.get("n", ()), 1)\n'
+        '                weight.sub_(direction, alpha=group["lr"] / len(group["n"]))',
+        "continues from a checkpoint",
+        "after a resume",
+    ),
     ("stage", "float(len(kept))", "float(id(kept))", "equal files", "a second run"),
     ("sampler", "[:wanted]", "[:0]", "groups hold", "no group"),
     ("algorithm", '"grpo"', '"no_such"', "each axis", "no advantage named"),

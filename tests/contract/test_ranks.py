@@ -143,6 +143,8 @@ def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
     alone = speed_learner(model, PLAIN)
     alone.optimizer.read(tmp_path / "two", 2)
     assert alone.optimizer.step_count == 2
+    eps = alone.optimizer.optimizer.param_groups[0]["eps"]
+    assert eps == 0.01, "a number keeps its 64 bits"
     for name, weight in ranks.call("weights", check=nothing).items():
         assert torch.equal(weight, model.get_parameter(name).detach()), name
     alone.optimizer.write(tmp_path / "one")

@@ -112,6 +112,7 @@ def test_a_mistake_is_refused_by_schema_and_by_validate(
         ("stages.rl.rewards", {"name": "accuracy", "weight": 2, "label": "right"}),
         ("stages.rl.policy_loss", [{"name": "ppo_clip", "coef": 0.5}, "ptx"]),
         ("stages.rl.rewards", ["my_rewards.py:Brief"]),
+        ("stages.filter", {"kind": "my_stages.py:Filter", "count": 3}),
         ("stages.sft.data", "chats.jsonl"),
         ("stages.sft.data", [{"path": "chats.jsonl", "weight": 2}, "more.jsonl"]),
         ("stages.rl.inputs", {"model": "sft", "reward_model": "reward"}),
@@ -133,7 +134,7 @@ def test_every_plugin_of_a_config_is_in_it_with_its_fields(
     validator: Any, manager: PluginManager
 ) -> None:
     definitions = validator.schema["$defs"]
-    kinds = definitions["stage"]["properties"]["kind"]["enum"]
+    kinds = definitions["stage"]["properties"]["kind"]["anyOf"][0]["enum"]
     assert kinds == [entry.name for entry in manager.entries("stage")]
     for entry in manager.entries():
         if entry.kind == "stage":

@@ -19,6 +19,7 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.protocol import specs_of
 from posttrain.core.runtime.plugin_files import copy_files, load_file
+from posttrain.core.runtime.sources import LARGE, local_source
 from tests.helpers.rewards import sample
 
 CODE = """
@@ -93,6 +94,12 @@ def test_two_files_of_one_name_stay_apart_and_have_clean_labels(tmp_path: Path) 
     )
 
 
+def test_a_file_whose_plugin_was_replaced_is_no_part_of_the_run(tmp_path: Path) -> None:
+    write(tmp_path / "my.py", 4.0)
+    run = run_of(tmp_path, ["my.py:Brief"], "stages.rl.rewards=[accuracy]")
+    assert run.config.plugin_files == {}
+
+
 def test_the_complete_config_loads_to_the_same_run(tmp_path: Path) -> None:
     write(tmp_path / "my.py")
     run = run_of(tmp_path, ["my.py:Brief"])
@@ -138,6 +145,37 @@ def test_a_copy_is_the_same_module_and_is_what_workers_read(tmp_path: Path) -> N
     (spec,) = specs_of([reward])
     assert spec.file == copies["my.py"]
     assert spec.load() is type(reward)
+
+
+def test_a_folder_that_was_on_the_path_stays_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "script" / "my.py", 5.0)
+    other = write(tmp_path / "other" / "my.py", 6.0)
+    sys.path.append(str(path.parent))
+    for file in (path, other):
+        load_file(file)
+        load_file(copy_files({"my.py": file}, tmp_path / "to")["my.py"])
+    assert str(path.parent) in sys.path
+    assert str(other.parent) not in sys.path
+
+
+def test_a_large_file_counts_with_its_content(tmp_path: Path) -> None:
+    write(tmp_path / "my.py", imports='TABLE = "table.txt"')
+    found = set()
+    for letter in "ab":
+        (tmp_path / "table.txt").write_text(letter * (LARGE + 1))
+        found.add(local_source(tmp_path / "my.py"))
+    assert len(found) == 2
+
+
+def test_the_source_of_a_plugin_that_it_derives_from_counts(tmp_path: Path) -> None:
+    base = load_file(write(tmp_path / "package" / "base.py"))
+    text = f"import sys\nBase = sys.modules['{base.__name__}'].Brief\nclass Brief(Base): pass\n"
+    (tmp_path / "my.py").write_text(text)
+    manager = PluginManager(load_entry_points=False)
+    without = manager.in_file(f"{tmp_path}/my.py:Brief").source
+    manager.add(base.Brief, package="package", version="1")
+    assert without == local_source(tmp_path / "my.py")
+    assert manager.in_file(f"{tmp_path}/my.py:Brief").source != without
 
 
 def test_a_file_that_was_edited_while_a_run_began_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from posttrain.core.kit.new import package_of, write_new
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Score
 from posttrain.plugins import defined_in, posttrain_register
+from tests.helpers.plugin_site import offer
 
 
 def module(name: str, **members: object) -> ModuleType:
@@ -188,6 +189,15 @@ def test_life_cycle_hooks_reach_every_module_that_has_them(empty: PluginManager)
     empty.hooks.hook.posttrain_on_step_end(stage="rl", step=3, metrics={"loss": 0.5})
     empty.hooks.hook.posttrain_on_stage_end(stage="rl", status="ran", metrics={})
     assert seen == [("rl", 3, 0.5), ("rl ran", 0, 0.0)]
+
+
+def test_a_package_that_raises_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(tmp_path, "raises_at_import", "raise OSError('no such device')\n", monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(ConfigError, match=r"'raises_at_import' 1\.0 .*OSError: no such device; c"):
+        PluginManager()
 
 
 def test_an_installed_third_party_package_is_found_by_a_fresh_interpreter(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ from torch import nn
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
-from posttrain.core.config.sections import OtherOptimizer
-from posttrain.core.contracts import Stage, StageBase, StageOutput
+from posttrain.core.config.sections import EvaluationSection, OtherOptimizer
+from posttrain.core.contracts import Stage, StageBase, StageOutput, Task
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.store.identity import stage_parts
 from posttrain.core.training.optim import MasterOptimizer
-from posttrain.pipelines.run.checks import check_inputs
+from posttrain.pipelines.run.checks import check_inputs, check_stages
 from posttrain.pipelines.run.pipeline import check_made
 from tests.helpers.pipeline import environment
 from tests.helpers.plugin_site import offer
@@ -143,6 +144,42 @@ class Made(StageBase):
     makes = "report"
 
 
+class Measured(Made):
+    """Makes a report, with an evaluation of its own if it likes."""
+
+    evaluation: EvaluationSection | None = None
+
+
+def test_the_run_s_evaluation_counts_unless_a_stage_has_its_own() -> None:
+    def part(**own: object) -> str:
+        stage = {"kind": "reported", "inputs": {}, **own}
+        run = {name: {"num_problems": 7} for name in Measured.sections}
+        return stage_parts(run, stage, Measured, {}, [], "", "")["evaluation.num_problems"]
+
+    assert part() == part(evaluation=None) == "7"
+    assert part(evaluation={"num_problems": 8}) == "8"
+
+
+@pytest.mark.parametrize(("given", "notes"), [(None, []), ("few", ["stages.a: few"])])
+def test_a_check_may_give_one_warning_or_nothing(
+    tmp_path: Path, manager: PluginManager, given: object, notes: list[str]
+) -> None:
+    class Checked(Stage[Any]):
+        """Makes a report."""
+
+        name, Config = f"checked_{given}", Made
+
+        def check(self, setting: object) -> Any:
+            return given
+
+        def run(self, context: object) -> StageOutput:
+            return StageOutput({}, {})
+
+    manager.offer(Checked)
+    run = resolved(tmp_path, manager, stages={"a": {"kind": Checked.name}})
+    assert check_stages(run, manager, manager.build(Task, "arithmetic")) == notes
+
+
 def stage_of(config: type[StageBase]) -> type[Stage[Any]]:
     class Reported(Stage[Any]):
         """Makes a report."""
@@ -198,7 +235,13 @@ def test_what_a_stage_returns_must_be_what_it_says(tmp_path: Path) -> None:
     check_made("a", stage, StageOutput({"report": tmp_path / "page.html"}, {}), tmp_path)
     with pytest.raises(RunError, match="says that it makes 'report' and returned"):
         check_made("a", stage, StageOutput({}, {}), tmp_path)
-    for wrong in (tmp_path / "none", tmp_path.parent):
+    for nothing in (None, {"report": tmp_path}):
+        with pytest.raises(RunError, match="it returned .*, expected StageOutput: correct `run`"):
+            check_made("a", stage, cast(Any, nothing), tmp_path)
+    metrics: Any = {"plugin/a": 1, "plugin/b": torch.tensor(1.0)}
+    with pytest.raises(RunError, match=r"its metrics \['plugin/b'\] are not numbers"):
+        check_made("a", stage, StageOutput({"report": tmp_path / "page.html"}, metrics), tmp_path)
+    for wrong in (tmp_path / "none", tmp_path.parent, cast(Any, str(tmp_path / "page.html"))):
         with pytest.raises(RunError, match="expected an existing file or folder in the stage's"):
             check_made("a", stage, StageOutput({"report": wrong}, {}), tmp_path)
     both = {"report": tmp_path / "page.html", "evaluation": tmp_path}

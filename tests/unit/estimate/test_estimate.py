@@ -330,6 +330,14 @@ def test_the_engine_stays_once_it_was_needed(tmp_path: Path, model: Path) -> Non
     assert ["engine" in row["memory"] for row in rows.values()] == [False, True, True]
 
 
+def test_a_benchmark_is_not_estimated_rather_than_for_nothing(tmp_path: Path, model: Path) -> None:
+    bench = {"kind": "benchmark", "inputs": {"model": "first"}, "suites": ["held_out"]}
+    data = run_data(tmp_path, {"first": SFT, "bench": bench}, model)
+    found = estimate_run(data, tmp_path, ["first", "bench"], "transformers", 64, "cpu")
+    assert list(found["stages"]) == ["first"]
+    assert "Not estimated, and not in the totals: bench." in found["notes"]
+
+
 def slow_clock(step: float) -> Callable[[], float]:
     """A clock that has moved by `step` each time it is read."""
     now = 0.0
