@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Module, Parameter
@@ -70,6 +71,7 @@ def _read(folder: Path, like: Callable[[str], Tensor]) -> dict[str, Tensor]:
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
     for name, kept in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(kept, TensorStorageMetadata)  # safetensors hold tensors alone
         size, dtype, weight = kept.size, kept.properties.dtype, like(name)
         pieces = size and size == weight.shape
         zeros = torch.zeros_like(weight, dtype=dtype) if pieces else torch.zeros(size, dtype=dtype)

@@ -83,7 +83,7 @@ class Example(RolloutEngine[NoConfig]):
     def _one(
         self, prompt: Sequence[int], params: SamplingParams, index: int, number: int
     ) -> Completion:
-        seed = params.seed * 1_000_003 + number
+        seed = (params.seed * 1_000_003 + number) % 2**63
         draw = torch.Generator().manual_seed(seed)
         limit = params.max_tokens_each[index] if params.max_tokens_each else params.max_tokens
         ids: list[int] = []
