@@ -12,13 +12,13 @@ from mlflow.artifacts import load_dict
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.tiny import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 BRITTLE = '''
 import os, time
 from posttrain.core.contracts import NoConfig, Reward
 from posttrain.core.hooks import hookimpl
 from posttrain.core.types import Score
-
-pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 class Brittle(Reward[NoConfig]):
     """R = 0.5, on three of four first tokens; harm on the others, by the second one."""
