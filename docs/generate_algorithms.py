@@ -54,6 +54,7 @@ KINDS = {
     "preference_loss": "Preference losses",
     "reward": "Rewards",
     "sampler": "Samplers",
+    "optimizer": "Optimizers",
     "task": "Tasks",
     "environment": "Environments",
     "tool": "Tools",

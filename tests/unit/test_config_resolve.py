@@ -140,7 +140,7 @@ def test_the_plugins_of_a_stage_are_listed_with_package_and_version(
 ) -> None:
     uses = resolved(tmp_path, manager, "  s: {kind: sft, inputs: {model: base}}\n").plugins
     assert {"task", "algorithm", "advantage", "reward", "kl"} <= {use.kind for use in uses["rl"]}
-    assert [use.kind for use in uses["s"]] == ["task", "renderer"]
+    assert [use.kind for use in uses["s"]] == ["task", "renderer", "optimizer"]
     assert all(use.package == "posttrain" and use.version for use in uses["rl"])
 
 

@@ -228,7 +228,7 @@ def test_no_step_is_taken_and_it_is_said_where_it_came_from(
     if kind == "trpo":
         return
     state = case.optimizer.state_dict()
-    assert not state["adamw"]["state"], "nor has a moment begun"
+    assert not state["optimizer"]["state"], "nor has a moment begun"
     # The next step is what it would be had there been none before it.
     assert case.metric not in case.step()
     clean.step()
