@@ -17,10 +17,11 @@ from posttrain.core.data.chat import MARK
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.kit.renderers import ODD, TOOLS, random_conversation
+from posttrain.core.kit.renderers import TEXTS as ALL_TEXTS
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
-from tests.helpers.renderers import FAMILIES, ODD, TOOLS, random_conversation, tokenizer_of
-from tests.helpers.renderers import TEXTS as ALL_TEXTS
+from tests.helpers.renderers import FAMILIES, tokenizer_of
 from tests.helpers.templates import (
     ADDED,
     CHATML,
