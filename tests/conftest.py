@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ GOLDEN_TEST = "test_the_peer_gives_the_same_numbers"
 # So that `from tests.helpers import ...` works however pytest was started.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
+
+# A shell ignores interrupts in what it starts in the background, and so would what tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first call of a torch kernel can take more than a second.
 settings.register_profile("posttrain", deadline=None, max_examples=50, derandomize=True)

@@ -11,8 +11,9 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.run.prefect_env import prefect_settings
@@ -25,6 +26,19 @@ FLUSH_INTERVAL = "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL"
 """Seconds in which events are stored: 5 by Prefect's default, and a run waits for its last."""
 
 _running: list[OwnServer] = []
+
+
+def _forget_exit_calls() -> None:
+    """Drop what Prefect's workers do at the end of the process; they are done.
+
+    Their calls raise in a process that is forked from this one, which then ends with exit code 1.
+    """
+    from prefect._internal.concurrency.services import _QueueServiceBase
+
+    calls: Any = threading._threading_atexits  # type: ignore[attr-defined] # Any: not public
+    calls[:] = [
+        c for c in calls if not isinstance(getattr(c.func, "__self__", None), _QueueServiceBase)
+    ]
 
 
 class OwnServer:
@@ -137,8 +151,11 @@ class OwnServer:
         if self in _running:
             import prefect.context
             from prefect.events.worker import EventsWorker
+            from prefect.logging.handlers import APILogWorker
 
-            EventsWorker.drain_all(timeout=STOP_SECONDS, at_exit=False)
+            for worker in (EventsWorker, APILogWorker):
+                worker.drain_all(timeout=STOP_SECONDS, at_exit=False)
+            _forget_exit_calls()
             prefect.context.GLOBAL_SETTINGS_CONTEXT = self._before  # type: ignore[assignment]
             _running.remove(self)
         self.stop()

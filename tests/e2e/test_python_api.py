@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -187,6 +188,11 @@ def test_two_homes_in_one_process_below_a_running_event_loop(model: Path) -> Non
         assert back.status == "completed"
         assert back.links == run.links and len(run.links) == 2
         assert list(back.metrics("sft").index) == [0, 1, 2, 3]
+    # As a DataLoader's workers: what Prefect left would make it end with exit code 1.
+    forked = multiprocessing.get_context("fork").Process(target=os.getpid)
+    forked.start()
+    forked.join(60)
+    assert forked.exitcode == 0
 
 
 def test_an_interrupt_stops_the_run_and_the_same_call_continues(model: Path) -> None:
