@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.kit.checks import broken
+from posttrain.core.kit.checks import broken, expect
 from posttrain.core.math.masking import row_sums
 
 NAN = float("nan")
+EPSILON = 1e-6
+"""The step of finite differences, in float64."""
 LENGTHS = (4, 1, 0, 3, 5, 2, 0, 5)
 GROUPS = (0, 0, 0, 1, 1, 2, 3, 3)
 # Where the scored steps of each row end; -1 = no step.
@@ -121,3 +123,22 @@ def expect_same(
         gap = (found - wanted).abs()
         at = tuple(int(i) for i in torch.unravel_index(gap.nan_to_num(1e300).argmax(), gap.shape))
         broken(f"{what}: at {list(at)} got {float(found[at])!r}, expected {float(wanted[at])!r}")
+
+
+def expect_slope(
+    grad: Tensor,
+    direction: Tensor,
+    *totals: Callable[[float], float],
+    tolerance: float = 1e-5,
+    hint: str = "",
+) -> None:
+    """That autograd's `grad`, along `direction`, is the slope of a total by finite differences.
+
+    Each of `totals` gives the total for a step along the direction; one of them has to agree.
+    """
+    found = float((grad * direction).sum())
+    wanted = [(total(EPSILON) - total(-EPSILON)) / (2 * EPSILON) for total in totals]
+    expect(
+        any(abs(found - each) <= tolerance * max(1.0, abs(each)) for each in wanted),
+        f"along a direction autograd has {found:.6g}, finite differences {wanted[0]:.6g}{hint}",
+    )

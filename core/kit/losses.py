@@ -13,11 +13,16 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import TokenLoss
-from posttrain.core.kit.batches import LENGTHS, NAN, expect_same, policy_batch, ragged_batch
+from posttrain.core.kit.batches import (
+    LENGTHS,
+    NAN,
+    expect_same,
+    expect_slope,
+    policy_batch,
+    ragged_batch,
+)
 from posttrain.core.kit.checks import Skipped, Subject, check, expect, expect_equal
 from posttrain.core.tracking.metric_names import check_names
-
-EPSILON = 1e-6
 
 # --- aggregators ------------------------------------------------------------------------------
 
@@ -146,13 +151,8 @@ def _finite_differences(subject: Subject) -> None:
     def value(step: float) -> float:
         return float(_total(loss.token_loss(new + step * direction, batch, prepared)))
 
-    found = float((grad * direction).sum())
-    wanted = (value(EPSILON) - value(-EPSILON)) / (2 * EPSILON)
-    expect(
-        abs(found - wanted) <= 1e-4 * max(1.0, abs(wanted)),
-        f"along a random direction autograd has {found:.6g}, finite differences {wanted:.6g}; a "
-        "loss that holds a factor constant on purpose says stops_gradients = True",
-    )
+    hint = "; a loss that holds a factor constant on purpose says stops_gradients = True"
+    expect_slope(grad, direction, value, tolerance=1e-4, hint=hint)
 
 
 @check("the loss has the dtype of the log-probs, to its precision", "policy_loss")

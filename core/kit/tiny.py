@@ -39,18 +39,7 @@ def make_tiny_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer_class: Any = PreTrainedTokenizerFast  # Any: its constructor is not typed
-    made: PreTrainedTokenizerFast = tokenizer_class(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=START,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    return made
+    return _fast(tokenizer, chat_template, unk_token=UNKNOWN, model_max_length=512)
 
 
 def make_tiny_model(
@@ -114,18 +103,7 @@ def make_tiny_bpe_tokenizer() -> PreTrainedTokenizerFast:
     )
     texts = ["the sum of two numbers is a number", "what is the sum? it's the answer 'forty-two'"]
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer_class: Any = PreTrainedTokenizerFast  # Any: its constructor is not typed
-    made: PreTrainedTokenizerFast = tokenizer_class(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=START,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
-    return made
+    return _fast(tokenizer, unk_token=UNKNOWN, model_max_length=512)
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -136,13 +114,21 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return _fast(tokenizer)
+
+
+def _fast(
+    tokenizer: Tokenizer, chat_template: str = CHAT_TEMPLATE, **fields: str | int
+) -> PreTrainedTokenizerFast:
+    """As transformers has it, with ChatML's tokens."""
     tokenizer_class: Any = PreTrainedTokenizerFast  # Any: its constructor is not typed
     made: PreTrainedTokenizerFast = tokenizer_class(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=START,
         eos_token=END,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
+        **fields,
     )
     return made

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "evaluations"
 """MLflow's experiment for models that no run of the home made."""
 MAX_LEN = 2048
-"""Tokens of prompt and response together for a model of no run, where its own limit is no less."""
+"""Most tokens of prompt and response for a model of no run, or its own limit if lower."""
 
 
 @dataclass(frozen=True, slots=True)

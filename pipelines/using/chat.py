@@ -142,7 +142,7 @@ class Chat:
         elif name == "help":
             self._say(HELP)
         else:
-            self._say(f"there is no command '/{name}': {HELP}")
+            self._say(f"unknown command '/{name}': {HELP}")
         return True
 
     def _reset(self) -> None:

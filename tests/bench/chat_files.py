@@ -32,7 +32,7 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
 from posttrain.core.data.tokens import ChatTokenizer  # noqa: E402
-from tests.helpers.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer  # noqa: E402
+from posttrain.core.kit.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer  # noqa: E402
 from tests.helpers.trl_side import Answer, Question, Side, ask_trl  # noqa: E402
 
 FILES = REPO / "tests" / "data" / "formats"

@@ -32,13 +32,13 @@ import torch  # noqa: E402
 from posttrain.core.config.sections import ModelSection  # noqa: E402
 from posttrain.core.data.tokens import ChatTokenizer  # noqa: E402
 from posttrain.core.errors import RunError  # noqa: E402
+from posttrain.core.kit.tiny import make_tiny_model  # noqa: E402
 from posttrain.core.math.nucleus import Cut  # noqa: E402
 from posttrain.core.models.source import obtain  # noqa: E402
 from posttrain.core.training.forward import UNCUT  # noqa: E402
 from posttrain.core.training.sync_check import BOUNDS, PROBE_LENGTH, SyncCheck  # noqa: E402
 from posttrain.core.types import SamplingParams  # noqa: E402
 from tests.helpers.mismatch import Rig, make_rig  # noqa: E402
-from tests.helpers.tiny import make_tiny_model  # noqa: E402
 from tests.helpers.updates import update  # noqa: E402
 
 LAWS = {"plain": (1.0, 1.0, 0), "cut": (0.7, 0.8, 20)}

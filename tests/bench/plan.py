@@ -23,8 +23,8 @@ REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
+from posttrain.core.kit.tiny import make_tiny_model  # noqa: E402
 from tests.helpers.pipeline import COMMAND, prepared, tiny_config, write_config  # noqa: E402
-from tests.helpers.tiny import make_tiny_model  # noqa: E402
 
 
 def run(arguments: list[str]) -> tuple[dict[str, Any], float]:

@@ -31,6 +31,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.vllm_fleet import VllmFleet
 from posttrain.core.runtime.processes import ServerProcess
@@ -50,7 +51,6 @@ from tests.helpers.engines import (
     next_logprobs,
     teacher_forced,
 )
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 TEXTS = ("What is 2+3?", "Hi", "Count: 1, 2, 3, 4, 5, 6, 7, 8", "Hi", "abc abc abc a")
 

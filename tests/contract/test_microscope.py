@@ -21,6 +21,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.masking import masked
 from posttrain.core.plugin_manager import PluginEntry
 from posttrain.core.runtime.seeding import generator
@@ -33,7 +34,6 @@ from posttrain.core.training.updates import UpdateSettings
 from tests.helpers.losses import ACTIVE, MANAGER, build_aggregator, build_loss, policy_batch
 from tests.helpers.plugins import of_kind
 from tests.helpers.rollouts import load_tiny, ragged_batch
-from tests.helpers.tiny import make_tiny_model
 
 STEP = 7
 SETTINGS = UpdateSettings(

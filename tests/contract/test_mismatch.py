@@ -11,11 +11,11 @@ import torch
 
 from posttrain.core.contracts import RolloutCorrection
 from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.types import SamplingParams
 from tests.helpers.engines import make_engine
 from tests.helpers.mismatch import make_rig
 from tests.helpers.plugins import MANAGER
-from tests.helpers.tiny import make_tiny_model
 from tests.helpers.updates import update, with_old_logprobs
 
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]

@@ -16,8 +16,8 @@ from posttrain.core.config.sections import ModelSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.estimate.shape import find_model
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.source import check_source
-from tests.helpers.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADERS = ("from_pretrained", "load_dataset", "pipeline", "LLM")

@@ -12,10 +12,10 @@ from mlflow.entities import Trace
 from mlflow.exceptions import MlflowException
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.tracking.mlflow_run import TracedResponse, traced_responses
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker, prepare_database
 from posttrain.core.types import Problem
-from tests.helpers.batches import build_batch
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app as program
 from posttrain.pipelines.run.model_reference import find_model
@@ -28,7 +29,6 @@ from posttrain.pipelines.using.serving import build_app
 from posttrain.pipelines.using.speaker import Speaker
 from tests.helpers.hub import running_hub
 from tests.helpers.pipeline import COMMAND, environment, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 
 class Done(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     COMMAND,
     environment,
@@ -20,7 +21,6 @@ from tests.helpers.pipeline import (
     wait_for_step,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 RUNS = ("seed=0", "seed=0", "seed=1")
 

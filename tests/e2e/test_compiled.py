@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.learning import Learned
 from tests.helpers.pipeline import run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.mark.slow

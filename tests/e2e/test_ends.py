@@ -14,8 +14,8 @@ import pytest
 from mlflow import MlflowClient
 
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.kit.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.pipeline import run_command, write_config
-from tests.helpers.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     prepared,
@@ -24,7 +25,6 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.plugin_site import offer
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

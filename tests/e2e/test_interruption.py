@@ -11,6 +11,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.learning import Budget, learning_config, make_model
 from tests.helpers.pipeline import (
     Finished,
@@ -22,7 +23,6 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.plugin_site import offer
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

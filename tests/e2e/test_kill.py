@@ -16,6 +16,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
     Finished,
@@ -25,7 +26,6 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 MEASURED = ("time/", "memory/", "throughput/")
 

@@ -11,9 +11,9 @@ from mlflow import MlflowClient
 
 from posttrain.core.config.sections import AlarmsSection
 from posttrain.core.contracts import RolloutEngine
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 STEPS = 11
 NO_OTHER_ALARM = {

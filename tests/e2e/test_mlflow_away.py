@@ -18,6 +18,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.tracking.mlflow_store import prepare_database
 from tests.helpers.pipeline import (
     environment,
@@ -29,7 +30,6 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.services import free_ports
-from tests.helpers.tiny import make_tiny_model
 
 STEPS = 10
 

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.kit.tiny import END, make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model
 from posttrain.core.training.reward_model import score_batch_rows
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import END, make_tiny_model, make_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

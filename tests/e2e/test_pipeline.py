@@ -18,9 +18,9 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.artifacts import load_text
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.microscope import meta_of
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
 

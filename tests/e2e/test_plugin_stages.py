@@ -21,9 +21,9 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers import killer
 from tests.helpers.pipeline import Finished, environment, prepared, run_command, write_config
-from tests.helpers.tiny import make_tiny_model
 
 LAB = Path(__file__).resolve().parents[1] / "data" / "lab-plugin"
 

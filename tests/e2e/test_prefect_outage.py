@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     environment,
     journal_lines,
@@ -26,7 +27,6 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.services import free_ports
-from tests.helpers.tiny import make_tiny_model
 
 STEPS = 100
 OUTAGE_STEPS = 60

@@ -24,9 +24,9 @@ import psutil
 import pytest
 
 import posttrain
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.made_runs import made_run
 from tests.helpers.pipeline import environment, journal_lines, write_config
-from tests.helpers.tiny import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"

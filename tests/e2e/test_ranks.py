@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     prepared,
@@ -23,7 +24,6 @@ from tests.helpers.pipeline import (
     wait_for_step,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 RANKS = "limits.learner_ranks=2"
 

@@ -12,6 +12,7 @@ import yaml
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.store.artifacts import file_digest, tree_digests
 from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
@@ -22,7 +23,6 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

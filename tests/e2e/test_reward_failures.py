@@ -9,8 +9,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import load_dict
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

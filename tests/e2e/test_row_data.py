@@ -10,9 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from posttrain.core.analysis.evidence import FOLDER, read_step
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.types import Message
 from tests.helpers.pipeline import run_command, write_config
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.run.summary import TRAINING_VIEW
 from tests.helpers.browser import open_browser
 from tests.helpers.pipeline import (
@@ -29,7 +30,6 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.plugin_site import offer
-from tests.helpers.tiny import make_tiny_model
 
 SECRET = "s3cr3t-Hunter2"
 URL = f"http://user:{SECRET}@127.0.0.1:9"

@@ -24,6 +24,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     environment,
@@ -33,7 +34,6 @@ from tests.helpers.pipeline import (
     write_config,
 )
 from tests.helpers.services import HASTE, Services, free_ports, processes_of
-from tests.helpers.tiny import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import tiny_config, write_config
 from tests.helpers.services import Services
-from tests.helpers.tiny import make_tiny_model
 
 TAG = "posttrain-cpu"
 

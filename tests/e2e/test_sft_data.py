@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
     journal_lines,
@@ -19,7 +20,6 @@ from tests.helpers.pipeline import (
     tiny_config,
     write_config,
 )
-from tests.helpers.tiny import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 

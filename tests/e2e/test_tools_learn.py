@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.learning import SEEDS, Learned, final, run, run_config
-from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 every_seed = pytest.mark.parametrize("seed", SEEDS)
 SFT = {"batch_size": 32, "optimizer": {"learning_rate": 5.0e-3}}

@@ -9,9 +9,9 @@ import pytest
 from mlflow import MlflowClient
 
 from posttrain.core.contracts import RolloutEngine
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from posttrain.core.contracts import (
     RolloutCorrection,
     TokenLoss,
 )
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups
 from posttrain.core.math.correction import mismatch_metrics, perplexity_metrics, share
 from posttrain.core.math.groups import outcome_rewards
@@ -70,7 +71,6 @@ from posttrain.core.training.preference_objective import (
 )
 from posttrain.core.training.reward_model import reward_loss
 from posttrain.plugins.policy_losses.clip_cov import ClipCovLoss
-from tests.helpers.batches import build_batch
 
 Case = dict[str, Any]  # Any: JSON, whose shape depends on the case
 Outputs = dict[str, object]

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config  # n
 from posttrain.core.batch import RolloutBatch  # noqa: E402
 from posttrain.core.config.sections import OptimizerSection  # noqa: E402
 from posttrain.core.contracts import Aggregator, PolicyLoss  # noqa: E402
+from posttrain.core.kit.tiny import make_tiny_tokenizer  # noqa: E402
 from posttrain.core.models.layers import compile_layers, use_checkpointing  # noqa: E402
 from posttrain.core.models.sharded import use_autocast  # noqa: E402
 from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
@@ -53,7 +54,6 @@ from tests.bench.learner import (  # noqa: E402
     seconds_of,
     useful_flops,
 )
-from tests.helpers.tiny import make_tiny_tokenizer  # noqa: E402
 
 RATE = 1e-6
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageEstimator, Advantages
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.shaping import place_on_last_token
-from tests.helpers.batches import build_batch
 
 MANAGER = PluginManager()
 

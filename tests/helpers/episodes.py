@@ -17,11 +17,11 @@ from posttrain.core.contracts import (
     ToolResult,
 )
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.environments.tools import ToolsConfig, ToolsEnvironment
-from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 CHARACTERS = "\n0123456789?[]"
 PROBLEMS = tuple(Problem(f"{n}", f"{n}", f"{n}", f"{n}") for n in (12, 7, 305, 44))

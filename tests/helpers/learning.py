@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.pipeline import prepared, run_command, write_config
-from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 REACHED = 0.9
 LAST_STEPS = 5  # the final reward is the mean over these

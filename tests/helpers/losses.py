@@ -12,9 +12,9 @@ from torch import Tensor
 
 from posttrain.core.batch import COLUMN_AXES, RolloutBatch
 from posttrain.core.contracts import Aggregator, PolicyLoss, TokenLoss
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.objective import LossTerm, Objective, PreparedMini
-from tests.helpers.batches import build_batch
 
 MANAGER = PluginManager()
 LENGTHS = (4, 1, 0, 3, 5, 2, 0, 5)

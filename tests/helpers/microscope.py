@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.microscope import unpack
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
-from tests.helpers.batches import build_batch
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

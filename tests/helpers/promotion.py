@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.pipeline import COMMAND, environment
-from tests.helpers.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 
 BAD, ALSO_BAD, GOOD = 1, 2, 60
 """Steps of supervised learning after which a tiny model says no digit right, or nearly all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.tiny import CHARACTERS, END, START, make_tiny_tokenizer
+from posttrain.core.kit.tiny import CHARACTERS, END, START, make_tiny_tokenizer
 
 EOS = "<|endoftext|>"
 INST, INST_END, TOOLS, TOOLS_END = "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"

@@ -15,6 +15,7 @@ from posttrain.core.config.sections import LoraSection
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
@@ -24,7 +25,6 @@ from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.pipelines.stage.engines import engine_fields
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import make_setup
-from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
 

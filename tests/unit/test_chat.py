@@ -19,6 +19,15 @@ from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.preference import tokenise_pairs
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import DataError, ResourceError
+from posttrain.core.kit.tiny import (
+    CHARACTERS,
+    CHAT_TEMPLATE,
+    END,
+    START,
+    UNKNOWN,
+    make_tiny_model,
+    make_tiny_tokenizer,
+)
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.plugin_manager import PluginManager
@@ -29,15 +38,6 @@ from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.pipeline import tiny_config
-from tests.helpers.tiny import (
-    CHARACTERS,
-    CHAT_TEMPLATE,
-    END,
-    START,
-    UNKNOWN,
-    make_tiny_model,
-    make_tiny_tokenizer,
-)
 
 EOS, TURN, EOT = "<|endoftext|>", "<|turn|>", "<|eot|>"
 CHATML = CHAT_TEMPLATE

@@ -19,13 +19,13 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.estimate.tokens import RunData
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.api.planned import arithmetic
 from posttrain.pipelines.cli import doctor
 from posttrain.pipelines.cli.common import Boundary, CommandContext, Result, command
 from posttrain.pipelines.cli.main import app
 from posttrain.pipelines.services.layout import check_port
-from tests.helpers.tiny import make_tiny_model
 
 PIPELINE = """\
 task: {name: arithmetic}

@@ -17,12 +17,12 @@ from posttrain.core.contracts import Rendered
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.hooks import hookimpl
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Problem
 from posttrain.pipelines.run.planning import parts_of_stage
 from posttrain.pipelines.stage.inputs import load_tokenizer
 from posttrain.plugins.renderers.chat_template import ChatTemplateRenderer
-from tests.helpers.tiny import make_tiny_model
 
 HEAD = "task: {name: arithmetic}\nstages:\n  rl:\n    kind: rl\n    inputs: {model: base}\n"
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.types import Problem
 from posttrain.pipelines.cli.main import app
@@ -19,7 +20,6 @@ from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.data_checks import check_texts
 from tests.helpers.pipeline import write_config
 from tests.helpers.plugins import MANAGER
-from tests.helpers.tiny import make_tiny_model
 
 Values = dict[str, Any]  # nested YAML values
 SHORT: Values = {"max_response_length": 16}

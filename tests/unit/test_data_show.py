@@ -11,8 +11,8 @@ import pytest
 from pyarrow import feather, parquet
 from typer.testing import CliRunner
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.cli.main import app
-from tests.helpers.tiny import make_tiny_model
 
 CHAT = [
     {"role": "system", "content": "Be kind."},

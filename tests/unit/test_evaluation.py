@@ -11,10 +11,10 @@ from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import NoConfig, PromptGroup, Task
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.types import Problem, Split, Verdict
 from posttrain.pipelines.stage.engines import largest_request
 from tests.helpers.engines import make_engine, make_setup
-from tests.helpers.tiny import make_tiny_model
 
 PROBLEMS = [Problem(f"p{i}", f"say {i}", "", "") for i in range(6)]
 

@@ -15,13 +15,13 @@ from posttrain.core.contracts import NoConfig, PromptGroup
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, evaluate_policy
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.correction import effective_sample_size
 from posttrain.core.math.groups import pass_at_k, pass_at_k_scores
 from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.types import Problem, Verdict
 from posttrain.pipelines.run.summary import pass_sizes, with_error
 from tests.helpers.engines import make_engine, make_setup
-from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_evaluation import PROBLEMS, EvenLength
 
 PROBLEM = Problem("k", "p", "a", "w")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.models.gguf_export import write_gguf
 from posttrain.core.models.source import obtain
 from tests.helpers.gguf import PROMPTS, behind_the_likeliest, by_llama_cpp, tokens_of_llama_cpp
-from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 TEXT = "what is the sum of 12 and 30? it's 42, <|im_end|> naïve 東京"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training import forward
 from posttrain.core.training.learner import Learner
@@ -20,7 +21,6 @@ from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.updates import UpdateSettings
 from tests.helpers.rollouts import load_tiny, ragged_batch
-from tests.helpers.tiny import make_tiny_model
 from tests.helpers.updates import update
 
 IDLE = [3, 4, 5, 8]  # a whole group and one row

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.forward import response_logprobs
@@ -29,7 +30,6 @@ from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.updates import UpdateSettings
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
-from tests.helpers.tiny import make_tiny_model
 from tests.helpers.updates import update
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.objective import LossTerm, Objective
@@ -21,7 +22,6 @@ from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.updates import KlGuard, UpdateSettings
 from posttrain.pipelines.rl.build import in_optimizer_steps
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch
-from tests.helpers.tiny import make_tiny_model
 from tests.helpers.updates import update
 
 

@@ -11,9 +11,9 @@ from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_wor
 from posttrain.core.data.preference import tokenise_labelled, tokenise_pairs
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import BARE_TEMPLATE, CHARACTERS, make_tiny_tokenizer
 from posttrain.core.training.sft import worked_batch
 from posttrain.core.types import Problem
-from tests.helpers.tiny import BARE_TEMPLATE, CHARACTERS, make_tiny_tokenizer
 
 LIMIT = 12
 Rule = Literal["drop", "truncate", "error"]

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups, intervals
 from posttrain.core.math.answers import is_number, numbers_in, same_number
 from posttrain.core.math.masking import mask_weights, masked, row_sums
 from posttrain.core.math.splits import loose_key, split_of, stable_hash, text_key
-from tests.helpers.batches import build_batch
 
 NAN = float("nan")
 

@@ -8,11 +8,11 @@ import pytest
 
 from posttrain.core.config.sections import ModelSection, RunName
 from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.source import directory_digest
 from posttrain.core.tracking.mlflow_store import connect, prepare_database
 from posttrain.pipelines.run.model_reference import base_of, find_base, find_model
 from tests.helpers.made_runs import RUN, made_run
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.source import (
     BUNDLED_ID,
     bundled_gguf,
@@ -20,7 +21,6 @@ from posttrain.core.models.source import (
     known_digest,
     obtain,
 )
-from tests.helpers.tiny import make_tiny_model
 
 
 def test_a_directory_is_used_as_it_is_and_its_digest_follows_its_content(tmp_path: Path) -> None:

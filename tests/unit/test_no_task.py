@@ -12,9 +12,9 @@ import yaml
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.run.checks import check_inputs
-from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models import linear as packed_linear
 from posttrain.core.models import linear as wide_products
 from posttrain.core.models.device import ModelRuntime
@@ -21,7 +22,6 @@ from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import make_setup
-from tests.helpers.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 9, 30, 41, 7], [8, 8, 61, 12, 90], [4, 20, 33]]

@@ -10,13 +10,13 @@ import pytest
 
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.store.artifacts import RunResult
 from posttrain.core.tracking.registry import how_to_load
 from posttrain.pipelines.deploy import deployments
 from posttrain.pipelines.deploy.forms import RunRequest
 from posttrain.pipelines.run.pipeline import algorithms_of
 from posttrain.pipelines.run.summary import links, opened_by, to_json
-from tests.helpers.tiny import make_tiny_model
 
 
 def result(uri: str) -> RunResult:

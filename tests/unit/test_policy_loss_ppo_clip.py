@@ -12,8 +12,8 @@ from torch import Tensor
 
 from posttrain.core.contracts import PolicyLoss, TokenLoss
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginManager
-from tests.helpers.batches import build_batch
 
 NAN = float("nan")
 MANAGER = PluginManager()

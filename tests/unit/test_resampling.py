@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.training.groups import drop_groups, resample
-from tests.helpers.batches import build_batch
 
 
 def batch_of(rewards: list[float], groups: list[int], acc: list[float]) -> RolloutBatch:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.rl.rollouts import Rollout
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.stages.rl import build_loop
-from tests.helpers.tiny import make_tiny_model
 from tests.unit.test_stage_transform import start, write
 
 RL: dict[str, Any] = {

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.kit.tiny import END, PAD, START, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model, save_reward_model
 from posttrain.core.training.reward_model import score_batch_rows
-from tests.helpers.tiny import END, PAD, START, make_tiny_tokenizer
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
 TEXTS = [f"1{END}", f"what is 3 + 4? It is 7{END}", f"no{END}{END}", "cut of", "x"]

@@ -11,6 +11,7 @@ import torch
 from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
     Scorer,
@@ -22,7 +23,6 @@ from posttrain.core.rewards.scoring import (
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.types import RewardSample, Score
-from tests.helpers.tiny import make_tiny_tokenizer
 
 
 class Given(Reward[NoConfig]):

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.rollout.replicas import (
     MAX_FAILURES_IN_A_ROW,
     Limits,
@@ -50,7 +51,6 @@ from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEngine
 from tests.helpers.engines import make_setup
 from tests.helpers.listener import Listener
-from tests.helpers.tiny import make_tiny_model
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 

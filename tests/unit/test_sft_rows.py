@@ -32,12 +32,12 @@ from posttrain.core.data.sft_rows import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.runtime.json_files import JsonRow
 from posttrain.core.training.optim import StepReport
 from posttrain.core.training.sft import BestLoss, negative_log_likelihood, sft_step
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "stream")
 CHAT = [

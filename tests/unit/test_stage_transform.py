@@ -16,6 +16,7 @@ from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.estimate.tokens import RunData
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.reporter import SilentReporter
 from posttrain.pipelines.api.planned import stage_rows
@@ -23,7 +24,6 @@ from posttrain.pipelines.run.assembly import assemble
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.planning import plan_stages
 from posttrain.pipelines.stages.rl import build_loop
-from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "gsm8k"

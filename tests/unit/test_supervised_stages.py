@@ -13,6 +13,7 @@ from posttrain.core.config.sections import ModelSection, OptimizerSection
 from posttrain.core.contracts import PairLoss, Reward, RewardContext, Task
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models import device
 from posttrain.core.models import linear as wide_products
 from posttrain.core.models.device import ModelRuntime
@@ -27,7 +28,6 @@ from posttrain.core.training.reward_model import (
 )
 from posttrain.core.training.sft import sft_step, worked_batch
 from posttrain.core.types import Problem, RewardSample, Verdict
-from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
 # Float64 throughout (eager attention would take its softmax in float32), so that ways to batch are

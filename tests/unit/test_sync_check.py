@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from posttrain.core.config.sections import LoraSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.lora import add_adapter
@@ -20,7 +21,6 @@ from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.training.sync_check import BOUNDS, SyncCheck, When, check_stored, make_probe
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import AnyEngine, make_engine, make_setup
-from tests.helpers.tiny import make_tiny_model
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
 LIMIT = 256

@@ -6,10 +6,10 @@ import torch
 
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import WeightedReward, score_batch
 from posttrain.core.types import StepVerdict
-from tests.helpers.tiny import make_tiny_tokenizer
 
 
 def test_the_answer_is_the_last_digit_repeated(manager: PluginManager) -> None:

@@ -19,6 +19,8 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.kit.renderers import ODD, TOOLS, random_conversation
 from posttrain.core.kit.renderers import TEXTS as ALL_TEXTS
+from posttrain.core.kit.tiny import CHARACTERS, END
+from posttrain.core.kit.tiny import SPECIAL as TINY_SPECIAL
 from posttrain.core.models.source import bundled_gguf
 from posttrain.core.types import Message, ToolCall
 from tests.helpers.renderers import FAMILIES, tokenizer_of
@@ -31,8 +33,6 @@ from tests.helpers.templates import (
     WITH_TOOLS,
     family_tokenizer,
 )
-from tests.helpers.tiny import CHARACTERS, END
-from tests.helpers.tiny import SPECIAL as TINY_SPECIAL
 
 ADD = {
     "type": "function",

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app as program
@@ -24,7 +25,6 @@ from posttrain.pipelines.using.model_card import gather, model_card
 from posttrain.pipelines.using.serving import MOST_BYTES, build_app
 from posttrain.pipelines.using.speaker import Cancelled, Speaker
 from tests.helpers.made_runs import RUN, made_run
-from tests.helpers.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 
 
 @pytest.fixture(scope="module")

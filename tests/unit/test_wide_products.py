@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import LoraSection, ModelSection
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models import linear as wide_products
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.layers import compile_layers, use_checkpointing
@@ -34,7 +35,6 @@ from posttrain.core.types import SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from tests.helpers.engines import make_setup
 from tests.helpers.speed import speed_batch
-from tests.helpers.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
 LOW = ModelRuntime(CPU, torch.bfloat16, "stream")

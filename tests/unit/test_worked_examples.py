@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import AdvantageEstimator, Aggregator, TokenLoss
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginManager
-from tests.helpers.batches import build_batch
 
 F64 = torch.float64
 

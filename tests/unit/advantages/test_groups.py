@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from posttrain.core.contracts import AdvantageEstimator, GroupAdvantage
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.plugin_manager import PluginEntry
 from tests.helpers.advantages import MANAGER, estimate, outcome_batch, per_row
-from tests.helpers.batches import build_batch
 from tests.helpers.plugins import of_kind
 
 GROUP_ESTIMATORS = [

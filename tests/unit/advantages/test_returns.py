@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math.masking import close_gaps, reopen_gaps
 from posttrain.core.math.returns import rewards_to_go
 from tests.helpers.advantages import estimate, outcome_batch
-from tests.helpers.batches import build_batch
 
 NAN = float("nan")
 masks = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4)

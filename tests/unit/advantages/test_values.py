@@ -10,8 +10,8 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AdvantageEstimator
+from posttrain.core.kit.batches import build_batch
 from tests.helpers.advantages import MANAGER, estimate
-from tests.helpers.batches import build_batch
 
 NAN = float("nan")
 OFF = {"whiten": "off"}

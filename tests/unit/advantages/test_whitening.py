@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math.masking import whiten_row_means, whiten_rows, whiten_tokens
 from tests.helpers.advantages import estimate, outcome_batch, per_row
-from tests.helpers.batches import build_batch
 
 NAN = float("nan")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from posttrain.core.contracts import Correction, RolloutCorrection
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math.correction import Rejection, rejection_statistic
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.tracking.metric_names import check_names
-from tests.helpers.batches import build_batch
 
 MANAGER = PluginManager()
 NAN = float("nan")

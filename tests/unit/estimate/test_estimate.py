@@ -21,6 +21,7 @@ from posttrain.core.estimate.rates import BUDGET_S, PEAKS, Rates, measure
 from posttrain.core.estimate.report import estimate_run
 from posttrain.core.estimate.shape import find_model, shape_of, stand_in
 from posttrain.core.estimate.tokens import Lengths, Rows, RunData
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.lora import add_adapter
 from posttrain.core.plugin_manager import PluginManager
@@ -28,7 +29,6 @@ from posttrain.core.training.adamw import AdamW
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.api.planned import arithmetic
 from tests.helpers.pipeline import write_config
-from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.contracts import Prepared
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math.bounds import contributions
-from tests.helpers.batches import build_batch
 from tests.helpers.losses import build_loss, objective_of, policy_batch, token_loss, total_and_grad
 
 Tokens = list[tuple[float, float]]

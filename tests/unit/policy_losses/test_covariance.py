@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.math.covariance import highest, token_covariances
-from tests.helpers.batches import build_batch
 from tests.helpers.losses import build_loss, policy_batch
 
 WIDE: dict[str, object] = {"cov_low": -99.0, "cov_high": 99.0}

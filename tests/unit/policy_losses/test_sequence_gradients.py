@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import SEQUENCE_AGGREGATORS, RolloutCorrection
 from posttrain.core.errors import RunError
-from tests.helpers.batches import build_batch
+from posttrain.core.kit.batches import build_batch
 from tests.helpers.losses import (
     MANAGER,
     build_loss,

@@ -11,8 +11,8 @@ from torch import Tensor
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import PolicyLoss
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.training.objective import LossTerm, Objective, positive_share
-from tests.helpers.batches import build_batch
 from tests.helpers.losses import (
     ACTIVE,
     MANAGER,

@@ -25,10 +25,10 @@ from posttrain.core.data.preference import (
 from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.math.splits import held_out_keys
 from posttrain.core.runtime.json_files import read_json_lines
 from posttrain.core.types import Message
-from tests.helpers.tiny import make_tiny_tokenizer
 
 ANY: tuple[Kind, ...] = ("pairs", "labels", "completions")
 

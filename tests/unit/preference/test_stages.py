@@ -15,13 +15,13 @@ import yaml
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.reporter import SilentReporter
 from posttrain.core.store.artifacts import StageResult
 from posttrain.pipelines.run.assembly import assemble
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.planning import plan_stages
-from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 QUESTIONS = [f"Word {i}?" for i in range(24)]

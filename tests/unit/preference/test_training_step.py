@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, Pair, mismatched_answers
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import BothFallingAlarm, PreferenceLearner, Ranking, Rows
@@ -22,7 +23,6 @@ from posttrain.core.training.preference_objective import (
     PreferenceTerm,
     Scoring,
 )
-from tests.helpers.tiny import make_tiny_model
 
 MANAGER = PluginManager()
 PROMPTS = [(10, 11, 12), (20, 21), (30, 31, 32, 33), (40,), (50, 51)]

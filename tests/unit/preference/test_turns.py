@@ -20,6 +20,7 @@ from posttrain.core.data.preference import (
     tokenise_pairs,
 )
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.plugin_manager import PluginManager
@@ -28,7 +29,6 @@ from posttrain.core.training.preference_objective import PreferenceObjective, Pr
 from posttrain.core.training.reward_model import score_pairs
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.core.types import Message, ToolCall
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"

@@ -14,11 +14,11 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
 from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import Message, RewardSample, Score
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rewards import sample
-from tests.helpers.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
 
 HEADS: dict[str, tuple[Any, int]] = {  # Any: model classes
     "token": (LlamaForTokenClassification, 2),

@@ -26,6 +26,7 @@ from posttrain.core.contracts import (
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_batch
 from posttrain.core.errors import DataError
+from posttrain.core.kit.tiny import END, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
@@ -42,7 +43,6 @@ from posttrain.plugins.tools.calculator import CalculatorConfig, CalculatorTool
 from tests.helpers.pipeline import tiny_config
 from tests.helpers.rollouts import load_tiny
 from tests.helpers.templates import family_tokenizer
-from tests.helpers.tiny import END, make_tiny_model
 
 PROBLEM = Problem("k", "6 * 7?", "42", "42")
 PARAMS = SamplingParams(num_generations=1, max_tokens=400)

@@ -22,6 +22,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import EngineSetup
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import make_tiny_tokenizer
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
@@ -33,7 +34,6 @@ from posttrain.core.training.logprobs import cut_logprobs
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
-from tests.helpers.tiny import make_tiny_tokenizer
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("architectures.json").read_text(encoding="utf-8")

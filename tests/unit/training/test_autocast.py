@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.config.sections import ModelSection
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sharded import compute_dtype, use_autocast
 from posttrain.core.training.forward import forward_only, response_logprobs
 from tests.helpers.speed import SPEED_FAMILIES, Options, speed_batch, speed_learner, speed_model
-from tests.helpers.tiny import make_tiny_model
 
 OPTIONS = [
     Options(),

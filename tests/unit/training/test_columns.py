@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, PolicyLoss, RolloutCorrection
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.correction import mismatch_metrics
 from posttrain.core.math.nucleus import Cut, log_kept_mass
 from posttrain.core.plugin_manager import PluginManager
@@ -27,7 +28,6 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import SamplingParams
 from tests.helpers.rollouts import assert_same_gradient, gradient_of, load_tiny, ragged_batch
-from tests.helpers.tiny import make_tiny_model
 from tests.helpers.updates import update, with_old_logprobs
 
 CUTS = [Cut(0, 0.8), Cut(20, 1.0), Cut(20, 0.8), Cut(1, 1.0)]

@@ -16,6 +16,7 @@ from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_reward_model, load_value_model, save_model
 from posttrain.core.plugin_manager import PluginManager
@@ -30,7 +31,6 @@ from tests.helpers.rollouts import (
     ragged_batch,
     sequence,
 )
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 DOUBLE = ModelRuntime(torch.device("cpu"), torch.float64, "sdpa")
 SINGLE = ModelRuntime(torch.device("cpu"), torch.float32, "eager")

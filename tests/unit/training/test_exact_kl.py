@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.paths import OutputHead
 from posttrain.core.training.exact_kl import kl_to_policy, response_exact_kl, token_kl
 from posttrain.core.training.forward import project_states, response_states
@@ -20,7 +21,6 @@ from tests.helpers.rollouts import (
     ragged_batch,
     sequence,
 )
-from tests.helpers.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, PairLoss, PolicyLoss, PreferenceLoss
 from posttrain.core.data.preference import LabelledAnswer, Pair
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import (
     load_policy,
@@ -47,7 +48,6 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
 from posttrain.pipelines.rl.recording import Recorder
 from tests.helpers.rollouts import ragged_batch
-from tests.helpers.tiny import make_tiny_model, make_tiny_tokenizer
 
 RUNTIME = ModelRuntime(torch.device("cpu"), torch.float32, "eager")
 NAN, INF = float("nan"), float("inf")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.exact_kl import kl_to_policy
 from posttrain.core.training.natural_gradient import (
     Fisher,
@@ -19,7 +20,6 @@ from posttrain.core.training.natural_gradient import (
     sample_tokens,
 )
 from tests.helpers.rollouts import load_tiny, ragged_batch, sequence
-from tests.helpers.tiny import make_tiny_model
 
 TEMPERATURE = 0.8
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.data.tokens import response_batch
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.layers import compile_layers
@@ -26,7 +27,6 @@ from posttrain.core.training.logprobs import (
     token_logprobs,
     why_plain,
 )
-from tests.helpers.tiny import make_tiny_model
 
 
 def values_and_gradients() -> list[Tensor]:

@@ -20,6 +20,7 @@ from transformers import (
 
 from posttrain.core.config.sections import LoraSection, ModelSection, OptimizerSection
 from posttrain.core.errors import ConfigError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.models.lora import (
@@ -38,7 +39,6 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.run.checks import check_adapters, resolve_configs
 from posttrain.pipelines.stage.trained import base_of_adapter
 from tests.helpers.pipeline import write_config
-from tests.helpers.tiny import make_tiny_model
 from tests.unit.training.test_stream import make_batch, make_model
 
 SECTION = LoraSection(rank=3, alpha=12.0)

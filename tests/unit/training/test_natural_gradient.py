@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.exact_kl import kl_to_policy
@@ -25,7 +26,6 @@ from posttrain.core.training.forward import response_logprobs
 from posttrain.core.training.natural_gradient import NaturalGradient, TrustRegion
 from posttrain.core.training.objective import LossTerm, Objective
 from tests.helpers.rollouts import load_tiny, ragged_batch, sequence
-from tests.helpers.tiny import make_tiny_model
 
 TEMPERATURE = 0.9
 
