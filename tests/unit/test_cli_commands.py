@@ -52,7 +52,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield from commands(part, (*path, name))
 
 
-@pytest.mark.parametrize("path", commands(get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("path", list(commands(get_command(app))), ids=" ".join)
 def test_every_command_explains_itself(path: tuple[str, ...]) -> None:
     assert "Usage: " in invoke(*path, "--help")[0]
 
