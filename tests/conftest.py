@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ if str(REPO) not in sys.path:
 
 # A shell ignores interrupts in what it starts in the background, and so would what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+MLFLOW_SERVERS = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+GIVEN_SERVERS = {name: os.environ[name] for name in MLFLOW_SERVERS if name in os.environ}
 
 # The first call of a torch kernel can take more than a second.
 settings.register_profile("posttrain", deadline=None, max_examples=50, derandomize=True)
@@ -66,6 +70,18 @@ def shared_prefect(prefect_url: str) -> Iterator[None]:
     REPORTS_TO["PREFECT_API_URL"] = prefect_url
     yield
     REPORTS_TO.clear()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget the MLflow server of the test before: MLflow keeps it for the whole process, and in
+    the environment, where a command finds it and takes it for the user's."""
+    if (mlflow := sys.modules.get("mlflow")) is not None:
+        mlflow.set_tracking_uri(None)
+        mlflow.set_registry_uri(None)
+    for name in MLFLOW_SERVERS:
+        os.environ.pop(name, None)
+    os.environ.update(GIVEN_SERVERS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

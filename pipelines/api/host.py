@@ -39,8 +39,8 @@ def call(function: Callable[[], T], stop: threading.Event) -> T:
 
     # In this context, so that what is printed goes to the notebook's cell.
     thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True, name="run")
-    thread.start()
     try:
+        thread.start()
         thread.join()
     except KeyboardInterrupt:
         stop.set()
