@@ -4,7 +4,10 @@ The database is migrated once per session and copied for each test.
 """
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 import urllib.parse
 from pathlib import Path
 
@@ -12,8 +15,11 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.tracking import registry
 from posttrain.core.tracking.mlflow_run import KnownModel
 from posttrain.core.tracking.mlflow_tracker import (
@@ -279,6 +285,27 @@ def test_registering_moves_the_alias_and_never_makes_a_second_version_of_one_mod
     assert len(client.search_model_versions("name = 'demo'")) == 2
     with pytest.raises(ResourceError, match="could not register models:/m-none"):
         register_model(uri, "m-none", "demo", "candidate", {})
+
+
+@pytest.mark.parametrize("folder", ["model", "reward_model"])
+def test_the_code_on_a_models_page_loads_it(uri: str, tmp_path: Path, folder: str) -> None:
+    made = make_tiny_model(tmp_path / folder)
+    if folder == "reward_model":
+        config = AutoConfig.from_pretrained(made, num_labels=1, trust_remote_code=False)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(made)
+    stage = start(uri).stage("sft", "sft", {})
+    model_id = stage.log_model_output(name=folder, uri=str(made), digest=DIGEST, step=1)
+    page = MlflowClient(tracking_uri=uri).get_logged_model(model_id).tags[MLFLOW_RUN_NOTE]
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    shown = (
+        "print(type(model).__name__, model(**tokenizer('1 + 2', return_tensors='pt')).logits.shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + shown], capture_output=True, text=True, timeout=120
+    )
+    kind = "SequenceClassification" if folder == "reward_model" else "CausalLM"
+    assert f"LlamaFor{kind} torch.Size([1, " in done.stdout, done.stderr
+    assert "newly initialized" not in done.stderr
 
 
 def test_files_folders_and_texts_become_artifacts(uri: str, tmp_path: Path) -> None:
