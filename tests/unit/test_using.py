@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from rich.console import Console
 from typer.testing import CliRunner
 
+from posttrain.core.data.problem_sets import repeat_problems
 from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
@@ -219,3 +220,8 @@ def test_nothing_private_goes_to_a_public_repository(
         with pytest.raises(ConfigError, match="--public"):
             upload(tmp_path, "me/tiny", private=True)
     assert hub.files == {}
+
+
+def test_an_empty_dataset_is_a_sentence_that_names_the_stage() -> None:
+    with pytest.raises(DataError, match="stage 'rl'.*no problems"):
+        repeat_problems([], 3, 0, "rl")
