@@ -14,7 +14,7 @@ import typer
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.pipelines.cli.chat import DtypeOption, MaxModelLenOption, ModelArgument
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
-from posttrain.pipelines.services.layout import HOST, check_port
+from posttrain.pipelines.services.listening import HOST, check_port
 
 if TYPE_CHECKING:
     from posttrain.pipelines.run.model_reference import FoundModel
