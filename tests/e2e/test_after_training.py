@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,8 +123,21 @@ def test_base_and_trained_answer_one_prompt(trained: Trained) -> None:
     assert f"[{trained.run[:8]}/sft]" in done.stdout and "[base]" in done.stdout
     again = trained.command(*words)
     assert again.stdout == done.stdout, "the same seed gives the same answers"
+    hot = trained.command("chat", trained.run, "--prompt", "1", "--temperature", "nan")
+    assert hot.code == 2 and "--temperature" in hot.stderr
     wrong = trained.command("chat", trained.run[:8] + "/evaluate", "--prompt", "1")
     assert wrong.code == 2 and "made no model" in wrong.stderr
+
+
+def test_a_run_whose_config_cannot_be_read_is_reported(trained: Trained, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(trained.home, home, symlinks=True)
+    config = home / "runs" / trained.run / "config.yaml"
+    config.write_text(config.read_text() + "\nof_a_plugin: 1\n")
+    other = replace(trained, home=home)
+    done = other.command("chat", trained.run, "--prompt", "1", "--max-tokens", "2")
+    assert done.code == 0, done.stderr
+    assert "its system prompt and renderer are not used" in done.stderr
 
 
 def test_export_is_a_folder_that_transformers_loads_with_a_card(
@@ -185,6 +199,13 @@ def test_a_hub_gets_what_the_folder_holds(trained: Trained, tmp_path: Path) -> N
     assert hub.files == {p.name: p.read_bytes() for p in out.iterdir()}
     assert hub.tokens == {"Bearer hf_" + "s" * 30}
     assert "hf_s" not in done.stdout + done.stderr
+    public = ("export", trained.run, str(tmp_path / "public"), "--hub", "me/tiny")
+    with running_hub() as hub:
+        hub.private = False
+        online["HF_ENDPOINT"] = hub.url
+        refused = trained.program(*public, **online)
+        assert refused.code == 2 and "public repository" in refused.stderr, refused.stderr
+        assert not hub.files
 
 
 @pytest.mark.slow
@@ -269,10 +290,16 @@ def test_the_server_speaks_openais_protocol(trained: Trained) -> None:
             ({"messages": []}, 400, "non-empty list of messages"),
             ({"temperature": -1}, 400, "temperature"),
             ({"response_format": {"type": "json_object"}}, 400, "does not constrain"),
+            ({"min_p": 0.1}, 400, "top_p and top_k alone"),
+            ({"best_of": 2}, 400, "use n"),
             ({"messages": [{"role": "user", "content": "1" * 900}]}, 400, "shorten it"),
         ):
             answer = client.post("/v1/chat/completions", json=ask | wrong)
             assert answer.status_code == status and says in answer.json()["error"]["message"]
+        neutral = {"best_of": 1, "min_p": 0, "repetition_penalty": 1.0, "user": "me"}
+        same = client.post("/v1/chat/completions", json=ask | neutral).json()
+        assert same["choices"][0]["message"]["content"] == said
+        assert str(trained.home) not in client.get("/v1/models").text
         long = ask | {"max_tokens": 400, "temperature": 100, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=long) as answer:
             next(answer.iter_lines())
