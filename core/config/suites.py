@@ -13,6 +13,8 @@ Harness = Literal["lm_eval", "inspect", "held_out"]
 HARNESSES: tuple[Harness, ...] = ("lm_eval", "inspect", "held_out")
 PACKAGES = {"lm_eval": ("lm_eval", "lm-eval"), "inspect": ("inspect_ai", "inspect-ai")}
 """Of a harness: the module that is imported, and the distribution that brings it."""
+HELD_OUT = "held_out"
+"""The suite that is an evaluation of the run's held-out problems."""
 FORMS = "lm_eval:TASK[,TASK], inspect:FILE.py[@TASK] or held_out"
 
 
@@ -29,7 +31,7 @@ class Suite:
 def parse_suite(text: str) -> Suite:
     """What `text` names, without a look at files; raises `ValueError` for another form."""
     harness, colon, rest = text.partition(":")
-    if text == "held_out":
+    if text == HELD_OUT:
         return Suite(text, "held_out")
     tasks = tuple(name.strip() for name in rest.split(",") if name.strip())
     if harness == "lm_eval" and tasks:

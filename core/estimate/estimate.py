@@ -26,6 +26,7 @@ from posttrain.core.config.stages import (
     RewardModelStage,
     SftStage,
 )
+from posttrain.core.config.suites import HELD_OUT
 from posttrain.core.contracts import KlController, ModelSize, Optimizer, PolicyLoss, PreferenceLoss
 from posttrain.core.estimate import memory
 from posttrain.core.estimate.rates import Rates
@@ -71,7 +72,12 @@ class Estimator:
             stage = self.data.config.stages[name]
             if isinstance(stage, PromoteStage):  # evaluates the champion as the model was
                 stage = self.data.config.stages[stage.inputs["evaluation"]]
-            if stage.kind not in BUILT_IN or isinstance(stage, BenchmarkStage):
+            if isinstance(stage, BenchmarkStage):
+                evaluation = self._as_evaluation(stage)
+                if evaluation is None:
+                    continue
+                stage = evaluation
+            if stage.kind not in BUILT_IN:
                 if (row := self._plugin_stage(stage)) is not None:
                     found[name] = row
                 continue
@@ -107,6 +113,15 @@ class Estimator:
                 "disk_peak_gb": round((left + more) / GB, 4),
             }
         return found
+
+    def _as_evaluation(self, stage: BenchmarkStage) -> EvaluateStage | None:
+        """The evaluation that `held_out` is; None with other suites, whose tokens nobody knows."""
+        if set(stage.suites) != {HELD_OUT}:
+            return None
+        section = self.data.config.evaluation
+        count = min(section.num_problems, stage.limit or section.num_problems)
+        limited = section.model_copy(update={"num_problems": count})
+        return EvaluateStage(kind="evaluate", inputs=stage.inputs, evaluation=limited)
 
     def _plugin_stage(self, stage: StageBase) -> dict[str, Any] | None:
         """What the plugin of a stage says that it takes; None where it does not say."""

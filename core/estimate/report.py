@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.stages import BenchmarkStage
 from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model
@@ -66,7 +68,11 @@ def estimate_run(
     }
     return {
         "model": model,
-        "notes": [*_notes(estimator), *_not_estimated(names, stages), *_advice(estimator, stages)],
+        "notes": [
+            *_notes(estimator),
+            *_not_estimated(names, config, stages),
+            *_advice(estimator, stages),
+        ],
         "calibration": dict(rates.measured),
         "total": total,
         "stages": stages,
@@ -113,10 +119,20 @@ def _notes(estimator: Estimator) -> list[str]:
     return found
 
 
-def _not_estimated(names: Sequence[str], stages: Mapping[str, object]) -> list[str]:
-    """Stages of kinds that say nothing of what they take."""
+def _not_estimated(
+    names: Sequence[str], config: RunConfig, stages: Mapping[str, object]
+) -> list[str]:
+    """Stages whose kinds do not say what they take, and why."""
     left = [name for name in names if name not in stages]
-    return [f"Not estimated, and not in the totals: {', '.join(left)}."] if left else []
+    if not left:
+        return []
+    found = [f"Not estimated, and not in the totals: {', '.join(left)}."]
+    if any(isinstance(config.stages[name], BenchmarkStage) for name in left):
+        found.append(
+            "How many prompts and tokens a suite of lm-eval or inspect-ai takes is known only once "
+            "it runs."
+        )
+    return found
 
 
 def _advice(estimator: Estimator, stages: dict[str, dict[str, Any]]) -> list[str]:

@@ -21,6 +21,7 @@ from posttrain.core.config.dag import topological_order
 from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.schema import BUILT_IN
 from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
@@ -113,6 +114,11 @@ class PastRun:
         if wanted is not None:
             if wanted in able:
                 return wanted
+            if wanted in stages and stages[wanted].kind not in BUILT_IN:
+                raise ConfigError(
+                    f"stage '{wanted}' is of the plugin kind '{stages[wanted].kind}', whose steps "
+                    f"are not recorded, so there is none to replay; choose one of {list(able)}"
+                )
             if wanted in stages:
                 raise ConfigError(
                     f"stage '{wanted}' takes no optimizer steps, so there is none to replay; "

@@ -330,12 +330,25 @@ def test_the_engine_stays_once_it_was_needed(tmp_path: Path, model: Path) -> Non
     assert ["engine" in row["memory"] for row in rows.values()] == [False, True, True]
 
 
-def test_a_benchmark_is_not_estimated_rather_than_for_nothing(tmp_path: Path, model: Path) -> None:
-    bench = {"kind": "benchmark", "inputs": {"model": "first"}, "suites": ["held_out"]}
+def test_the_suite_held_out_is_estimated_as_an_evaluation(tmp_path: Path, model: Path) -> None:
+    bench = {"kind": "benchmark", "inputs": {"model": "base"}, "suites": ["held_out"]}
+    evaluate = {"kind": "evaluate", "inputs": {"model": "base"}}
+    stages = {"bench": bench, "limited": {**bench, "limit": 1}, "evaluate": evaluate}
+    rows = estimator(run_data(tmp_path, stages, model)).stages(list(stages))
+    assert rows["bench"] == rows["evaluate"] and rows["bench"]["seconds"] > 0
+    assert rows["limited"]["step_s"] < rows["bench"]["step_s"]
+
+
+def test_other_benchmarks_are_not_estimated_rather_than_for_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    bench = {"kind": "benchmark", "inputs": {"model": "first"}}
+    bench |= {"suites": ["held_out", "lm_eval:gsm8k"]}
     data = run_data(tmp_path, {"first": SFT, "bench": bench}, model)
     found = estimate_run(data, tmp_path, ["first", "bench"], "transformers", 64, "cpu")
     assert list(found["stages"]) == ["first"]
     assert "Not estimated, and not in the totals: bench." in found["notes"]
+    assert any("lm-eval or inspect-ai takes is known only" in note for note in found["notes"])
 
 
 def slow_clock(step: float) -> Callable[[], float]:
