@@ -27,7 +27,7 @@ ELSEWHERE = {
     "docs/README.md": "pages.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
-KEPT = (".md", ".png", ".html", ".yaml")
+KEPT = (".md", ".png", ".html", ".yaml", ".css")
 
 
 def places() -> dict[Path, Path]:
