@@ -36,6 +36,7 @@ from posttrain.core.config.stages import (
     SftStage,
 )
 from posttrain.core.contracts import Reward
+from posttrain.core.contracts.stage import faults_of_plugin
 from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,10 +182,11 @@ class _Resolver:
         """The stage with the plugins that its config names checked and filled in."""
         values: dict[str, Any] = stage.model_dump(mode="json")  # Any: nested YAML values
         used: list[PluginUse] = []
-        for path, kind, component in stage.components():
-            filled, use = self.component(kind, component, ("stages", name, *path))
-            put(values, path, filled)
-            used += use
+        with faults_of_plugin(name, stage, "components"):
+            for path, kind, component in stage.components():
+                filled, use = self.component(kind, component, ("stages", name, *path))
+                put(values, path, filled)
+                used += use
         return type(stage).model_validate(values), used
 
     def optimizers(self, name: str, stage: StageBase) -> tuple[StageBase, list[PluginUse]]:

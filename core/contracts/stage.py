@@ -8,8 +8,8 @@ need no more. Its plugin, a `Stage`, has the code.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 from pydantic import ConfigDict, Field, model_validator
 
 from posttrain.core.contracts.base import Plugin, PluginConfig
+from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.types import Artifact, ArtifactKind, Message, Problem, Split
 
 if TYPE_CHECKING:
@@ -293,6 +294,26 @@ class StageEstimate:
     seconds: float
     memory_gb: float = 0.0
     disk_gb: float = 0.0
+
+
+@contextmanager
+def faults_of_plugin(name: str, stage: StageBase, what: str) -> Iterator[None]:
+    """Name the stage and its kind in the errors of a plugin's `what`; our own kinds are let alone.
+
+    Raises `ConfigError`.
+    """
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:  # somebody's code
+        module = type(stage).__module__
+        if module.startswith("posttrain."):
+            raise
+        raise ConfigError(
+            f"stage '{name}': `{what}` of kind '{stage.kind}' ({module}) failed with "
+            f"{type(error).__name__}: {error}; correct it there"
+        ) from error
 
 
 class Stage(Plugin[StageConfigT]):

@@ -28,6 +28,7 @@ from posttrain.core.config.stages import (
 )
 from posttrain.core.config.suites import HELD_OUT
 from posttrain.core.contracts import KlController, ModelSize, Optimizer, PolicyLoss, PreferenceLoss
+from posttrain.core.contracts.stage import faults_of_plugin
 from posttrain.core.estimate import memory
 from posttrain.core.estimate.rates import Rates
 from posttrain.core.estimate.shape import ModelShape
@@ -78,7 +79,7 @@ class Estimator:
                     continue
                 stage = evaluation
             if stage.kind not in BUILT_IN:
-                if (row := self._plugin_stage(stage)) is not None:
+                if (row := self._plugin_stage(name, stage)) is not None:
                     found[name] = row
                 continue
             calls, batches = self.sampled(stage)
@@ -123,10 +124,11 @@ class Estimator:
         limited = section.model_copy(update={"num_problems": count})
         return EvaluateStage(kind="evaluate", inputs=stage.inputs, evaluation=limited)
 
-    def _plugin_stage(self, stage: StageBase) -> dict[str, Any] | None:
+    def _plugin_stage(self, name: str, stage: StageBase) -> dict[str, Any] | None:
         """What the plugin of a stage says that it takes; None where it does not say."""
         size = ModelSize(self.shape.total, float(self.compute_bytes * self.shape.total))
-        said = self.data.manager.stage(stage).estimate(size)
+        with faults_of_plugin(name, stage, "estimate"):
+            said = self.data.manager.stage(stage).estimate(size)
         if said is None:
             return None
         return {

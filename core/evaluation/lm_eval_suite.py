@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from posttrain.core.config.suites import Suite
 from posttrain.core.errors import ConfigError, DataError, ResourceError, nearest, shortlist
 from posttrain.core.evaluation.offline import without_network
@@ -134,9 +136,11 @@ def _load(suite: Suite, options: SuiteOptions, manager: Any) -> list[Any]:  # An
             "allows; data_files of your own are looked for next to the task's YAML"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, TemplateError) as error:
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        if isinstance(error, KeyError) and error.args == (None,):
+            what = "it names a metric, an aggregation or a filter that lm-eval does not have"
         raise ConfigError(
-            f"suite '{suite.text}': lm-eval cannot load it ({type(error).__name__}: "
-            f"{_first_line(error)}): correct the task's YAML"
+            f"suite '{suite.text}': lm-eval cannot load it ({what}): correct the task's YAML"
         ) from error
 
 
@@ -148,12 +152,25 @@ def _manager(suite: Suite, options: SuiteOptions) -> Any:  # Any: lm-eval's Task
         return TaskManager()
     if not options.tasks_dir.is_dir():
         raise ResourceError(f"the folder of tasks {options.tasks_dir} does not exist")
+    _check_yaml(options.tasks_dir)
     folder = str(options.tasks_dir)
     manager = TaskManager(include_path=folder, include_defaults=False)
     if any(name not in manager.task_index for name in suite.tasks):
         manager = TaskManager(include_path=folder)
     _read_next_to_yaml(manager)
     return manager
+
+
+def _check_yaml(folder: Path) -> None:
+    """Raise `ConfigError` for a file that is no YAML, which lm-eval would pass over in silence."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            # Only its form: lm-eval's own tags, such as !function, are not loaded.
+            for _ in yaml.parse(path.read_text("utf-8"), Loader=yaml.SafeLoader):
+                pass
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            what = " ".join(str(error).split())
+            raise ConfigError(f"{path} is not YAML: {what}") from error
 
 
 def _read_next_to_yaml(manager: Any) -> None:  # Any: as above
@@ -248,6 +265,7 @@ def _model(
 def _metrics(found: Mapping[str, Any]) -> tuple[SuiteMetric, ...]:
     """Every number of every task, groups last, each name once."""
     by_task = {**found["results"], **found.get("groups", {})}
+    shares = _shares(found.get("samples", {}))
     metrics = []
     for task, values in by_task.items():
         samples = found.get("samples", {}).get(task, ())
@@ -261,6 +279,8 @@ def _metrics(found: Mapping[str, Any]) -> tuple[SuiteMetric, ...]:
             low, high = measured_mean(
                 numbers, float(value), error if isinstance(error, int | float) else None
             )
+            if not own and name in shares and low is not None and high is not None:
+                low, high = max(0.0, low), min(1.0, high)
             metrics.append(
                 SuiteMetric(
                     "lm_eval",
@@ -273,6 +293,18 @@ def _metrics(found: Mapping[str, Any]) -> tuple[SuiteMetric, ...]:
                 )
             )
     return tuple(metrics)
+
+
+def _shares(samples: Mapping[str, Any]) -> set[str]:
+    """The metrics whose values are from 0 to 1 in every sample of every task."""
+    rows = [row for of_task in samples.values() for row in of_task]
+    names = {name for row in rows for name in row["metrics"]}
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {
+        name
+        for name, found in values.items()
+        if all(isinstance(value, int | float) and 0 <= value <= 1 for value in found)
+    }
 
 
 def _samples_of(values: Mapping[str, Any], key: str) -> int:

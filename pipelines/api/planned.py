@@ -96,12 +96,15 @@ def stage_rows(
     data: RunData,
 ) -> list[dict[str, Any]]:
     """What is reported of each stage, in the order they run."""
+    from posttrain.core.contracts.stage import faults_of_plugin
     from posttrain.core.store.identity import Reason
 
     rows = []
     for name in order:
         stage = config.stages[name]
         cached, reason = status.get(name, (False, Reason("unknown")))
+        with faults_of_plugin(name, stage, "describe"):
+            words = arithmetic(stage, data)
         rows.append(
             {
                 "stage": name,
@@ -111,7 +114,7 @@ def stage_rows(
                 "cached": cached,
                 "reason": str(reason),
                 "changes": [asdict(change) for change in reason.changes],
-                "arithmetic": arithmetic(stage, data),
+                "arithmetic": words,
             }
         )
     return rows

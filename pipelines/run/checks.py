@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.contracts.stage import faults_of_plugin
 from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -125,10 +126,11 @@ def check_stages(resolved: ResolvedRun, manager: PluginManager, task: Task[Any])
     config, found = resolved.config, []
     for name, stage in config.stages.items():
         setting = Setting(name, config.seed, task, config.model.max_model_len)
-        warnings = manager.stage(stage).check(setting) or ()
-        if isinstance(warnings, str):
-            warnings = (warnings,)
-        found += [f"stages.{name}: {warning}" for warning in warnings]
+        with faults_of_plugin(name, stage, "check"):
+            warnings = manager.stage(stage).check(setting) or ()
+            if isinstance(warnings, str):
+                warnings = (warnings,)
+            found += [f"stages.{name}: {warning}" for warning in warnings]
     return found
 
 

@@ -141,8 +141,10 @@ def test_answers_of_lm_eval_are_greedy_and_the_engine_s_own(bench: Bench) -> Non
 
 
 def test_a_group_of_tasks_has_a_line_for_each(bench: Bench) -> None:
-    tasks = {metric.task for metric in bench.measure("lm_eval:both").metrics}
-    assert {"capitals", "sums"} <= tasks
+    metrics = bench.measure("lm_eval:both").metrics
+    assert {"capitals", "sums"} <= {metric.task for metric in metrics}
+    bounds = [b for m in metrics if "acc" in m.metric for b in (m.low, m.high) if b is not None]
+    assert bounds and all(0 <= bound <= 1 for bound in bounds)
 
 
 def test_tasks_of_inspect_are_asked_through_the_engine(bench: Bench, reached: list[object]) -> None:
@@ -171,6 +173,10 @@ def test_what_is_wrong_with_a_benchmark_is_a_sentence(bench: Bench, tmp_path: Pa
     (tmp_path / "capitals.jsonl").unlink()
     with pytest.raises(DataError, match="its data cannot be read .*next to the task's YAML"):
         bench.measure("lm_eval:capitals", tasks_dir=tmp_path)
+    (tmp_path / "odd.yaml").write_text("task: [odd\n")
+    with pytest.raises(ConfigError, match=r"odd\.yaml is not YAML"):
+        bench.measure("lm_eval:odd", tasks_dir=tmp_path)
+    (tmp_path / "odd.yaml").unlink()
     (tmp_path / "sums.py").write_text("import inspect_ai\n")
     with pytest.raises(ConfigError, match="no function with inspect-ai's decorator @task"):
         bench.measure(f"inspect:{tmp_path}/sums.py")

@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch import nn
 
+from posttrain.core.config.base import Component
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.schema import BUILT_IN, RunConfig, stage_classes
@@ -24,6 +25,7 @@ from posttrain.core.hooks import hookimpl
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.identity import stage_parts
 from posttrain.core.training.optim import MasterOptimizer
+from posttrain.pipelines.api.planned import planned
 from posttrain.pipelines.run.checks import check_inputs, check_stages
 from posttrain.pipelines.run.pipeline import check_made
 from tests.helpers.pipeline import environment
@@ -178,6 +180,43 @@ def test_a_check_may_give_one_warning_or_nothing(
     manager.offer(Checked)
     run = resolved(tmp_path, manager, stages={"a": {"kind": Checked.name}})
     assert check_stages(run, manager, manager.build(Task, "arithmetic")) == notes
+
+
+class Faulty(StageBase):
+    """Makes a report, or would."""
+
+    makes = "report"
+    broken: str
+
+    def components(self) -> Any:
+        if self.broken == "components":
+            return [(("no", "such"), "reward", Component(name="accuracy"))]
+        return ()
+
+
+@pytest.mark.parametrize("what", ["components", "check", "describe", "estimate"])
+def test_a_fault_of_its_own_names_the_stage(
+    tmp_path: Path, manager: PluginManager, what: str
+) -> None:
+    def fails(self: object, *given: object) -> Any:
+        raise ZeroDivisionError("of mine")
+
+    class Fails(Stage[Any]):
+        """Makes a report."""
+
+        name, Config = f"fails_in_{what}", Faulty
+
+        def run(self, context: object) -> StageOutput:
+            return StageOutput({}, {})
+
+    if what != "components":
+        setattr(Fails, what, fails)
+    manager.offer(Fails)
+    said = rf"stage 'a': `{what}` of kind 'fails_in_{what}' \(.*test_stage_plugins\) failed with"
+    with pytest.raises(ConfigError, match=said):
+        run = resolved(tmp_path, manager, stages={"a": {"kind": Fails.name, "broken": what}})
+        check_stages(run, manager, manager.build(Task, "arithmetic"))
+        planned(run, manager, tmp_path, tmp_path / "store", device="cpu")
 
 
 def stage_of(config: type[StageBase]) -> type[Stage[Any]]:
