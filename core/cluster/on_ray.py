@@ -47,6 +47,8 @@ from posttrain.core.runtime.startup import bounded_waiting  # noqa: E402
 POLL_S = 0.2
 ANSWER_S = 5.0
 """What the port of a cluster has to answer."""
+REGROUP_S = 15.0
+"""How long ranks wait for as many nodes as there were before a loss."""
 LOCAL = "local"
 NAMESPACE = "posttrain"
 TOKEN_BYTES = 32
@@ -73,6 +75,12 @@ class RankResources:
     least: int
     start_timeout_s: float
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """In Ray's words, without what is not needed."""
+        amounts = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        return {name: amount for name, amount in amounts.items() if amount}
+
 
 # --- The connection of this process ---------------------------------------------------------------
 
@@ -80,13 +88,15 @@ class RankResources:
 class _Connection:
     """The cluster that this process has joined, at most one at a time.
 
-    `before` is what the environment said of a token at first.
+    `before` is what the environment said of a token at first; `lost` says that ranks were lost
+    since.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self.folder: Path | None = None
         self.before = os.environ.get(TOKEN_PATH)
+        self.lost = False
 
 
 _joined = _Connection()
@@ -161,7 +171,7 @@ def leave() -> None:
         os.environ[TOKEN_PATH] = _joined.before
     if _joined.folder is not None:
         shutil.rmtree(_joined.folder, ignore_errors=True)
-    _joined.address, _joined.folder = "", None
+    _joined.address, _joined.folder, _joined.lost = "", None, False
 
 
 def nodes() -> list[Node]:
@@ -178,12 +188,10 @@ def nodes() -> list[Node]:
     return sorted(found, key=lambda node: node.address)
 
 
-def room(cpus: float, gpus: float, found: Sequence[Node]) -> int:
-    """How many ranks fit on these nodes when nothing else runs there."""
-    return sum(
-        int(min(node.cpus // cpus if cpus else 1e9, node.gpus // gpus if gpus else 1e9))
-        for node in found
-    )
+def room(bundle: Mapping[str, float], found: Sequence[Node]) -> int:
+    """How many ranks that take `bundle` (of CPU and GPU) each fit, when nothing else runs there."""
+    each = ({"CPU": node.cpus, "GPU": node.gpus} for node in found)
+    return sum(min(int(has[name] // takes) for name, takes in bundle.items()) for has in each)
 
 
 def _require_answer(address: str) -> None:
@@ -281,7 +289,8 @@ class RayRanks:
     """A `RankGroup` of actors, each in a bundle of one placement group.
 
     The process must have joined a cluster. With fewer resources than `size` ranks need there are
-    fewer of them, at least `resources.least`, once `start_timeout_s` is over: `size` says how many.
+    fewer of them, at least `resources.least`, once `start_timeout_s` is over, or `REGROUP_S` after
+    a node was lost: `size` says how many.
     Every rank must see the run's home and its models at the same paths.
     """
 
@@ -297,9 +306,7 @@ class RayRanks:
 
     def start(self, setup: object, check: Callable[[], None]) -> None:
         """As in `RankGroup`. Raises `ResourceError` where the cluster has no room for the ranks."""
-        resources = self._resources
-        bundle = {"CPU": float(resources.cpus), "GPU": float(resources.gpus)}
-        bundle = {name: amount for name, amount in bundle.items() if amount}
+        resources, bundle = self._resources, self._resources.bundle
         self._group = self._place(bundle, check)
         cls = ray.remote(RankActor)
         path = [folder or os.getcwd() for folder in sys.path]
@@ -364,19 +371,28 @@ class RayRanks:
                 if isinstance(found[index], tuple) and isinstance(found[index][0], Exception):
                     failures.append(found[index][0])
         if failures:
+            cause = first_cause(failures)
+            _joined.lost |= isinstance(cause, RankLost)
             self.close()
-            raise first_cause(failures)
+            raise cause
         return [found[index] for index in range(len(references))]
 
     def _place(self, bundle: Mapping[str, float], check: Callable[[], None]) -> PlacementGroup:
         """A placement group for `size` ranks, or for as many as there is room for."""
-        limit = self._resources.start_timeout_s
-        wanted = self.size
-        if group := _placed(bundle, wanted, limit, check):
+        wanted, limit = self.size, self._resources.start_timeout_s
+        began = time.monotonic()
+
+        def is_over() -> bool:
+            waited = time.monotonic() - began
+            # A node that is gone seldom comes back soon.
+            short = _joined.lost and room(bundle, nodes()) < wanted
+            return waited > min(limit, REGROUP_S if short else limit)
+
+        if group := _placed(bundle, wanted, is_over, check):
             return group
         while self.size > self._resources.least:
             self.size -= 1
-            if group := _placed(bundle, self.size, POLL_S, check):
+            if group := _placed(bundle, self.size, lambda: True, check):
                 return group
         each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         free = ray.available_resources()
@@ -391,6 +407,7 @@ class RayRanks:
         )
 
     def _lost(self, error: Exception) -> RankLost:
+        _joined.lost = True
         self.close()
         return RankLost(
             "a rank of the learner is gone: its process was killed, for memory perhaps, or its "
@@ -408,15 +425,17 @@ class RayRanks:
 
 
 def _placed(
-    bundle: Mapping[str, float], count: int, limit_s: float, check: Callable[[], None]
+    bundle: Mapping[str, float],
+    count: int,
+    is_over: Callable[[], bool],
+    check: Callable[[], None],
 ) -> PlacementGroup | None:
-    """A placement group with `count` bundles; None where it is not there within `limit_s`."""
+    """A placement group with `count` bundles; None where it is not there when `is_over`."""
     group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="PACK")
-    deadline = time.monotonic() + limit_s
     try:
         while not group.wait(POLL_S):
             check()
-            if time.monotonic() > deadline:
+            if is_over():
                 remove_placement_group(group)
                 return None
     except BaseException:

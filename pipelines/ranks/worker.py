@@ -51,7 +51,7 @@ def build(setup: RankSetup) -> Methods:
         runtime=runtime,
         check=lambda: None,
         ranks=ranks,
-        mesh=init_device_mesh(runtime.device.type, (ranks.size,)),
+        mesh=init_device_mesh(runtime.device.type, (ranks.size,)) if ranks.size > 1 else None,
     )
     trained = BUILDERS[type(inputs.stage)](inputs, *setup.args)
     return {**trained.methods, **_common(trained, ranks)}

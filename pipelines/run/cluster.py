@@ -57,7 +57,8 @@ def placement(config: RunConfig, home: Path) -> str:
     except ResourceError as error:
         return f"cluster: {error}"
     gpus = gpus_of_rank(config, nodes)
-    fits = on_ray.room(section.cpus, gpus, nodes)
+    bundle = {"CPU": float(section.cpus)} | ({"GPU": gpus} if gpus else {})
+    fits = on_ray.room(bundle, nodes)
     verdict = "they fit" if fits >= count else f"there is room for {fits}"
     if section.min_ranks <= fits < count:
         verdict += ", with which stages go on (cluster.learner.min_ranks)"

@@ -134,6 +134,40 @@ def test_two_nodes_make_the_weights_of_one_machine(
     assert done.code == 0, done.text
     assert done.result["stages"]["rl"]["status"] == "ran"
     assert weights(done.result) == weights(local.result)
+    again = run_command("run", str(config), *RANKS, "--home", str(tmp_path / "home"), "--json")
+    assert again.result["stages"]["rl"]["status"] == "cached", "where ranks ran changes nothing"
+
+
+def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
+    cluster: Cluster, config: Path
+) -> None:
+    where = ("--home", str(cluster.home), "--no-calibration", "--json")
+    plan = run_command("plan", str(config), *cluster.given, *where)
+    assert plan.result["cluster"].endswith("2 ranks of 1 CPU each: they fit"), plan.text
+    three = ("--set", "limits.learner_ranks=3", "--set", "cluster.learner.min_ranks=3")
+    plan = run_command("plan", str(config), *cluster.given, *three, *where)
+    assert "there is room for 2: the run would end" in plan.result["cluster"], plan.text
+    doctor = run_command("doctor", "--home", str(cluster.home), "--json")
+    (found,) = [f for f in doctor.result["findings"] if f["name"] == "cluster"]
+    assert found["status"] == "ok" and found["detail"].count("1 CPUs") == 2
+    few = ("--set", "cluster.learner.min_ranks=3")
+    refused = run_command("validate", str(config), *cluster.given, *few)
+    assert refused.code == 2 and "expected at most limits.learner_ranks (2)" in refused.text
+
+
+def test_one_rank_on_a_node_makes_the_weights_of_one_process(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    # What sampling computed is not there in another process.
+    alone = ("--set", "limits.learner_ranks=1", "--set", "stages.rl.reuse_outputs=false")
+    home = prepared(tmp_path / "alone")
+    local = run_command("run", str(config), *alone, "--home", str(home), "--json")
+    done = cluster.run(config, tmp_path / "home", *alone)
+    assert local.code == done.code == 0, done.text
+    assert weights(done.result) == weights(local.result)
+    again = ("replay", done.result["run_id"], "--step", "2", "--home", str(tmp_path / "home"))
+    replayed = run_command(*again, "--json")
+    assert replayed.code == 0 and replayed.result["equal"], replayed.text
 
 
 def test_a_run_goes_on_after_a_rank_was_killed(
