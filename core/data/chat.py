@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from posttrain.core.data.messages import message_to_json
 from posttrain.core.errors import DataError, ResourceError
 from posttrain.core.types import Message, ToolSchema
@@ -43,6 +41,8 @@ def chat_text_of(
 
     `turns` gets the characters of what the template marks with `{% generation %}`.
     """
+    from jinja2 import TemplateError
+
     problem: Exception | None = None
     for form in _FORMS if any(m.tool_calls or m.role == "tool" for m in messages) else _FORMS[:1]:
         try:

@@ -81,7 +81,15 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def repeat_problems(pool: Sequence[Problem], count: int, seed: int, purpose: str) -> list[Problem]:
-    """`count` problems of `pool`, in order, then again and again in other orders."""
+    """`count` problems of `pool`, in order, then again and again in other orders.
+
+    Raises `DataError` for an empty pool; `purpose` is the stage that reads it.
+    """
+    if not pool:
+        raise DataError(
+            f"stage '{purpose}': the dataset that it reads has no problems, expected one or more "
+            "lines in the problems.jsonl that its stage writes"
+        )
     chosen = list(pool)
     for epoch in range(1, -(-count // len(pool))):
         order = torch.randperm(len(pool), generator=generator(seed, "epoch", purpose, epoch))

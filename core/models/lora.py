@@ -44,7 +44,7 @@ def check_adapter(
     if missing:
         raise RunError(
             f"no adapter at {folder}: {' and '.join(missing)} missing; expected what peft's "
-            "save_pretrained writes (the engine keeps what it has)"
+            "save_pretrained writes"
         )
     try:
         kind = json.loads((folder / CONFIG).read_text("utf-8"))["peft_type"]
@@ -55,9 +55,7 @@ def check_adapter(
     problem = f"it is a '{kind}', expected LORA" if kind != "LORA" else ""
     problem = problem or _misfit(found, shapes, max_rank)
     if problem:
-        raise RunError(
-            f"the adapter at {folder} does not fit: {problem} (the engine keeps its own)"
-        )
+        raise RunError(f"the adapter at {folder} does not fit: {problem}")
 
 
 def _misfit(

@@ -23,8 +23,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path, *, replace: bool = True) -> None:
     """Rename a finished folder to its final name, in place of what is there; both on one disk.
+
+    Without `replace`, raises `OSError` where anything but an empty folder is there.
 
     Its files reach the disk before the name does: after a crash the name is there with all of them,
     or it is not there.
@@ -33,7 +35,7 @@ def put_in_place(partial: Path, final: Path) -> None:
         for name in files:
             sync(Path(folder) / name)
         sync(Path(folder))
-    while True:
+    while replace:
         aside = partial.with_name(f"{partial.name}.old")
         with contextlib.suppress(FileNotFoundError):
             final.rename(aside)
@@ -47,6 +49,8 @@ def put_in_place(partial: Path, final: Path) -> None:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         break
+    else:
+        partial.rename(final)
     sync(final.parent)
 
 

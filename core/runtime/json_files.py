@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
-
-import jsonschema
-import referencing
-from jsonschema.protocols import Validator
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.files import irregular
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +323,9 @@ def _deeper_than(value: Any, limit: int) -> bool:  # Any: a JSON value
 
 def validator(schema: Mapping[str, Any] | bool) -> Validator:  # Any: a JSON schema
     """A validator of `schema`, which may refer only to itself; `ValueError` if it is wrong."""
+    import jsonschema  # with referencing it takes 0.03 s, and few configs have a schema
+    import referencing
+
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError("not a JSON schema: it is not an object")
     cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -342,9 +344,11 @@ def complaint(held: Validator, value: Any) -> str | None:  # Any: a JSON value
     `ValueError` says that the schema itself cannot be used: a reference that leads nowhere, or a
     pattern that is not a regular expression.
     """
+    from referencing.exceptions import Unresolvable
+
     try:
         found = next(held.iter_errors(value), None)
-    except referencing.exceptions.Unresolvable as error:
+    except Unresolvable as error:
         raise ValueError(f"the schema refers to '{error.ref}', which is not in it") from error
     except re.error as error:
         raise ValueError(f"a pattern of the schema is not a regular expression: {error}") from error

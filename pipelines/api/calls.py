@@ -271,7 +271,7 @@ def _as_config(one: object) -> Path | Mapping[str, object]:
 def as_overrides(overrides: Overrides) -> list[str]:
     """The overrides as the command line has them; raises `ConfigError` for what JSON cannot hold.
 
-    JSON is YAML, so a value keeps its type.
+    A value keeps its type: JSON's `1e-05` would be a text in YAML 1.1.
     """
     if isinstance(overrides, str):
         raise ConfigError(
@@ -280,9 +280,18 @@ def as_overrides(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, Mapping):
         return list(overrides)
     try:
-        return [f"{key}={json.dumps(_plain(value))}" for key, value in overrides.items()]
+        return [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"overrides: {error}; give numbers, texts, lists and mappings") from error
+
+
+def _as_yaml(value: object) -> str:
+    """The value as YAML on one line."""
+    import yaml
+
+    plain = json.loads(json.dumps(_plain(value)))  # numbers of numpy too
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
 
 
 def _plain(value: object) -> object:

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain.core.store.identity import Reason
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from posttrain.core.config.schema import RunConfig
     from posttrain.core.estimate.tokens import RunData
     from posttrain.core.plugin_manager import PluginManager
+    from posttrain.core.store.identity import Reason
 
 Device = Literal["h100", "h200", "a100", "cpu"]
 
@@ -103,6 +102,7 @@ def stage_rows(
     data: RunData,
 ) -> list[dict[str, Any]]:
     """What is reported of each stage, in the order they run."""
+    from posttrain.core.store.identity import Reason
 
     rows = []
     for name in order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -93,6 +94,9 @@ def chat(
     from posttrain.core.types import SamplingParams
     from posttrain.pipelines.run.model_reference import find_model
 
+    for option, value in (("--temperature", temperature), ("--top-p", top_p)):
+        if not math.isfinite(value):
+            raise ConfigError(f"{option} is {value}, expected a finite number")
     if top_p == 0:
         raise ConfigError("--top-p is 0, expected above 0 and at most 1; --temperature 0 is greedy")
     if any(not text for text in stop or ()):
@@ -102,7 +106,7 @@ def chat(
         found.append(_other(found[0], compare, context.home, context.store))
     from posttrain.core.plugin_manager import PluginManager
     from posttrain.pipelines.using.chat import HELP, Chat, Conversation, one_shot, result, talk
-    from posttrain.pipelines.using.speaker import Speaker, check_talks
+    from posttrain.pipelines.using.speaker import Speaker, check_talks, unread_config
 
     for one in found:
         check_talks(one)
@@ -111,6 +115,8 @@ def chat(
     conversations = []
     for one, label in zip(found, labels, strict=True):
         print(f"{label}: {one.origin}, digest {one.digest[:12]}", file=sys.stderr, flush=True)
+        if note := unread_config(one):
+            print(note, file=sys.stderr, flush=True)
         speaker = Speaker(one, manager, max_model_len=max_model_len, dtype=dtype)
         conversations.append(Conversation(label, speaker, system))
     console = context.console()

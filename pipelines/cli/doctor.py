@@ -11,19 +11,15 @@ import platform
 import re
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from packaging.requirements import Requirement
-
 from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.redaction import redacted
 from posttrain.pipelines.cli.common import CommandContext, Result, command
-from posttrain.pipelines.services.layout import answers, check_port
+from posttrain.pipelines.services.listening import answers, check_port
 
 EPILOG = (
     "Example:\n\n  posttrain doctor --json\n\n"
@@ -102,6 +98,8 @@ def python_version() -> Iterator[Finding]:
 
 def package_versions() -> Iterator[Finding]:
     """Every dependency against the range that the installed package itself declares."""
+    from packaging.requirements import Requirement
+
     try:
         own = importlib.metadata.distribution("posttrain")
     except importlib.metadata.PackageNotFoundError:
@@ -296,6 +294,9 @@ def model_source() -> Iterator[Finding]:
 
 def _hub_problem() -> str | None:
     """None when the hub answers within 3 s, else why it does not."""
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(HUB, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=3):

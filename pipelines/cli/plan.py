@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.core.store.identity import Change
 from posttrain.pipelines.api.planned import Device
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
@@ -82,6 +81,8 @@ def print_stages(rows: Sequence[Mapping[str, Any]], console: Console, *, why: bo
     """Print the DAG table, the arithmetic, and with `why` everything that differs."""
     from rich.markup import escape
     from rich.table import Table
+
+    from posttrain.core.store.identity import Change
 
     table = Table(title="Stages, in order", title_justify="left")
     for heading in ("stage", "kind", "reads", "makes", "cached"):

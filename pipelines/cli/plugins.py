@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.pipelines.cli import complete
@@ -119,6 +118,8 @@ def show(
         if not detail["fields"]:
             console.print("  it has no fields", markup=False)
         if detail["expands_to"] is not None:
+            import yaml
+
             kind_of_stage = entry.cls.stage  # type: ignore[attr-defined]
             text = yaml.safe_dump(detail["expands_to"], sort_keys=False)
             console.print(

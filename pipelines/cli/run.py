@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.core.store.approval import ApprovalNeeded
 from posttrain.pipelines.api.calls import given_answers, run_configs
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
@@ -24,7 +23,7 @@ from posttrain.pipelines.cli.common import (
 
 if TYPE_CHECKING:
     from posttrain.core.runtime.reporter import Reporter
-    from posttrain.core.store.approval import Answer, ApprovalRequest
+    from posttrain.core.store.approval import Answer, ApprovalNeeded, ApprovalRequest
     from posttrain.pipelines.run.gates import Ask
     from posttrain.pipelines.run.progress import PlainReporter, RichReporter
 
@@ -78,6 +77,8 @@ def run(
     from posttrain.pipelines.run.prefect_server import OwnServer
 
     server = OwnServer(context.home)  # first of all: it starts while everything else is loaded
+    from posttrain.core.store.approval import ApprovalNeeded
+
     answers = given_answers(approve, reject, reason)
     waiting: ApprovalNeeded | None = None
     try:

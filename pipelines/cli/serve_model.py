@@ -14,7 +14,7 @@ import typer
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.pipelines.cli.chat import DtypeOption, MaxModelLenOption, ModelArgument
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
-from posttrain.pipelines.services.layout import HOST, check_port
+from posttrain.pipelines.services.listening import HOST, check_port
 
 if TYPE_CHECKING:
     from posttrain.pipelines.run.model_reference import FoundModel
@@ -72,6 +72,7 @@ def serve_model(
             f"that requests must bring, or leave --host out for {HOST}"
         )
     from posttrain.pipelines.run.model_reference import find_model
+    from posttrain.pipelines.using.speaker import unread_config
     from posttrain.pipelines.using.vllm_command import (
         missing_vllm,
         vllm_command,
@@ -85,6 +86,8 @@ def serve_model(
         raise ResourceError(f"--engine vllm: {missing}; --engine builtin serves without it")
     by_hand = vllm_command(found, name, host, port, dtype, max_model_len)
     print(f"{found.origin}, digest {found.digest[:12]}: {found.path}", flush=True)
+    if note := unread_config(found):
+        print(note, file=sys.stderr, flush=True)
     key = "VLLM_API_KEY=... " if api_key else ""  # without it vLLM would let everybody in
     print(f"by hand, with vLLM: {key}{shlex.join(['python', *by_hand[1:]])}", flush=True)
     if dry_run:

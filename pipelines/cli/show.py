@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.pipelines.cli import complete
@@ -162,6 +161,8 @@ def _simplest_first(configs: Iterable[tuple[str, Path]]) -> list[tuple[str, Path
 
 def _cut_out(text: str, kind: str) -> str:
     """The lines of the first stage of this kind, comments included; empty if there is none."""
+    import yaml
+
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
     stages = next(value for key, value in root.value if key.value == "stages")

@@ -17,7 +17,7 @@ import typer
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
-from posttrain.pipelines.services.layout import HOST, answers, check_port
+from posttrain.pipelines.services.listening import HOST, answers, check_port
 
 EPILOG = (
     "Examples:\n\n"

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 METHODS = {
     "sft": "imitate answers that are in the data",
     "dpo": "learn from pairs of a better and a worse answer",
@@ -194,6 +192,8 @@ def batch_size(rows: int) -> int:
 
 def value(item: object) -> str:
     """One line of YAML."""
+    import yaml  # `posttrain --help` needs only the names above
+
     text: str = yaml.safe_dump(
         item, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True
     )

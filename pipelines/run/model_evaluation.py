@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -36,7 +35,7 @@ from posttrain.core.runtime.files import put_in_place
 from posttrain.core.tracking.mlflow_evaluation import EvaluationRecord, record_evaluation
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.run.checks import resolve_configs
-from posttrain.pipelines.run.model_reference import FoundModel
+from posttrain.pipelines.run.model_reference import FoundModel, context_length
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.suites import TABLE_ROWS, Measurement
 
@@ -158,7 +157,9 @@ def _settings(
         )
     else:
         stage = EvaluateStage(kind="evaluate", inputs={"model": "base"})
-        section = ModelSection(source=str(model.path), max_model_len=_own_limit(model.path))
+        section = ModelSection(
+            source=str(model.path), max_model_len=context_length(model.path, MAX_LEN)
+        )
         config = RunConfig(name=EXPERIMENT, model=section, stages={"evaluate": stage})
         manager = PluginManager()
     changed: dict[str, object] = {"source": str(model.path), "until_registered": None}
@@ -172,13 +173,6 @@ def _settings(
         ),
         manager,
     )
-
-
-def _own_limit(folder: Path) -> int:
-    """The model's context in tokens, `MAX_LEN` at most."""
-    config = json.loads((folder / "config.json").read_text())
-    limit = config.get("max_position_embeddings")
-    return min(limit, MAX_LEN) if isinstance(limit, int) and limit >= 8 else MAX_LEN
 
 
 def _keep(

@@ -6,6 +6,7 @@ and what is known of it; `find_base` does so for a config.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -70,6 +71,17 @@ class FoundModel:
         from posttrain.core.config.loading import load_config
 
         return load_config([self.run.config]).config
+
+
+def context_length(folder: Path, most: int) -> int:
+    """Tokens that the model in `folder` can attend to, by its config; at most `most`.
+
+    A config that says none, or fewer than the 8 that a config of a run needs, gives `most`.
+    """
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return min(found, most) if isinstance(found, int) and found >= 8 else most
 
 
 def tracking_uri(home: Path) -> str | None:

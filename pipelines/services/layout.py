@@ -1,14 +1,12 @@
-"""Where the services of a home keep their state, where they listen, and whether they answer."""
+"""Where the services of a home keep their state, and on which ports they listen."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -16,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.store.locks import locked
+from posttrain.pipelines.services.listening import HOST
 
-HOST = "127.0.0.1"
 POOL = "posttrain"
 """The work pool of the worker."""
 
@@ -104,28 +102,3 @@ def plain_environment() -> Mapping[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "MLFLOW_", "PG")) or name.startswith("PREFECT_WORKER_")
     }
-
-
-def check_port(port: int, option: str, name: str) -> None:
-    """Raise `ResourceError` naming the port and the option when something listens on it."""
-    with socket.socket() as probe:
-        # As servers do: a port that only waits for its last connection to time out is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise ResourceError(
-                f"port {port} for {name} cannot be used on {HOST} ({error.strerror}): stop what "
-                f"listens there, or choose another port with {option}"
-            ) from error
-
-
-def answers(url: str) -> bool:
-    """Whether a GET of `url` ends in status 200."""
-    import httpx  # it takes a tenth of a second
-
-    try:
-        # Proxies of the environment must not see requests to this machine.
-        return httpx.get(url, timeout=5, trust_env=False).status_code == HTTPStatus.OK
-    except httpx.HTTPError:
-        return False

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.services.layout import HOST, Layout, Ports, check_port, exports
+from posttrain.pipelines.services.layout import Layout, Ports, exports
+from posttrain.pipelines.services.listening import HOST, check_port
 from posttrain.pipelines.services.postgres import Cluster
 from posttrain.pipelines.services.processes import (
     find,

@@ -13,7 +13,8 @@ import subprocess
 from pathlib import Path
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.services.layout import HOST, Layout, plain_environment
+from posttrain.pipelines.services.layout import Layout, plain_environment
+from posttrain.pipelines.services.listening import HOST
 from posttrain.pipelines.services.processes import Launch, as_user, last_line
 
 ROLE = "posttrain"

@@ -18,15 +18,8 @@ import psutil
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processes import is_left_behind
-from posttrain.pipelines.services.layout import (
-    HOST,
-    POOL,
-    Layout,
-    Ports,
-    answers,
-    exports,
-    plain_environment,
-)
+from posttrain.pipelines.services.layout import POOL, Layout, Ports, exports, plain_environment
+from posttrain.pipelines.services.listening import HOST, answers
 from posttrain.pipelines.services.postgres import ROLE
 from posttrain.pipelines.services.processes import MARK, Launch, find
 

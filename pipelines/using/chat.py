@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from posttrain.core.errors import ConfigError, DataError, ResourceError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError, ResourceError
 from posttrain.core.types import Message, SamplingParams
 from posttrain.pipelines.using.speaker import Answer, Speaker
 
@@ -61,6 +61,10 @@ class Conversation:
         self._tokens = [*prompt, *answer.token_ids]
         return answer
 
+    def state(self) -> tuple[list[Message], list[Answer], list[int]]:
+        """A copy of what was said so far: messages, answers, tokens."""
+        return list(self.messages), list(self.answers), list(self._tokens)
+
     def row(self) -> dict[str, object]:
         """The conversation as a row of a data file."""
         from posttrain.core.data.messages import message_to_json
@@ -83,9 +87,19 @@ class Chat:
         self.side_by_side = side_by_side and len(conversations) > 1
 
     def ask(self, text: str) -> list[Answer]:
-        """Ask every model, and show its answer while it is written."""
-        if self.side_by_side:
-            return self._ask_in_columns(text)
+        """Ask every model, and show its answer while it is written.
+
+        Where one of them cannot be asked, no conversation keeps the turn: all go on from the same.
+        """
+        before = [one.state() for one in self.conversations]
+        try:
+            return self._ask_in_columns(text) if self.side_by_side else self._ask_in_turn(text)
+        except PosttrainError:
+            for one, state in zip(self.conversations, before, strict=True):
+                one.messages, one.answers, one._tokens = state
+            raise
+
+    def _ask_in_turn(self, text: str) -> list[Answer]:
         answers = []
         for one in self.conversations:
             if len(self.conversations) > 1:

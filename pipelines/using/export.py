@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import uuid
@@ -110,7 +111,8 @@ def export(
 ) -> list[ExportedFile]:
     """Write the folder, which has its name once it is complete; returns what is in it.
 
-    Raises `ResourceError` for a model that GGUF cannot hold.
+    Raises `ResourceError` for a model that GGUF cannot hold, `ConfigError` where others put files
+    there meanwhile.
     """
     out = options.out
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,15 @@ def export(
             shutil.copyfile(path, partial / path.name)
         card = model_card(facts, options.name, options.form, options.licence)
         (partial / CARD).write_text(card, encoding="utf-8")
-        put_in_place(partial, out)
+        try:
+            put_in_place(partial, out, replace=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ConfigError(
+                f"{out} got files while the export was made, which are kept: nothing is written; "
+                "choose another folder"
+            ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(path for path in out.iterdir() if path.is_file())
@@ -153,7 +163,8 @@ def check_hub(repo: str, *, needs_token: bool) -> None:
 def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Put the folder's files on the hub as one commit; returns the page's address.
 
-    Raises `ResourceError` where the hub refuses or cannot be reached; the folder stays.
+    Raises `ConfigError` for a public repository that `private` does not expect, `ResourceError`
+    where the hub refuses or cannot be reached; the folder stays.
     """
     import httpx
     from huggingface_hub import HfApi
@@ -162,6 +173,11 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(repo).private:
+            raise ConfigError(
+                f"{repo} is a public repository, so nothing is uploaded: --public uploads to it, "
+                f"or choose another --hub; {folder} is complete"
+            )
         made = api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Upload by posttrain export"
         )

@@ -36,9 +36,26 @@ SERIOUS = {
     "echo": "the built-in engine does not repeat the prompt",
     "suffix": "the built-in engine does not fill in",
     "best_of": "the built-in engine does not rank answers; use n",
+    "min_p": "the built-in engine cuts by top_p and top_k alone",
+    "typical_p": "the built-in engine cuts by top_p and top_k alone",
+    "top_a": "the built-in engine cuts by top_p and top_k alone",
+    "repetition_penalty": "the built-in engine has no penalties",
+    "length_penalty": "the built-in engine has no penalties",
+    "use_beam_search": "the built-in engine samples",
+    "min_tokens": "the built-in engine has no shortest answer",
+    "ignore_eos": "the built-in engine ends an answer where the model does",
+    "stop_token_ids": "the built-in engine stops at texts; use stop",
+    "bad_words": "the built-in engine does not change logits",
+    "guided_json": "the built-in engine does not constrain answers to a format",
+    "guided_regex": "the built-in engine does not constrain answers to a format",
+    "guided_choice": "the built-in engine does not constrain answers to a format",
+    "guided_grammar": "the built-in engine does not constrain answers to a format",
+    "structured_outputs": "the built-in engine does not constrain answers to a format",
 }
 """Fields whose being ignored would change what a client gets, and why they are refused."""
-NEUTRAL: tuple[object, ...] = (None, 0, {}, False, {"type": "text"}, "")
+NEUTRAL: tuple[object, ...] = (None, 0, {}, [], False, {"type": "text"}, "")
+NEUTRAL_AT_ONE = ("best_of", "typical_p", "repetition_penalty", "length_penalty")
+"""Fields of `SERIOUS` whose value 1 changes nothing."""
 
 
 class _Sampling(BaseModel):
@@ -116,7 +133,8 @@ class Served:
         """Raise `DataError` for a request that would be answered as another one than it is."""
         extra = asked.model_extra or {}
         for field, why in SERIOUS.items():
-            if field in extra and extra[field] not in NEUTRAL:
+            neutral = (*NEUTRAL, 1) if field in NEUTRAL_AT_ONE else NEUTRAL
+            if field in extra and extra[field] not in neutral:
                 raise DataError(f"{field}: {why}; leave it out, or serve the model by vLLM")
 
     async def run(
@@ -206,8 +224,8 @@ def build_app(speaker: Speaker, name: str, api_key: str | None) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Json:
         found = speaker.found
-        own = {"root": str(found.path), "max_model_len": speaker.max_model_len}
-        own |= {"posttrain": {"origin": found.origin, "digest": found.digest}}
+        own = {"root": name, "max_model_len": speaker.max_model_len}
+        own |= {"posttrain": {"digest": found.digest}}
         entry = {"id": name, "object": "model", "created": served.began, "owned_by": "posttrain"}
         return {"object": "list", "data": [entry | own]}
 

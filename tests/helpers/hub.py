@@ -17,6 +17,7 @@ class Hub:
     """What was asked of it: repositories, files of the commit, tokens of the requests."""
 
     url: str = ""
+    private: bool = True
     created: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
@@ -38,7 +39,7 @@ def running_hub() -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             hub.paths.append(self.path)
-            self._answer({"id": "me/tiny", "sha": "0" * 40, "siblings": []})
+            self._answer({"id": "me/tiny", "sha": "0" * 40, "siblings": [], "private": hub.private})
 
         def _reply(self, body: bytes) -> dict[str, Any]:
             if self.path.endswith("/repos/create"):

@@ -25,7 +25,7 @@ from posttrain.pipelines.api.planned import arithmetic
 from posttrain.pipelines.cli import doctor
 from posttrain.pipelines.cli.common import Boundary, CommandContext, Result, command
 from posttrain.pipelines.cli.main import app
-from posttrain.pipelines.services.layout import check_port
+from posttrain.pipelines.services.listening import check_port
 
 PIPELINE = """\
 task: {name: arithmetic}

@@ -16,7 +16,7 @@ import pytest
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.process_guard import GRACE_S
 from posttrain.pipelines.cli.ui import Server, ServerSpec, stop_all
-from posttrain.pipelines.services.layout import answers
+from posttrain.pipelines.services.listening import answers
 
 
 def free_port() -> int:

@@ -127,3 +127,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_small_numbers_of_overrides_stay_numbers() -> None:
+    from posttrain.core.config.loading import read_value
+    from posttrain.pipelines.api.calls import as_overrides
+
+    given = {"a": 1e-5, "b": [1e30, "1e-05", None, True], "c": {"d": "x: y"}, "e": "two\nlines"}
+    read = dict(text.split("=", 1) for text in as_overrides(given))
+    assert {name: read_value(text) for name, text in read.items()} == given

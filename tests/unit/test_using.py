@@ -12,18 +12,22 @@ import httpx
 import pytest
 import yaml
 from fastapi import FastAPI
+from rich.console import Console
 from typer.testing import CliRunner
 
-from posttrain.core.errors import ResourceError
+from posttrain.core.data.problem_sets import repeat_problems
+from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.cli.main import app as program
 from posttrain.pipelines.run.model_reference import find_model
-from posttrain.pipelines.using.chat import Conversation
+from posttrain.pipelines.using.chat import Chat, Conversation
+from posttrain.pipelines.using.export import ExportOptions, export, upload
 from posttrain.pipelines.using.model_card import gather, model_card
 from posttrain.pipelines.using.serving import MOST_BYTES, build_app
-from posttrain.pipelines.using.speaker import Cancelled, Speaker
+from posttrain.pipelines.using.speaker import Cancelled, Speaker, unread_config
+from tests.helpers.hub import running_hub
 from tests.helpers.made_runs import RUN, made_run
 
 
@@ -144,3 +148,80 @@ def test_an_adapter_that_names_itself_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ResourceError, match="names itself as its base model"):
         find_model(str(tmp_path), tmp_path / "home")
+
+
+def test_a_turn_that_one_model_has_no_room_for_is_kept_by_none(
+    speaker: Speaker, tmp_path: Path
+) -> None:
+    small = Speaker(speaker.found, PluginManager(), max_model_len=8)
+    both = [Conversation("large", speaker), Conversation("small", small)]
+    with (tmp_path / "shown").open("w") as file:
+        chat = Chat(both, SamplingParams(max_tokens=2), Console(file=file), side_by_side=False)
+        with pytest.raises(DataError, match="context 8"):
+            chat.ask("1 + 2 = ?")
+    assert [(one.messages, one.answers, one._tokens) for one in both] == [([], [], [])] * 2
+
+
+def test_a_config_that_cannot_be_read_is_told(speaker: Speaker, tmp_path: Path) -> None:
+    folder = made_run(tmp_path, speaker.found.path).folder
+    found = find_model(f"{RUN}/sft", tmp_path)
+    assert unread_config(found) == ""
+    (folder / "config.yaml").write_text("name: 1\nno_such_field: 2\n")
+    assert "system prompt and renderer are not used" in unread_config(found)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_temperature_that_is_no_number_is_refused(speaker: Speaker, value: str) -> None:
+    words = ["chat", str(speaker.found.path), "--prompt", "1", "--temperature", value]
+    done = CliRunner().invoke(program, words)
+    assert done.exit_code != 0 and "--temperature" in done.output + str(done.exception)
+
+
+def test_sampling_fields_are_taken_at_their_defaults_alone(speaker: Speaker) -> None:
+    app = build_app(speaker, "tiny", None)
+    ask = {"prompt": "1", "max_tokens": 1}
+    plain = {"best_of": 1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": []}
+    answer = asyncio.run(_post(app, "/v1/completions", json=ask | plain))
+    assert answer.status_code == 200, answer.text
+    for name, value in (("best_of", 2), ("min_p", 0.1), ("repetition_penalty", 1.1)):
+        answer = asyncio.run(_post(app, "/v1/completions", json=ask | {name: value}))
+        assert answer.status_code == 400 and name in answer.json()["error"]["message"]
+
+
+def test_the_list_of_models_names_no_folder(speaker: Speaker) -> None:
+    async def models() -> str:
+        transport = httpx.ASGITransport(build_app(speaker, "tiny", None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return (await client.get("/v1/models")).text
+
+    assert str(speaker.found.path.parent) not in asyncio.run(models())
+
+
+def test_files_put_into_the_folder_meanwhile_are_kept(speaker: Speaker, tmp_path: Path) -> None:
+    facts = gather(speaker.found, tmp_path / "home", tmp_path / "store")
+    out = tmp_path / "out"
+    out.mkdir()
+    export(speaker.found, facts, ExportOptions(out, "tiny"))  # an empty folder is taken
+    with pytest.raises(ConfigError, match="got files"):
+        export(speaker.found, facts, ExportOptions(out, "other"))
+    assert "other" not in (out / "README.md").read_text()
+
+
+def test_nothing_private_goes_to_a_public_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file.txt").write_text("text")
+    with running_hub() as hub:
+        hub.private = False
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_" + "s" * 30)
+        with pytest.raises(ConfigError, match="--public"):
+            upload(tmp_path, "me/tiny", private=True)
+    assert hub.files == {}
+
+
+def test_an_empty_dataset_is_a_sentence_that_names_the_stage() -> None:
+    with pytest.raises(DataError, match="stage 'rl'.*no problems"):
+        repeat_problems([], 3, 0, "rl")
