@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.store.locks import locked
-from posttrain.pipelines.services.layout import HOST, check_port
+from posttrain.pipelines.services.listening import HOST, check_port
 from posttrain.pipelines.services.processes import (
     Launch,
     find,
