@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,21 @@ def shared_prefect(prefect_url: str) -> Iterator[None]:
     REPORTS_TO["PREFECT_API_URL"] = prefect_url
     yield
     REPORTS_TO.clear()
+
+
+@pytest.fixture(scope="module", params=["processes", "ray"])
+def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where ranks run, with a Ray cluster of this process for those that need one."""
+    if request.param != "ray":
+        yield "processes"
+        return
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed (posttrain[ray])")
+    from posttrain.core.cluster import on_ray
+
+    on_ray.join("local")
+    yield "ray"
+    on_ray.leave()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -79,19 +79,19 @@ def check_precision(
             "stochastic is for bfloat16 weights, and model.dtype: autocast keeps float32 ones; set "
             "model.dtype: bfloat16",
         )
-    if autocast and loaded.config.limits.learner_ranks > 1:
+    if autocast and loaded.config.trains_elsewhere:
         yield loaded.problem(
             "model.dtype",
             f"ranks keep float32 weights and compute in bfloat16 with dtype: bfloat16 already "
             f"({dotted(place)}); set that in place of autocast",
         )
-    if loaded.config.limits.learner_ranks > 1 and isinstance(section, OptimizerSection):
+    if loaded.config.trains_elsewhere and isinstance(section, OptimizerSection):
         for name, default in (("moments", "float32"), ("rounding", "masters")):
             if getattr(section, name) != default:
                 yield loaded.problem(
                     (*place, name),
                     f"ranks keep float32 weights and moments, in pieces; set {name}: {default}, or "
-                    "limits.learner_ranks: 1",
+                    f"{loaded.config.train_here}",
                 )
 
 
@@ -99,12 +99,13 @@ def check_other_optimizer(
     cls: type[Any], place: tuple[str | int, ...], loaded: LoadedConfig
 ) -> Iterable[str]:
     """An optimizer that cannot move weights in pieces, on ranks. `cls` is its plugin class."""
-    ranks = loaded.config.limits.learner_ranks
-    if ranks > 1 and not cls.on_ranks:
+    config = loaded.config
+    if config.trains_elsewhere and not cls.on_ranks:
         yield loaded.problem(
             place,
             f"optimizer '{cls.name}' does not say that it works on weights in pieces (`on_ranks`), "
-            f"and limits.learner_ranks is {ranks}; set limits.learner_ranks: 1, or use adamw",
+            f"and limits.learner_ranks is {config.limits.learner_ranks}; {config.train_here}, or "
+            "use adamw",
         )
 
 
@@ -461,9 +462,9 @@ class _Check:
             yield from check_precision(self.stage.critic.optimizer, critic, self.loaded)
 
     def ranks(self) -> Iterable[str]:
-        if self.loaded.config.limits.learner_ranks == 1:
+        if not self.loaded.config.trains_elsewhere:
             return
-        fix = "set limits.learner_ranks: 1"
+        fix = self.loaded.config.train_here
         for loss in self.losses:
             if loss.owns_update:
                 yield self.line(

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 _GIVEN = ("kind", "inputs", "algorithm")
 _ALWAYS_READ = ("model", "dataset")
 _LEANED_ON = ("rewards", "environment", "sampler")
-_NOT_SETTINGS = ("name", "description", "run_name", "limits", "keep", "alarms", "plugin_files")
+_NOT_SETTINGS = (
+    "name",
+    "description",
+    "run_name",
+    "limits",
+    "cluster",
+    "keep",
+    "alarms",
+    "plugin_files",
+)
 
 
 @dataclass(frozen=True, slots=True)

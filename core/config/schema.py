@@ -6,7 +6,7 @@ import datetime
 import functools
 from collections.abc import Mapping
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -15,6 +15,7 @@ from pydantic import (
     TypeAdapter,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -22,6 +23,7 @@ from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
     AlarmsSection,
+    ClusterSection,
     EvaluationSection,
     GenerationSection,
     KeepSection,
@@ -195,6 +197,9 @@ class RunConfig(Section):
     )
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
+    cluster: ClusterSection | None = Field(
+        default=None, description="a Ray cluster for the learner's ranks; not set = this machine"
+    )
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
     plugin_files: dict[str, str] = Field(
@@ -218,6 +223,27 @@ class RunConfig(Section):
             what = f"has {{{odd[0]}}}" if odd else "is empty"
             raise ValueError(f"{what}; {RUN_NAME_HELP}")
         return template
+
+    @model_validator(mode="after")
+    def _ranks_to_keep(self) -> Self:
+        least = self.cluster.learner.min_ranks if self.cluster else 1
+        if least > self.limits.learner_ranks:
+            raise ValueError(
+                f"cluster.learner.min_ranks is {least}, expected at most limits.learner_ranks "
+                f"({self.limits.learner_ranks})"
+            )
+        return self
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether models are trained in other processes than the run's."""
+        return self.limits.learner_ranks > 1 or self.cluster is not None
+
+    @property
+    def train_here(self) -> str:
+        """What to do so that this process trains, for the end of a sentence."""
+        alone = "set limits.learner_ranks: 1"
+        return alone if self.cluster is None else f"{alone} and remove the section cluster"
 
     def title(self, day: datetime.date) -> str:
         return self.run_name.format(

@@ -402,6 +402,47 @@ class LimitsSection(Section):
     )
 
 
+class RaySection(Section):
+    """The Ray cluster that a run uses."""
+
+    address: str = Field(
+        default="local",
+        pattern=r"^(local|[^\s:/]+:[0-9]{1,5})$",
+        description="HOST:PORT of a cluster of which this machine is a node (`posttrain cluster "
+        "up`, `ray start`), or local: one of this machine, for the run alone",
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, le=1_000_000, description="what the cluster has to find room, seconds"
+    )
+
+
+class LearnerResources(Section):
+    """What the learner's ranks take of a cluster."""
+
+    cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs, and threads, of a rank")
+    gpus: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="GPUs of a rank; not set = one where nodes have some, unless model.device is "
+        "cpu",
+    )
+    min_ranks: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="where there is no room for limits.learner_ranks, at the start or after a "
+        "loss, the stage goes on with fewer, down to this",
+    )
+
+
+class ClusterSection(Section):
+    """Where the learner's ranks run if not as processes of this machine. Changes no result."""
+
+    ray: RaySection = RaySection()
+    learner: LearnerResources = LearnerResources()
+
+
 class KeepSection(Section):
     """What a run keeps to go on from, and to compute a past step again. Never changes a result."""
 

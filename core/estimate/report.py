@@ -114,8 +114,8 @@ def _notes(estimator: Estimator) -> list[str]:
             f"This machine is busy (load {load:.1f} on {cores} cores): a run takes longer than "
             "estimated while it is."
         )
-    if estimator.data.config.limits.learner_ranks > 1:
-        found.append("All figures are of one process, not of limits.learner_ranks.")
+    if estimator.data.config.trains_elsewhere:
+        found.append("All figures are of one process of this machine, not of the learner's ranks.")
     return found
 
 

@@ -64,7 +64,7 @@ def why_no_reuse(
         (stage.lora is not None, "the policy has a LoRA adapter"),
         (corrects, "the rollout correction compares the engine with the trainer"),
         (owns_update, "the trust region computes its own derivatives"),
-        (run.limits.learner_ranks > 1, "other processes train the model"),
+        (run.trains_elsewhere, "other processes train the model"),
         (run.model.dtype == "autocast", "the engine's weights have another precision"),
         (run.model.gradient_checkpointing, "gradient checkpointing computes the layers again"),
         (not streams, "the model is not computed as one token stream"),

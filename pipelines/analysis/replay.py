@@ -31,6 +31,7 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
+from posttrain.pipelines.run.cluster import joined_cluster, on_this_machine
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
@@ -130,7 +131,7 @@ class Replay:
             with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
                 _bring_answers(source, Path(folder))
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
-                with suppress(Reached):
+                with joined_cluster(made.run, Path(folder)), suppress(Reached):
                     _compute(made, step)
         finally:
             engines.close()
@@ -164,8 +165,9 @@ class Replay:
         engines: EnginePool,
     ) -> ReplayContext:
         there = self.run.stage_inputs(name, self.run.resolved, inputs)
+        run = on_this_machine(there.run)
         return ReplayContext(
-            run=there.run.model_copy(update={"keep": KeepSection(checkpoint_minutes=0)}),
+            run=run.model_copy(update={"keep": KeepSection(checkpoint_minutes=0)}),
             name=name,
             stage=there.stage.model_copy(update={"checkpoint_every": 0}),
             inputs=inputs,

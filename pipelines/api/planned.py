@@ -28,13 +28,15 @@ class Plan:
     `cached`, `reason`, `changes` (from earlier results), `arithmetic` (in words), and its estimates
     where there are some: `seconds`, `memory_gb`, `disk_gb`, `step_s`. `estimates` has those of the
     whole run, `total`, with the `model` and the `notes` they are based on. `round` says which new
-    rows the run would take, for a config with a `new_data` stage.
+    rows the run would take, for a config with a `new_data` stage; `cluster`, for one with a Ray
+    cluster, which nodes there are and whether the ranks fit.
     """
 
     name: str
     stages: tuple[Mapping[str, Any], ...]  # Any: JSON
     estimates: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     round: str = ""
+    cluster: str = ""
 
     @property
     def todo(self) -> tuple[str, ...]:
@@ -49,14 +51,16 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """As `posttrain plan --json` prints it."""
-        return {"name": self.name, **self.estimates, "stages": [dict(row) for row in self.stages]}
+        cluster = {"cluster": self.cluster} if self.cluster else {}
+        rows = [dict(row) for row in self.stages]
+        return {"name": self.name, **self.estimates, **cluster, "stages": rows}
 
     def __str__(self) -> str:
         lines = [self.round] if self.round else []
         for row in self.stages:
             cached = "cached" if row["cached"] else f"runs: {row['reason']}"
             lines.append(f"{row['stage']} ({row['kind']}), {cached}; {row['arithmetic']}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.cluster] if self.cluster else lines)
 
 
 def planned(
@@ -73,6 +77,7 @@ def planned(
     Reads only; a model is not downloaded.
     """
     from posttrain.core.estimate.tokens import RunData
+    from posttrain.pipelines.run.cluster import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
 
@@ -86,7 +91,8 @@ def planned(
     found = _estimates(data, home, todo, device) if estimates or device else {}
     each: Mapping[str, Mapping[str, Any]] = found.pop("stages", {})
     rows = [row | dict(each.get(str(row["stage"]), {})) for row in rows]
-    return Plan(config.name, tuple(rows), found, begun.nothing_new or begun.reported)
+    news, cluster = begun.nothing_new or begun.reported, placement(config, home)
+    return Plan(config.name, tuple(rows), found, news, cluster)
 
 
 def stage_rows(

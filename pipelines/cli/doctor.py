@@ -81,6 +81,7 @@ def examine(home: Path) -> list[Finding]:
         code_sandbox,
         ports,
         lambda: services(home),
+        lambda: ray_cluster(home),
         model_source,
     ]
     found = [finding for look in looks for finding in look()]
@@ -304,3 +305,24 @@ def _hub_problem() -> str | None:
         return str(error.reason)
     except OSError as error:
         return str(error) or type(error).__name__
+
+
+def ray_cluster(home: Path) -> Iterator[Finding]:
+    """Ray, and the nodes of this home's cluster."""
+    from posttrain.pipelines.services.cluster import joined, shape_of
+
+    try:
+        found = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        need = "not installed; needed for a section cluster only: pip install 'posttrain[ray]'"
+        yield Finding("ray", "ok", need)
+        return
+    yield Finding("ray", "ok", found)
+    shape = shape_of(home)
+    if shape is None:
+        return
+    nodes = joined(home)
+    whole = len(nodes) == shape.nodes
+    detail = f"{shape.address}: {', '.join(map(str, nodes)) or 'no node answers'}"
+    fix = "" if whole else f"{shape.nodes} were started: posttrain cluster down, then up"
+    yield Finding("cluster", "ok" if whole else "warn", detail, fix)

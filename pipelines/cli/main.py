@@ -10,6 +10,7 @@ import typer
 from posttrain.pipelines.cli import (
     blame,
     chat,
+    cluster,
     compare,
     data,
     deployments,
@@ -89,5 +90,6 @@ app.command("schema", epilog=schema.EPILOG)(schema.schema)
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)
 app.command("deploy", epilog=deployments.DEPLOY_EPILOG)(deployments.deploy)
 app.add_typer(services.app, name="services")
+app.add_typer(cluster.app, name="cluster")
 app.command("ui", epilog=ui.EPILOG)(ui.ui)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)

@@ -72,6 +72,8 @@ def plan(
     print_stages(made.stages, console, why=why)
     if made.estimates:
         print_estimates(made, console)
+    if made.cluster:
+        console.print(made.cluster, markup=False)
     return Result(made.to_json())
 
 

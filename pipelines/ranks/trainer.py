@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.core.cluster.group import RankGroup
+from posttrain.core.cluster.processes import RankProcesses
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.models.device import is_cuda
@@ -23,9 +25,12 @@ from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.optim import StoredOptimizer, precision_of
-from posttrain.core.training.rank_processes import RankProcesses
 from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
+from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
+
+if TYPE_CHECKING:
+    from posttrain.core.cluster.on_ray import Node
 
 WORKER = "posttrain.pipelines.ranks.worker"
 
@@ -41,8 +46,8 @@ class RankSetup:
 
 
 def wants_ranks(stage: StageInputs) -> bool:
-    """Whether the run's learners have more than one rank."""
-    return stage.run.limits.learner_ranks > 1
+    """Whether the run's learners are ranks, in other processes than this one."""
+    return stage.run.trains_elsewhere
 
 
 class Trainer(Protocol):
@@ -88,7 +93,7 @@ class LocalTrainer:
 
 
 @contextmanager
-def open_trainer(stage: StageInputs, *args: object) -> Iterator[Trainer]:
+def open_trainer(stage: StageContext, *args: object) -> Iterator[Trainer]:
     """The trainer of `stage`, where the run wants it; `args` as its builder takes them."""
     if not wants_ranks(stage):
         yield LocalTrainer(stage, *args)
@@ -97,25 +102,54 @@ def open_trainer(stage: StageInputs, *args: object) -> Iterator[Trainer]:
         yield trainer
 
 
+def _ranks(stage: StageInputs) -> RankGroup:
+    """The ranks that the run's config asks for, on this machine or on a cluster."""
+    run, size = stage.run, stage.run.limits.learner_ranks
+    if run.cluster is not None:
+        from posttrain.core.cluster import on_ray  # Ray is an extra
+
+        section = run.cluster.learner
+        gpus = gpus_of_rank(run, on_ray.nodes())
+        resources = on_ray.RankResources(
+            section.cpus, gpus, section.min_ranks, run.cluster.ray.start_timeout_s
+        )
+        env = {"OMP_NUM_THREADS": str(section.cpus)}
+        return on_ray.RayRanks(size, WORKER, env, resources)
+    cores = run.limits.num_threads or len(os.sched_getaffinity(0))
+    threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
+    return RankProcesses(size, WORKER, {"OMP_NUM_THREADS": str(threads or cores)})
+
+
+def gpus_of_rank(config: RunConfig, nodes: Sequence[Node]) -> float:
+    """GPUs that a rank takes: what the config says, else one where nodes have some."""
+    assert config.cluster is not None
+    given = config.cluster.learner.gpus
+    if given is not None:
+        return given
+    return float(config.model.device != "cpu" and any(node.gpus for node in nodes))
+
+
 class RankTrainer:
     """The trainer of a stage on `limits.learner_ranks` ranks, which end with it.
 
     Models live in the ranks; `refresh` brings their trained weights into a model of this process.
     """
 
-    def __init__(self, stage: StageInputs, *args: object) -> None:
+    def __init__(self, stage: StageContext, *args: object) -> None:
         self.stage = stage
         self._copy: PreTrainedModel | None = None
-        size = stage.run.limits.learner_ranks
-        cores = stage.run.limits.num_threads or len(os.sched_getaffinity(0))
-        threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
-        env = {"OMP_NUM_THREADS": str(threads or cores)}
-        self._ranks = RankProcesses(size, WORKER, env)
+        self._ranks = _ranks(stage)
         try:
             # Ranks have no use for other stages, whose kinds they may not know.
             run = stage.run.model_copy(update={"stages": {stage.name: stage.stage}})
             setup = RankSetup(run, stage.name, dict(stage.inputs), args)
             self._ranks.start(setup, stage.check)
+            if self._ranks.size < run.limits.learner_ranks:
+                ranks = "1 rank" if self._ranks.size == 1 else f"{self._ranks.size} ranks"
+                stage.warn(
+                    f"{stage.name}: trains on {ranks}, not {run.limits.learner_ranks}: the cluster "
+                    "has no room for more"
+                )
         except BaseException:
             self._ranks.close()
             raise
@@ -133,9 +167,12 @@ class RankTrainer:
     @torch.no_grad()
     def refresh(self, model: PreTrainedModel) -> None:
         """Copy the trained weights, in the precision of `model`, into it."""
-        with tempfile.NamedTemporaryFile(dir=self._ranks.folder, suffix=".safetensors") as file:
-            self.call("export", Path(file.name), model.dtype)
-            weights = load_file(file.name)
+        if self._ranks.folder is None:
+            weights = self.call("trained_weights", model.dtype)
+        else:
+            with tempfile.NamedTemporaryFile(dir=self._ranks.folder, suffix=".safetensors") as file:
+                self.call("export", Path(file.name), model.dtype)
+                weights = load_file(file.name)
         for name, parameter in model.named_parameters():
             if name in weights:
                 parameter.copy_(weights[name])

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from posttrain.core.cluster.processes import serve
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, is_cuda, peak_memory_gb, set_threads
 from posttrain.core.models.sharded import put_away, whole
@@ -20,7 +22,6 @@ from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
-from posttrain.core.training.rank_processes import serve
 from posttrain.core.training.ranks import ProcessGroup, Ranks
 from posttrain.core.training.step_record import gather_blocks
 from posttrain.pipelines.ranks.methods import BUILDERS, Methods, Trained
@@ -50,7 +51,7 @@ def build(setup: RankSetup) -> Methods:
         runtime=runtime,
         check=lambda: None,
         ranks=ranks,
-        mesh=init_device_mesh(runtime.device.type, (ranks.size,)),
+        mesh=init_device_mesh(runtime.device.type, (ranks.size,)) if ranks.size > 1 else None,
     )
     trained = BUILDERS[type(inputs.stage)](inputs, *setup.args)
     return {**trained.methods, **_common(trained, ranks)}
@@ -59,8 +60,12 @@ def build(setup: RankSetup) -> Methods:
 def _common(trained: Trained, ranks: Ranks) -> Methods:
     """What every trainer can do."""
 
+    def weights(dtype: torch.dtype) -> dict[str, Tensor]:
+        return trained_weights(trained.model, dtype, keep=ranks.rank == 0)
+
     def export(path: Path, dtype: torch.dtype) -> None:
-        write_trained(trained.model, path if ranks.rank == 0 else None, dtype)
+        if found := weights(dtype):
+            save_file(found, path)
 
     def blocks(of: str, step: int) -> dict[str, Block]:
         return gather_blocks(trained.optimizers[of].weights(), step, ranks)
@@ -79,6 +84,7 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
             optimizer.close()
 
     return {
+        "trained_weights": weights,
         "export": export,
         "blocks": blocks,
         "write": write,
@@ -91,17 +97,16 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
 
 
 @torch.no_grad()
-def write_trained(model: PreTrainedModel, path: Path | None, dtype: torch.dtype) -> None:
-    """Write the trained weights as one file of `dtype`; ranks without a path help to gather."""
+def trained_weights(model: PreTrainedModel, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
+    """The trained weights as `dtype` on the CPU; ranks that do not `keep` them help to gather."""
     put_away(model)
     weights = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             tensor = whole(parameter.detach())
-            if path is not None:
+            if keep:
                 weights[name] = tensor.to("cpu", dtype).contiguous()
-    if path is not None:
-        save_file(weights, path)
+    return weights
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer, approvals
 from posttrain.core.store.artifacts import RunResult, check_free_disk, make_folder
 from posttrain.pipelines.rl.live import Live
+from posttrain.pipelines.run.cluster import joined_cluster
 from posttrain.pipelines.run.gates import Ask, Gates, check_answers
 from posttrain.pipelines.run.prefect_env import configure_prefect, inside_a_flow_run
 from posttrain.pipelines.run.prefect_server import OwnServer
@@ -124,7 +125,11 @@ def _execute(
     try:
         if server is not None:
             server.wait()
-        with sparing_what_is_loaded(), pipeline.watchdog:
+        with (
+            sparing_what_is_loaded(),
+            joined_cluster(pipeline.config, options.home),
+            pipeline.watchdog,
+        ):
             _run_flow(pipeline, owns_process=options.owns_process)
         status = settle(pipeline, begun)
     except KeyboardInterrupt:

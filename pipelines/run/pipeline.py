@@ -6,6 +6,7 @@ tracking, Prefect), each of which is a module of its own.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.cluster.group import RankLost
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
@@ -59,6 +61,9 @@ from posttrain.pipelines.stage.outside import champion_input, no_longer_true, ou
 MODELS = ("model", "reward_model")
 """Kinds of artifacts that MLflow has an entry of."""
 
+
+MOST_LOSSES = 3
+"""How often one stage goes on after ranks were lost."""
 
 HOLDS = {"model": "config.json", "evaluation": "metrics.json", "dataset": PROBLEMS_FILE}
 """A file that other stages read in an artifact of that kind."""
@@ -347,7 +352,16 @@ class Pipeline:
                     self._say_why(name, stage, parts)
             with self.watchdog.resting():
                 answer = self.gates.answer(name, stage, inputs, identity)
-            return self._compute(name, stage, inputs, identity, parts, files, answer)
+            for losses in itertools.count():
+                try:
+                    return self._compute(
+                        name, stage, inputs, identity, parts, files, answer, anew=losses == 0
+                    )
+                except RankLost as lost:
+                    if self.config.cluster is None or losses == MOST_LOSSES:
+                        raise
+                    self.warn(f"{name}: goes on from its last checkpoint, because {lost}")
+            raise AssertionError("a count has no end")
 
     def _outdated(self, name: str, found: StageResult, inputs: Mapping[str, Artifact]) -> bool:
         """Whether a person has decided otherwise since."""
@@ -407,12 +421,14 @@ class Pipeline:
         parts: dict[str, str],
         files: StageFiles,
         answer: Answer | None,
+        *,
+        anew: bool,
     ) -> StageResult:
         began = time.perf_counter()
         kind = stage.kind
         check_free_disk(self.home, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         check_free_disk(self.store.root, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
-        if self.fresh:
+        if self.fresh and anew:
             files.forget()
         newest = files.resume_from()
         tracker = self.tracker.stage(

@@ -27,9 +27,9 @@ REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
+from posttrain.core.cluster.processes import RankProcesses  # noqa: E402
 from posttrain.core.models.device import ModelRuntime  # noqa: E402
 from posttrain.core.runtime.heap import keep_freed_memory  # noqa: E402
-from posttrain.core.training.rank_processes import RankProcesses  # noqa: E402
 from tests.bench.learner import (  # noqa: E402
     gemm_rate,
     make_batch,

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.cluster.processes import Methods, serve
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.sharded import shard
 from posttrain.core.runtime.heap import keep_freed_memory
-from posttrain.core.training.rank_processes import Methods, serve
 from posttrain.core.training.ranks import ProcessGroup
 from tests.bench.learner import make_learner
 

@@ -1,9 +1,10 @@
-"""Two ranks train as one process does, and their checkpoints fit any number of ranks."""
+"""Two ranks train as one process does, and their checkpoints fit any number of ranks.
+
+They are processes of this machine, or actors of a Ray cluster: the same tests over both.
+"""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.errors import DataError, RunError
+from posttrain.core.cluster.group import RankGroup
 from posttrain.core.training.digests import block_digests
-from posttrain.core.training.rank_processes import RankProcesses
+from tests.helpers.ranks import nothing, started
 from tests.helpers.speed import (
     SPEED_FAMILIES,
     Options,
@@ -24,32 +25,21 @@ from tests.helpers.speed import (
     speed_model,
 )
 
-WORKER = "tests.helpers.rank_worker"
 PLAIN = Options()
 ALL = Options(stream=True, packed=True, skip_idle=True, checkpointing=True, micro_batch_size=2)
 
 
-def nothing() -> None:
-    """Nobody stops these tests."""
-
-
-def started() -> RankProcesses:
-    ranks = RankProcesses(2, WORKER, {"OMP_NUM_THREADS": "1"})
-    ranks.start(None, nothing)
-    return ranks
-
-
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankProcesses]:
-    processes = started()
-    yield processes
-    processes.close()
+def ranks(rank_kind: str) -> Iterator[RankGroup]:
+    group = started(rank_kind)
+    yield group
+    group.close()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["weights", "lora"])
 @pytest.mark.parametrize("family", SPEED_FAMILIES)
 def test_the_gradient_of_two_ranks_is_the_plain_one(
-    ranks: RankProcesses, family: str, lora: bool
+    ranks: RankGroup, family: str, lora: bool
 ) -> None:
     wanted = plain_gradients(family, Options(lora=lora))
     for options in (
@@ -81,8 +71,9 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
         for name, options in (("stream", Options(stream=True)), ("all", ALL))
     ],
 )
+@pytest.mark.parametrize("rank_kind", ["processes"], indirect=True)  # compiled alike anywhere
 def test_the_gradient_of_two_ranks_with_compiled_layers_is_the_plain_one(
-    ranks: RankProcesses, family: str, lora: bool, options: Options
+    ranks: RankGroup, family: str, lora: bool, options: Options
 ) -> None:
     wanted = plain_gradients(family, Options(lora=lora))
     compiled = replace(options, lora=lora, compiled=True)
@@ -90,9 +81,7 @@ def test_the_gradient_of_two_ranks_with_compiled_layers_is_the_plain_one(
 
 
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
-def test_updates_and_metrics_are_those_of_one_process(
-    ranks: RankProcesses, options: Options
-) -> None:
+def test_updates_and_metrics_are_those_of_one_process(ranks: RankGroup, options: Options) -> None:
     ranks.call("start", "llama", options, check=nothing)
     model = speed_model("llama", options)
     learner = speed_learner(model, options)
@@ -107,7 +96,7 @@ def test_updates_and_metrics_are_those_of_one_process(
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=1e-5)
 
 
-def test_ranks_agree_that_a_step_is_not_taken(ranks: RankProcesses) -> None:
+def test_ranks_agree_that_a_step_is_not_taken(ranks: RankGroup) -> None:
     """Only one of them computes the row that is not finite."""
     options = Options(micro_batch_size=3)
     ranks.call("start", "llama", options, check=nothing)
@@ -129,7 +118,7 @@ def test_ranks_agree_that_a_step_is_not_taken(ranks: RankProcesses) -> None:
 
 
 def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
-    ranks: RankProcesses, tmp_path: Path
+    ranks: RankGroup, tmp_path: Path
 ) -> None:
     ranks.call("start", "llama", PLAIN, check=nothing)
     for step in range(2):
@@ -166,7 +155,7 @@ def test_what_two_ranks_wrote_one_process_continues_and_the_other_way_round(
 @pytest.mark.parametrize("shape", [(301, 113), (1, 20_000), (3, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_blocks_of_pieces_are_those_of_the_whole(
-    ranks: RankProcesses, shape: tuple[int, ...], dtype: torch.dtype
+    ranks: RankGroup, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Uneven pieces, a rank without any, blocks that begin on one rank and end on the other."""
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -177,7 +166,7 @@ def test_blocks_of_pieces_are_those_of_the_whole(
 
 
 def test_the_digests_of_trained_weights_in_pieces_are_those_of_the_whole(
-    ranks: RankProcesses,
+    ranks: RankGroup,
 ) -> None:
     ranks.call("start", "llama", PLAIN, check=nothing)
     ranks.call("update", 0, check=nothing)
@@ -185,34 +174,3 @@ def test_the_digests_of_trained_weights_in_pieces_are_those_of_the_whole(
     for step in (1, 2):
         found = ranks.call("blocks", step, check=nothing)
         assert block_digests(found, step) == block_digests(weights, step)
-
-
-def test_an_error_of_one_rank_is_the_caller_s() -> None:
-    ranks = started()
-    with pytest.raises(DataError, match="there is no such row"):
-        ranks.call("fail", 1, check=nothing)
-
-
-def test_a_rank_that_dies_is_told_of_and_takes_the_others_with_it() -> None:
-    ranks = started()
-    pid = ranks.call("pid", check=nothing)
-    with pytest.raises(RunError, match="the learner's ranks ended"):
-        ranks.call("die", 1, check=nothing)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
-    assert not ranks.folder.exists()
-
-
-def test_a_stop_ends_them() -> None:
-    ranks = started()
-    pid = ranks.call("pid", check=nothing)
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ranks.call("gradient", "llama", PLAIN, check=stop)
-    ranks.close()
-    assert not Path(f"/proc/{pid}").exists() or os.waitpid(-1, os.WNOHANG) is not None

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from posttrain.core.cluster.group import Methods
+from posttrain.core.cluster.processes import serve
 from posttrain.core.errors import DataError
 from posttrain.core.models.sharded import shard, whole
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
-from posttrain.core.training.rank_processes import Methods, serve
 from posttrain.core.training.ranks import ProcessGroup
 from posttrain.core.training.step_record import gather_blocks
 from tests.helpers.speed import Options, gradients, speed_batch, speed_learner, speed_model

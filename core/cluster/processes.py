@@ -1,4 +1,4 @@
-"""The processes of a learner with several ranks, started by torchrun and called like an object.
+"""Ranks as processes of this machine, started by torchrun and called through a socket.
 
 Not `Connection.send`, to which torch has added the sharing of tensors by file descriptor.
 
@@ -17,7 +17,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from posttrain.core.errors import PosttrainError, RunError
+from posttrain.core.cluster.group import Answer, Answerer, Build, RankLost, first_cause
 from posttrain.core.runtime.process_guard import PR_SET_PDEATHSIG
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.runtime.startup import bounded_waiting, is_used, preloaded
@@ -46,14 +45,18 @@ SOCKET, STORE = "calls.sock", "store"
 
 
 class RankProcesses:
-    """`size` ranks that run the module `worker`; they end with this process, however it ends."""
+    """A `RankGroup` of `size` ranks that run the module `worker`.
+
+    They end with this process, however it ends. `folder` is one that they see too.
+    """
 
     def __init__(self, size: int, worker: str, env: Mapping[str, str]) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
-        self.folder = Path(self._folder.name)
+        folder = Path(self._folder.name)
+        self.folder: Path | None = folder
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.folder / SOCKET))
+        self._listener.bind(str(folder / SOCKET))
         self._listener.listen(size)
         self._listener.settimeout(POLL_S)
         self._connections: dict[int, Connection] = {}
@@ -62,8 +65,8 @@ class RankProcesses:
             *("--nnodes", "1", "--nproc-per-node", str(size), "--local-addr", "127.0.0.1"),
             # Ranks meet in a file: torchrun's own store would listen on every address.
             *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
-            *("--rdzv-endpoint", str(self.folder / "rendezvous"), "--rdzv-id", "posttrain"),
-            *("-m", worker, str(self.folder)),
+            *("--rdzv-endpoint", str(folder / "rendezvous"), "--rdzv-id", "posttrain"),
+            *("-m", worker, str(folder)),
         ]
         self._process = ServerProcess(
             command,
@@ -77,11 +80,11 @@ class RankProcesses:
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             },
-            self.folder / "log.txt",
+            folder / "log.txt",
         )
 
     def start(self, setup: object, check: Callable[[], None]) -> None:
-        """Wait until every rank is there, and give it `setup`. `check` raises to stop."""
+        """As in `RankGroup`."""
         deadline = time.monotonic() + START_LIMIT_S
         while len(self._connections) < self.size:
             check()
@@ -98,7 +101,7 @@ class RankProcesses:
         self._ask(setup, check)
 
     def call(self, method: str, *args: object, check: Callable[[], None]) -> Any:  # Any: pickled
-        """What `method` of rank 0 returns, after it has been called on every rank."""
+        """As in `RankGroup`."""
         return self._ask((method, args), check)
 
     def _ask(self, message: object, check: Callable[[], None]) -> Any:  # Any: as above
@@ -109,35 +112,35 @@ class RankProcesses:
                 raise self._lost("ended") from error
         answer: Any = None
         waiting = dict(self._connections)
-        failure: Exception | None = None
+        failures: list[Exception] = []
         while waiting:
             check()
             ready = wait(list(waiting.values()), timeout=POLL_S)
-            if failure is not None and not ready:
+            if failures and not ready:
                 break
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 try:
-                    reported, value = receive(waiting.pop(rank))
+                    found: Answer = receive(waiting.pop(rank))
                 except (EOFError, OSError) as gone:
                     raise self._lost("ended") from gone
-                failure = failure or reported
-                answer = value if rank == 0 else answer
-        if failure is not None:
+                failures += [found[0]] if found[0] is not None else []
+                answer = found[1] if rank == 0 else answer
+        if failures:
             self.close()  # the other ranks wait in vain for the one that failed
-            raise failure
+            raise first_cause(failures)
         return answer
 
-    def _lost(self, what: str) -> RunError:
+    def _lost(self, what: str) -> RankLost:
         """The error to raise for ranks that are gone."""
         tail = self._process.log_tail()
         self.close()
-        return RunError(
+        return RankLost(
             f"the learner's ranks {what}; killed for memory, perhaps: each needs its share of the "
             f"weights and the activations of a micro-batch. The end of their log:\n{tail}"
         )
 
     def close(self) -> None:
-        """End all ranks; may be called twice."""
+        """As in `RankGroup`."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
@@ -146,10 +149,7 @@ class RankProcesses:
         self._folder.cleanup()
 
 
-Methods = Mapping[str, Callable[..., Any]]  # Any: each method has its own arguments
-
-
-def serve(folder: Path, build: Callable[[Any], Methods]) -> None:
+def serve(folder: Path, build: Build) -> None:
     """Answer calls to the methods that `build` makes of the setup, until the caller is gone."""
     _die_with_torchrun()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -166,26 +166,16 @@ def serve(folder: Path, build: Callable[[Any], Methods]) -> None:
         rank=rank,
         world_size=size,
     )
-    methods: Methods = {}
+    answerer = Answerer(build, rank)
     while True:
         try:
             message = receive(connection)
         except EOFError:
             break
-        try:
-            if methods:
-                method, args = message
-                value = methods[method](*args)
-            else:
-                methods, value = build(message), None
-        except Exception as error:  # whatever a method raises is the caller's to see
-            traceback.print_exc()
-            if not isinstance(error, PosttrainError):
-                what = f"{type(error).__name__}: {error}"
-                error = RunError(f"rank {rank} of the learner failed: {what}")
-            send(connection, (error, None))
+        answer = answerer.answer(message)
+        send(connection, answer)
+        if answer[0] is not None:
             break
-        send(connection, (None, value if rank == 0 else None))
     # Not `destroy_process_group`, which waits for ranks that an error has ended.
     connection.close()
     os._exit(0)

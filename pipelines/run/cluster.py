@@ -1,0 +1,68 @@
+"""The Ray cluster of a run: joined before its first stage, left after its last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.errors import ResourceError
+from posttrain.pipelines.ranks.trainer import gpus_of_rank
+from posttrain.pipelines.services.cluster import require_ray, token_file
+
+
+@contextmanager
+def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
+    """Nothing without a section `cluster`. Raises `ResourceError` where it cannot be joined."""
+    if config.cluster is None:
+        yield
+        return
+    require_ray()
+    from posttrain.core.cluster import on_ray
+
+    token, cpus = token_file(home), config.limits.learner_ranks * config.cluster.learner.cpus
+    on_ray.join(config.cluster.ray.address, token if token.is_file() else None, cpus)
+    try:
+        yield
+    finally:
+        on_ray.leave()
+
+
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The same run with a cluster of its own, if it has one, in the place of somebody's."""
+    if config.cluster is None:
+        return config
+    ray = config.cluster.ray.model_copy(update={"address": "local"})
+    cluster = config.cluster.model_copy(update={"ray": ray})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def placement(config: RunConfig, home: Path) -> str:
+    """The nodes of the run's cluster, and whether its ranks fit there; empty without a cluster.
+
+    Reads only. A cluster of the run's own is not started.
+    """
+    if config.cluster is None:
+        return ""
+    section, count = config.cluster.learner, config.limits.learner_ranks
+    ranks = f"{count} rank{'' if count == 1 else 's'} of {section.cpus} CPU"
+    if config.cluster.ray.address == "local":
+        return f"cluster: one of this machine for the run alone, with {ranks}"
+    try:
+        with joined_cluster(config, home):
+            from posttrain.core.cluster import on_ray
+
+            nodes = on_ray.nodes()
+    except ResourceError as error:
+        return f"cluster: {error}"
+    gpus = gpus_of_rank(config, nodes)
+    bundle = {"CPU": float(section.cpus)} | ({"GPU": gpus} if gpus else {})
+    fits = on_ray.room(bundle, nodes)
+    verdict = "they fit" if fits >= count else f"there is room for {fits}"
+    if section.min_ranks <= fits < count:
+        verdict += ", with which stages go on (cluster.learner.min_ranks)"
+    elif fits < count:
+        verdict += ": the run would end after cluster.ray.start_timeout_s"
+    each = f" and {gpus:g} GPU" if gpus else ""
+    return f"cluster: {', '.join(map(str, nodes))}; {ranks}{each} each: {verdict}"

@@ -1,0 +1,243 @@
+"""A run whose learner is on the nodes of a Ray cluster is the run of this machine, and lives on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.runtime.processes import free_ports
+from tests.helpers.pipeline import (
+    Finished,
+    prepared,
+    run_command,
+    start_command,
+    tiny_config,
+    wait_for_step,
+    write_config,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("shared_prefect"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+]
+
+RANKS = ("--set", "limits.learner_ranks=2")
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of two nodes, of one CPU each, and how runs of other homes get there."""
+
+    home: Path
+    port: int
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return (*RANKS, "--set", f"cluster.ray.address=127.0.0.1:{self.port}")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"RAY_AUTH_TOKEN_PATH": str(self.home / "cluster" / "token")}
+
+    def change(self, *command: str) -> Finished:
+        return run_command("cluster", *command, "--home", str(self.home), "--json")
+
+    def up(self) -> None:
+        done = self.change("up", "--nodes", "2", "--port", str(self.port))
+        assert done.code == 0 and len(done.result["nodes"]) == 2, done.text
+
+    def run(self, config: Path, home: Path, *more: str) -> Finished:
+        given = (*self.given, *more, "--home", str(prepared(home)), "--json")
+        return run_command("run", str(config), *given, variables=self.variables)
+
+    def start(self, config: Path, home: Path) -> subprocess.Popen[str]:
+        """A run that has recorded its third step."""
+        given = (*self.given, "--home", str(prepared(home)), "--json")
+        process = start_command("run", str(config), *given, variables=self.variables)
+        wait_for_step(home, 3, process)
+        return process
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    (port,) = free_ports(1)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster") / "home", port)
+    cluster.up()
+    yield cluster
+    assert cluster.change("status").result["up"]
+    assert cluster.change("down").code == 0
+    assert not named(str(cluster.home), "ray"), "nothing of it is left"
+
+
+def named(*words: str) -> list[psutil.Process]:
+    """The processes with all of these words in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            found += [process] if all(word in command for word in words) else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
+    rl = made["stages"]["rl"] | {
+        "inputs": {"model": "base"},
+        "rewards": ["accuracy"],
+        "steps": STEPS,
+        "checkpoint_every": 2,
+        "evaluate_every": 0,
+    }
+    return write_config(folder / "run.yaml", made | {"stages": {"rl": rl}})
+
+
+@pytest.fixture(scope="module")
+def local(config: Path) -> Finished:
+    """The same run with two ranks of this machine."""
+    home = prepared(config.parent / "local")
+    done = run_command("run", str(config), *RANKS, "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    return done
+
+
+def weights(result: dict[str, Any]) -> str:
+    """The digest of the trained model."""
+    made = result["stages"]["rl"]["artifacts"]
+    return str(next(a["digest"] for a in made if a["kind"] == "model"))
+
+
+def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=240)
+    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def test_two_nodes_make_the_weights_of_one_machine(
+    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+) -> None:
+    done = cluster.run(config, tmp_path / "home")
+    assert done.code == 0, done.text
+    assert done.result["stages"]["rl"]["status"] == "ran"
+    assert weights(done.result) == weights(local.result)
+    again = run_command("run", str(config), *RANKS, "--home", str(tmp_path / "home"), "--json")
+    assert again.result["stages"]["rl"]["status"] == "cached", "where ranks ran changes nothing"
+
+
+def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
+    cluster: Cluster, config: Path
+) -> None:
+    where = ("--home", str(cluster.home), "--no-calibration", "--json")
+    plan = run_command("plan", str(config), *cluster.given, *where)
+    assert plan.result["cluster"].endswith("2 ranks of 1 CPU each: they fit"), plan.text
+    three = ("--set", "limits.learner_ranks=3", "--set", "cluster.learner.min_ranks=3")
+    plan = run_command("plan", str(config), *cluster.given, *three, *where)
+    assert "there is room for 2: the run would end" in plan.result["cluster"], plan.text
+    doctor = run_command("doctor", "--home", str(cluster.home), "--json")
+    (found,) = [f for f in doctor.result["findings"] if f["name"] == "cluster"]
+    assert found["status"] == "ok" and found["detail"].count("1 CPUs") == 2
+    few = ("--set", "cluster.learner.min_ranks=3")
+    refused = run_command("validate", str(config), *cluster.given, *few)
+    assert refused.code == 2 and "expected at most limits.learner_ranks (2)" in refused.text
+
+
+def test_one_rank_on_a_node_makes_the_weights_of_one_process(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    # What sampling computed is not there in another process.
+    alone = ("--set", "limits.learner_ranks=1", "--set", "stages.rl.reuse_outputs=false")
+    home = prepared(tmp_path / "alone")
+    local = run_command("run", str(config), *alone, "--home", str(home), "--json")
+    done = cluster.run(config, tmp_path / "home", *alone)
+    assert local.code == done.code == 0, done.text
+    assert weights(done.result) == weights(local.result)
+    again = ("replay", done.result["run_id"], "--step", "2", "--home", str(tmp_path / "home"))
+    replayed = run_command(*again, "--json")
+    assert replayed.code == 0 and replayed.result["equal"], replayed.text
+
+
+def test_a_run_goes_on_after_a_rank_was_killed(
+    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+) -> None:
+    process = cluster.start(config, tmp_path / "home")
+    ranks = named("ray::RankActor")
+    assert len(ranks) == 2
+    ranks[1].kill()
+    result = finished(process)
+    assert result["status"] == "completed", result
+    assert any("a rank of the learner is gone" in text for text in result["warnings"]), result
+    assert result["stages"]["rl"]["status"] == "resumed"
+    assert weights(result) == weights(local.result), "nothing of the lost step is left"
+
+
+def test_ranks_end_with_a_run_that_is_killed(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    process = cluster.start(config, tmp_path / "home")
+    ranks = named("ray::RankActor")
+    assert len(ranks) == 2
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+
+
+def test_ranks_for_which_there_is_no_room_are_one_sentence(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    more = (
+        "limits.learner_ranks=3",
+        "cluster.learner.min_ranks=3",
+        "cluster.ray.start_timeout_s=3",
+    )
+    done = cluster.run(config, tmp_path / "home", *(x for one in more for x in ("--set", one)))
+    assert done.code == 4, done.text
+    assert "no room for 3 ranks with 1 CPU each within 3 s" in done.text
+    assert "Traceback" not in done.text
+
+
+def test_a_cluster_that_is_not_there_or_not_ours_is_one_sentence(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    away = ("--set", f"cluster.ray.address=127.0.0.1:{port}")
+    done = cluster.run(config, tmp_path / "home", *away)
+    assert done.code == 4 and f"no Ray cluster answers at 127.0.0.1:{port}" in done.text, done.text
+    stranger = replace(cluster, home=tmp_path)
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "token").write_text("0" * 64)
+    done = stranger.run(config, tmp_path / "other")
+    assert done.code == 4 and "cannot be joined" in done.text, done.text
+    assert "Traceback" not in done.text
+
+
+def test_a_run_goes_on_with_one_rank_after_a_node_was_lost(
+    cluster: Cluster, config: Path, tmp_path: Path
+) -> None:
+    process = cluster.start(config, tmp_path / "home")
+    (record,) = (cluster.home / "cluster" / "running").glob("node-1.json")
+    node = psutil.Process(json.loads(record.read_text())["pid"])
+    for one in [*node.children(recursive=True), node]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    result = finished(process)
+    assert result["status"] == "completed", result
+    assert result["stages"]["rl"]["status"] == "resumed"
+    assert any("1 rank, not 2" in text for text in result["warnings"]), result["warnings"]
+    assert not cluster.change("status").result["up"]
+    cluster.change("down")
+    cluster.up()

@@ -1,0 +1,25 @@
+"""Two ranks that run `tests.helpers.rank_worker`: processes of this machine, or Ray's actors."""
+
+from __future__ import annotations
+
+from posttrain.core.cluster.group import RankGroup
+from posttrain.core.cluster.processes import RankProcesses
+
+WORKER = "tests.helpers.rank_worker"
+
+
+def nothing() -> None:
+    """Nobody stops these tests."""
+
+
+def started(kind: str) -> RankGroup:
+    env = {"OMP_NUM_THREADS": "1"}
+    if kind == "ray":
+        from posttrain.core.cluster.on_ray import RankResources, RayRanks
+
+        resources = RankResources(cpus=1, gpus=0, least=2, start_timeout_s=60)
+        ranks: RankGroup = RayRanks(2, WORKER, env, resources)
+    else:
+        ranks = RankProcesses(2, WORKER, env)
+    ranks.start(None, nothing)
+    return ranks
