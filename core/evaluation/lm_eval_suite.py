@@ -162,7 +162,7 @@ def _manager(suite: Suite, options: SuiteOptions) -> Any:  # Any: lm-eval's Task
 
 
 def _check_yaml(folder: Path) -> None:
-    """Raise `ConfigError` for a file that is no YAML, which lm-eval would pass over in silence."""
+    """Raise `ConfigError` for a file that is not YAML, which lm-eval would pass over in silence."""
     for path in sorted(folder.rglob("*.yaml")):
         try:
             # Only its form: lm-eval's own tags, such as !function, are not loaded.
