@@ -88,7 +88,7 @@ class RankResources:
 class _Connection:
     """The cluster that this process has joined, at most one at a time.
 
-    `before` is what the environment said of a token at first; `lost` says that ranks were lost
+    `before` is what the environment said of a token until then; `lost` says that ranks were lost
     since.
     """
 
@@ -129,6 +129,7 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
             f"for a token: set {MODE}=token in its environment before ray is imported"
         )
     options: dict[str, Any] = {}
+    _joined.before = os.environ.get(TOKEN_PATH)
     if address == LOCAL:
         _joined.folder = Path(tempfile.mkdtemp(prefix="posttrain-ray-"))
         token = _joined.folder / "token"
