@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.contracts.stage import faults_of_plugin
 from posttrain.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -123,6 +122,8 @@ class Setting:
 
 def check_stages(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> list[str]:
     """The checks that stage kinds bring themselves; returns their warnings."""
+    from posttrain.core.contracts.stage import faults_of_plugin  # it loads pydantic
+
     config, found = resolved.config, []
     for name, stage in config.stages.items():
         setting = Setting(name, config.seed, task, config.model.max_model_len)
