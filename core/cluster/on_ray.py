@@ -49,6 +49,8 @@ ANSWER_S = 5.0
 """What the port of a cluster has to answer."""
 REGROUP_S = 15.0
 """How long ranks wait for as many nodes as there were before a loss."""
+FEWER_S = 30.0
+"""How long fewer ranks wait: a group that was just given up may hold their places for a while."""
 LOCAL = "local"
 NAMESPACE = "posttrain"
 TOKEN_BYTES = 32
@@ -391,9 +393,10 @@ class RayRanks:
 
         if group := _placed(bundle, wanted, is_over, check):
             return group
-        while self.size > self._resources.least:
-            self.size -= 1
-            if group := _placed(bundle, self.size, lambda: True, check):
+        self.size = min(wanted - 1, room(bundle, nodes()))
+        if self.size >= self._resources.least:
+            until = time.monotonic() + FEWER_S
+            if group := _placed(bundle, self.size, lambda: time.monotonic() > until, check):
                 return group
         each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         free = ray.available_resources()

@@ -77,8 +77,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster") / "home", port)
     cluster.up()
     yield cluster
-    assert cluster.change("status").result["up"]
+    status = cluster.change("status")
     assert cluster.change("down").code == 0
+    assert status.result["up"], status.text
     assert not named(str(cluster.home), "ray"), "nothing of it is left"
 
 
@@ -155,6 +156,7 @@ def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
     assert refused.code == 2 and "expected at most limits.learner_ranks (2)" in refused.text
 
 
+@pytest.mark.slow
 def test_one_rank_on_a_node_makes_the_weights_of_one_process(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(
     assert weights(result) == weights(local.result), "nothing of the lost step is left"
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_run_that_is_killed(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +213,7 @@ def test_ranks_for_which_there_is_no_room_are_one_sentence(
     assert "Traceback" not in done.text
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_or_not_ours_is_one_sentence(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +229,7 @@ def test_a_cluster_that_is_not_there_or_not_ours_is_one_sentence(
     assert "Traceback" not in done.text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_one_rank_after_a_node_was_lost(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
