@@ -26,24 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.startup import bounded_waiting
 
 MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
-# Ray reads it when it is imported, which somebody may have done before us.
-ASKS_FOR_TOKENS = os.environ.get(MODE) == "token" or "ray" not in sys.modules
-os.environ.setdefault(MODE, "token")
-
-import ray  # noqa: E402
-from ray.util.placement_group import (  # noqa: E402
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
-
-from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause  # noqa: E402
-from posttrain.core.errors import ResourceError, RunError  # noqa: E402
-from posttrain.core.runtime.startup import bounded_waiting  # noqa: E402
-
 POLL_S = 0.2
 ANSWER_S = 5.0
 """What the port of a cluster has to answer."""
@@ -90,14 +81,14 @@ class RankResources:
 class _Connection:
     """The cluster that this process has joined, at most one at a time.
 
-    `before` is what the environment said of a token until then; `lost` says that ranks were lost
+    `before` is what the environment said of tokens until then; `lost` says that ranks were lost
     since.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self.folder: Path | None = None
-        self.before = os.environ.get(TOKEN_PATH)
+        self.before: dict[str, str | None] = {}
         self.lost = False
 
 
@@ -125,13 +116,7 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
             f"this process is connected to another Ray cluster ({_joined.address or 'not ours'}), "
             f"and {address} was asked for: leave that one first (ray.shutdown())"
         )
-    if not ASKS_FOR_TOKENS:
-        raise ResourceError(
-            f"this process imported ray without {MODE}=token, so it cannot use a cluster that asks "
-            f"for a token: set {MODE}=token in its environment before ray is imported"
-        )
     options: dict[str, Any] = {}
-    _joined.before = os.environ.get(TOKEN_PATH)
     if address == LOCAL:
         _joined.folder = Path(tempfile.mkdtemp(prefix="posttrain-ray-"))
         token = _joined.folder / "token"
@@ -143,8 +128,12 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
         }
     else:
         _require_answer(address)
+    wanted = {MODE: "token"}
     if token is not None and (address == LOCAL or TOKEN_PATH not in os.environ):
-        os.environ[TOKEN_PATH] = str(token)
+        wanted[TOKEN_PATH] = str(token)
+    _joined.before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    _read_environment()
     try:
         with _signals_kept():
             ray.init(
@@ -168,13 +157,23 @@ def leave() -> None:
     """Disconnect this process, and end the cluster that it started; may be called twice."""
     with _signals_kept():
         ray.shutdown()
-    if _joined.before is None:
-        os.environ.pop(TOKEN_PATH, None)
-    else:
-        os.environ[TOKEN_PATH] = _joined.before
+    for name, value in _joined.before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if _joined.before:
+        _read_environment()
     if _joined.folder is not None:
         shutil.rmtree(_joined.folder, ignore_errors=True)
-    _joined.address, _joined.folder, _joined.lost = "", None, False
+    _joined.address, _joined.folder, _joined.lost, _joined.before = "", None, False, {}
+
+
+def _read_environment() -> None:
+    """Let Ray read mode and token again: it does when it is imported, as vLLM has done perhaps."""
+    raylet = importlib.import_module("ray._raylet")  # in C, without types
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def nodes() -> list[Node]:

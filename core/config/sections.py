@@ -416,7 +416,7 @@ class RaySection(Section):
     )
 
 
-class LearnerResources(Section):
+class LearnerSection(Section):
     """What the learner's ranks take of a cluster."""
 
     cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs, and threads, of a rank")
@@ -440,7 +440,7 @@ class ClusterSection(Section):
     """Where the learner's ranks run if not as processes of this machine. Changes no result."""
 
     ray: RaySection = RaySection()
-    learner: LearnerResources = LearnerResources()
+    learner: LearnerSection = LearnerSection()
 
 
 class KeepSection(Section):
