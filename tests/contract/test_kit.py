@@ -70,11 +70,12 @@ BY_PLACE = "Score(float(i)) for i, _ in enumerate(samples)"
         ("for sample in samples]", "for sample in samples[1:]]", "sound score", "scores: got 0"),
         ("description=", "title=", "description", "['max_tokens']"),
         ("Source: an example", "It is mine", "docstring", ""),
-        (
+        pytest.param(
             "limit = self.config.max_tokens",
             "import time; time.sleep(1.2); limit = 9",
             "second",
             "1.",
+            marks=pytest.mark.slow,  # every call of every check sleeps
         ),
         ("return [", f"return [{BY_PLACE}] or [", "same scores", "reverse"),
         ("limit =", "1 / len(samples[0].text); limit =", "sound score", "ZeroDivisionError at "),

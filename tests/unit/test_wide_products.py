@@ -169,7 +169,7 @@ def with_lora(model: PreTrainedModel) -> None:
         ("eager", None),
         ("sdpa", None),
         ("stream", use_checkpointing),
-        ("stream", compile_layers),
+        pytest.param("stream", compile_layers, marks=pytest.mark.slow),  # over a minute
         ("stream", with_lora),
     ],
     ids=["stream", "eager", "sdpa", "checkpointing", "compiled", "lora"],
