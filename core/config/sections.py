@@ -431,8 +431,8 @@ class LearnerSection(Section):
         default=1,
         ge=1,
         le=10_000,
-        description="where there is no room for limits.learner_ranks, at the start or after a "
-        "loss, the stage goes on with fewer, down to this",
+        description="where limits.learner_ranks do not fit, at the start or after a loss, the "
+        "stage goes on with fewer, down to this",
     )
 
 

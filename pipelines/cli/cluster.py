@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.common import CommandContext, Result, command
+from posttrain.pipelines.cli.common import CommandContext, Result, command, say_aside
 
 app = typer.Typer(
     no_args_is_help=True,
     help="A Ray cluster of several nodes on this machine (extra: posttrain\\[ray]).",
 )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @app.command(
@@ -44,8 +39,8 @@ def up(
     from posttrain.pipelines.services.cluster import up as start_all
 
     shape = Shape(nodes, cpus, gpus, port)
-    found = start_all(context.home, shape, _say)
-    _say(f"{len(found)} nodes are up; configs use them with:")
+    found = start_all(context.home, shape, say_aside)
+    say_aside(f"{len(found)} nodes are up; configs use them with:")
     print(f"cluster: {{ray: {{address: '{shape.address}'}}}}", flush=True)
     return Result({"address": shape.address, "nodes": [asdict(node) for node in found]})
 
@@ -56,8 +51,8 @@ def down(context: CommandContext) -> Result:
     """Stop the nodes of this home, and the ranks on them."""
     from posttrain.pipelines.services.cluster import down as stop_all
 
-    stop_all(context.home, _say)
-    _say(f"no cluster of {context.home} runs")
+    stop_all(context.home, say_aside)
+    say_aside(f"no cluster of {context.home} runs")
     return Result({"status": "ok"})
 
 
@@ -70,12 +65,12 @@ def status(context: CommandContext) -> Result:
     shape = shape_of(context.home)
     found = joined(context.home) if shape else []
     for node in found:
-        _say(str(node))
+        say_aside(str(node))
     whole = shape is not None and len(found) == shape.nodes
     if shape is None:
-        _say(f"no cluster in {context.home}; start one with: posttrain cluster up")
+        say_aside(f"no cluster in {context.home}; start one with: posttrain cluster up")
     elif not whole:
-        _say(f"{len(found)} of {shape.nodes} nodes are up: `posttrain cluster down`, then up")
+        say_aside(f"{len(found)} of {shape.nodes} nodes are up: `posttrain cluster down`, then up")
     return Result(
         {
             "up": whole,

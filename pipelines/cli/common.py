@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
+
+
+def say_aside(text: str) -> None:
+    """A line of progress on stderr: standard output is for the shell to evaluate."""
+    print(text, file=sys.stderr, flush=True)
+
+
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS, errno.ELOOP}
 _NO_ACCESS |= {errno.EEXIST}  # a file where a folder is to be made
 EPILOG_CODES = (

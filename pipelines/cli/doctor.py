@@ -318,10 +318,14 @@ def ray_cluster(home: Path) -> Iterator[Finding]:
         yield Finding("ray", "ok", need)
         return
     yield Finding("ray", "ok", found)
-    shape = shape_of(home)
+    try:
+        shape = shape_of(home)
+        nodes = joined(home)
+    except ResourceError as error:
+        yield Finding("cluster", "warn", str(error), "posttrain cluster down, then up")
+        return
     if shape is None:
         return
-    nodes = joined(home)
     whole = len(nodes) == shape.nodes
     detail = f"{shape.address}: {', '.join(map(str, nodes)) or 'no node answers'}"
     fix = "" if whole else f"{shape.nodes} were started: posttrain cluster down, then up"

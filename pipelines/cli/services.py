@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.cli.common import CommandContext, Result, command
+from posttrain.pipelines.cli.common import CommandContext, Result, command, say_aside
 
 if TYPE_CHECKING:
     from posttrain.pipelines.services.layout import Ports
@@ -18,11 +17,6 @@ app = typer.Typer(
     help="PostgreSQL, a Prefect server, an MLflow server and a worker on 127.0.0.1.",
 )
 PortOption = Annotated[int | None, typer.Option(min=1, max=65535, show_default=False)]
-
-
-def _say(text: str) -> None:
-    """Progress goes to stderr: standard output is for the shell to evaluate."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @app.command("up", epilog='Example:\n\n  eval "$(posttrain services up)"')
@@ -45,8 +39,8 @@ def up(
         postgres_port or kept.postgres, prefect_port or kept.prefect, mlflow_port or kept.mlflow
     )
     _check_distinct(ports)
-    start_all(context.home, ports, _say)
-    _say("all services are up; runs report to them in a shell with:")
+    start_all(context.home, ports, say_aside)
+    say_aside("all services are up; runs report to them in a shell with:")
     return Result({"status": "ok", "home": str(context.home), **_print_exports(exports(ports))})
 
 
@@ -67,8 +61,8 @@ def down(context: CommandContext) -> Result:
     """Stop the services of a home and the runs of its worker; data stay."""
     from posttrain.pipelines.services.manage import down as stop_all
 
-    stop_all(context.home, _say)
-    _say(f"no service of {context.home} runs")
+    stop_all(context.home, say_aside)
+    say_aside(f"no service of {context.home} runs")
     return Result({"status": "ok"})
 
 
@@ -83,13 +77,13 @@ def status(context: CommandContext) -> Result:
     for item in states:
         how = "up" if item.ready else "down" if item.pid is None else "not answering"
         where = item.address if item.pid else ""
-        _say(f"{item.service:<9} {how:<14} {where:<26} log: {item.log}")
+        say_aside(f"{item.service:<9} {how:<14} {where:<26} log: {item.log}")
     ports = Layout(context.home).ports()
     whole = bool(states) and all(item.ready for item in states)
     if whole and ports is not None:
         _print_exports(exports(ports))
     if not states:
-        _say(f"no services in {context.home}; start them with: posttrain services up")
+        say_aside(f"no services in {context.home}; start them with: posttrain services up")
     rows = {item.service: {"pid": item.pid, "ready": item.ready} for item in states}
     return Result(
         {"up": whole, "services": rows, "home": str(context.home)},

@@ -30,7 +30,7 @@ from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
-    from posttrain.core.cluster.on_ray import Node
+    from posttrain.core.cluster.on_ray import Node, RankResources
 
 WORKER = "posttrain.pipelines.ranks.worker"
 
@@ -106,27 +106,25 @@ def _ranks(stage: StageInputs) -> RankGroup:
     """The ranks that the run's config asks for, on this machine or on a cluster."""
     run, size = stage.run, stage.run.limits.learner_ranks
     if run.cluster is not None:
-        from posttrain.core.cluster import on_ray  # Ray is an extra
+        from posttrain.core.cluster.on_ray import RayRanks, nodes  # Ray is an extra
 
-        section = run.cluster.learner
-        gpus = gpus_of_rank(run, on_ray.nodes())
-        resources = on_ray.RankResources(
-            section.cpus, gpus, section.min_ranks, run.cluster.ray.start_timeout_s
-        )
-        env = {"OMP_NUM_THREADS": str(section.cpus)}
-        return on_ray.RayRanks(size, WORKER, env, resources)
+        env = {"OMP_NUM_THREADS": str(run.cluster.learner.cpus)}
+        return RayRanks(size, WORKER, env, resources_of_rank(run, nodes()))
     cores = run.limits.num_threads or len(os.sched_getaffinity(0))
     threads = 0 if is_cuda(stage.runtime.device) else max(1, cores // size)
     return RankProcesses(size, WORKER, {"OMP_NUM_THREADS": str(threads or cores)})
 
 
-def gpus_of_rank(config: RunConfig, nodes: Sequence[Node]) -> float:
-    """GPUs that a rank takes: what the config says, else one where nodes have some."""
+def resources_of_rank(config: RunConfig, nodes: Sequence[Node]) -> RankResources:
+    """What a rank takes of a cluster; without `gpus` in the config, one where nodes have some."""
+    from posttrain.core.cluster.on_ray import RankResources
+
     assert config.cluster is not None
-    given = config.cluster.learner.gpus
-    if given is not None:
-        return given
-    return float(config.model.device != "cpu" and any(node.gpus for node in nodes))
+    section = config.cluster.learner
+    gpus = section.gpus
+    if gpus is None:
+        gpus = float(config.model.device != "cpu" and any(node.gpus for node in nodes))
+    return RankResources(section.cpus, gpus, section.min_ranks, config.cluster.ray.start_timeout_s)
 
 
 class RankTrainer:

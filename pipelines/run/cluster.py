@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.ranks.trainer import gpus_of_rank
+from posttrain.pipelines.ranks.trainer import resources_of_rank
 from posttrain.pipelines.services.cluster import require_ray, token_file
 
 
@@ -56,13 +56,12 @@ def placement(config: RunConfig, home: Path) -> str:
             nodes = on_ray.nodes()
     except ResourceError as error:
         return f"cluster: {error}"
-    gpus = gpus_of_rank(config, nodes)
-    bundle = {"CPU": float(section.cpus)} | ({"GPU": gpus} if gpus else {})
-    fits = on_ray.room(bundle, nodes)
-    verdict = "they fit" if fits >= count else f"there is room for {fits}"
+    resources = resources_of_rank(config, nodes)
+    fits = on_ray.room(resources.bundle, nodes)
+    verdict = "they fit" if fits >= count else f"only {fits} fit"
     if section.min_ranks <= fits < count:
         verdict += ", with which stages go on (cluster.learner.min_ranks)"
     elif fits < count:
         verdict += ": the run would end after cluster.ray.start_timeout_s"
-    each = f" and {gpus:g} GPU" if gpus else ""
+    each = f" and {resources.gpus:g} GPU" if resources.gpus else ""
     return f"cluster: {', '.join(map(str, nodes))}; {ranks}{each} each: {verdict}"

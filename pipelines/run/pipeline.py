@@ -6,7 +6,6 @@ tracking, Prefect), each of which is a module of its own.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -60,7 +59,6 @@ from posttrain.pipelines.stage.outside import champion_input, no_longer_true, ou
 
 MODELS = ("model", "reward_model")
 """Kinds of artifacts that MLflow has an entry of."""
-
 
 MOST_LOSSES = 3
 """How often one stage goes on after ranks were lost."""
@@ -352,16 +350,17 @@ class Pipeline:
                     self._say_why(name, stage, parts)
             with self.watchdog.resting():
                 answer = self.gates.answer(name, stage, inputs, identity)
-            for losses in itertools.count():
+            if self.fresh:
+                files.forget()
+            losses = 0
+            while True:
                 try:
-                    return self._compute(
-                        name, stage, inputs, identity, parts, files, answer, anew=losses == 0
-                    )
+                    return self._compute(name, stage, inputs, identity, parts, files, answer)
                 except RankLost as lost:
-                    if self.config.cluster is None or losses == MOST_LOSSES:
+                    losses += 1
+                    if self.config.cluster is None or losses > MOST_LOSSES:
                         raise
                     self.warn(f"{name}: goes on from its last checkpoint, because {lost}")
-            raise AssertionError("a count has no end")
 
     def _outdated(self, name: str, found: StageResult, inputs: Mapping[str, Artifact]) -> bool:
         """Whether a person has decided otherwise since."""
@@ -421,15 +420,11 @@ class Pipeline:
         parts: dict[str, str],
         files: StageFiles,
         answer: Answer | None,
-        *,
-        anew: bool,
     ) -> StageResult:
         began = time.perf_counter()
         kind = stage.kind
         check_free_disk(self.home, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
         check_free_disk(self.store.root, 0.0, self.config.limits.min_free_gb, f"stage '{name}'")
-        if self.fresh and anew:
-            files.forget()
         newest = files.resume_from()
         tracker = self.tracker.stage(
             name,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
@@ -66,15 +65,6 @@ class Shape:
         return f"{HOST}:{self.port}"
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    nodes: int
-    cpus: int
-    gpus: int
-    port: int
-
-
 def require_ray() -> None:
     """Raise `ResourceError` where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
@@ -95,8 +85,8 @@ def shape_of(home: Path) -> Shape | None:
     if not path.exists():
         return None
     try:
-        return Shape(**read_json(path, _Shape))
-    except WrongContent as error:
+        return Shape(**read_json(path, dict[str, int]))
+    except (WrongContent, TypeError) as error:
         raise ResourceError(
             f"{path} does not hold what the cluster of this home is made of ({error}): end its "
             f"processes, if some run, and remove {path.parent}"

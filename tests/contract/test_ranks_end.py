@@ -15,7 +15,7 @@ from tests.helpers.speed import Options
 
 def test_an_error_of_one_rank_is_the_caller_s(rank_kind: str) -> None:
     ranks = started(rank_kind)
-    with pytest.raises(DataError, match="there is no such row"):
+    with pytest.raises(DataError, match="row 3 does not exist"):
         ranks.call("fail", 1, check=nothing)
 
 

@@ -147,7 +147,7 @@ def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
     assert plan.result["cluster"].endswith("2 ranks of 1 CPU each: they fit"), plan.text
     three = ("--set", "limits.learner_ranks=3", "--set", "cluster.learner.min_ranks=3")
     plan = run_command("plan", str(config), *cluster.given, *three, *where)
-    assert "there is room for 2: the run would end" in plan.result["cluster"], plan.text
+    assert "only 2 fit: the run would end" in plan.result["cluster"], plan.text
     doctor = run_command("doctor", "--home", str(cluster.home), "--json")
     (found,) = [f for f in doctor.result["findings"] if f["name"] == "cluster"]
     assert found["status"] == "ok" and found["detail"].count("1 CPUs") == 2

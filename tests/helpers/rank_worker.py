@@ -63,7 +63,7 @@ def build(setup: object) -> Methods:
 
     def fail(rank: int) -> None:
         if rank == ranks.rank:
-            raise DataError("there is no such row")
+            raise DataError("row 3 does not exist")
 
     def die(rank: int) -> None:
         if rank == ranks.rank:
