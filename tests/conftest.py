@@ -81,11 +81,11 @@ def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed (posttrain[ray])")
-    from posttrain.core.cluster import on_ray
+    from posttrain.core.cluster.on_ray import connection
 
-    on_ray.join("local")
+    connection.join("local")
     yield "ray"
-    on_ray.leave()
+    connection.leave()
 
 
 @pytest.hookimpl(tryfirst=True)

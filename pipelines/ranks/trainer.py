@@ -30,7 +30,8 @@ from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
 
 if TYPE_CHECKING:
-    from posttrain.core.cluster.on_ray import Node, RankResources
+    from posttrain.core.cluster.on_ray.connection import Node
+    from posttrain.core.cluster.on_ray.ranks import RankResources
 
 WORKER = "posttrain.pipelines.ranks.worker"
 
@@ -106,7 +107,8 @@ def _ranks(stage: StageInputs) -> RankGroup:
     """The ranks that the run's config asks for, on this machine or on a cluster."""
     run, size = stage.run, stage.run.limits.learner_ranks
     if run.cluster is not None:
-        from posttrain.core.cluster.on_ray import RayRanks, nodes  # Ray is an extra
+        from posttrain.core.cluster.on_ray.connection import nodes  # Ray is an extra
+        from posttrain.core.cluster.on_ray.ranks import RayRanks
 
         env = {"OMP_NUM_THREADS": str(run.cluster.learner.cpus)}
         return RayRanks(size, WORKER, env, resources_of_rank(run, nodes()))
@@ -117,7 +119,7 @@ def _ranks(stage: StageInputs) -> RankGroup:
 
 def resources_of_rank(config: RunConfig, nodes: Sequence[Node]) -> RankResources:
     """What a rank takes of a cluster; without `gpus` in the config, one where nodes have some."""
-    from posttrain.core.cluster.on_ray import RankResources
+    from posttrain.core.cluster.on_ray.ranks import RankResources
 
     assert config.cluster is not None
     section = config.cluster.learner

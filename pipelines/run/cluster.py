@@ -19,14 +19,14 @@ def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
         yield
         return
     require_ray()
-    from posttrain.core.cluster import on_ray
+    from posttrain.core.cluster.on_ray import connection
 
     token, cpus = token_file(home), config.limits.learner_ranks * config.cluster.learner.cpus
-    on_ray.join(config.cluster.ray.address, token if token.is_file() else None, cpus)
+    connection.join(config.cluster.ray.address, token if token.is_file() else None, cpus)
     try:
         yield
     finally:
-        on_ray.leave()
+        connection.leave()
 
 
 def on_this_machine(config: RunConfig) -> RunConfig:
@@ -51,13 +51,13 @@ def placement(config: RunConfig, home: Path) -> str:
         return f"cluster: one of this machine for the run alone, with {ranks}"
     try:
         with joined_cluster(config, home):
-            from posttrain.core.cluster import on_ray
+            from posttrain.core.cluster.on_ray import connection
 
-            nodes = on_ray.nodes()
+            nodes = connection.nodes()
     except ResourceError as error:
         return f"cluster: {error}"
     resources = resources_of_rank(config, nodes)
-    fits = on_ray.room(resources.bundle, nodes)
+    fits = connection.room(resources.bundle, nodes)
     verdict = "they fit" if fits >= count else f"only {fits} fit"
     if section.min_ranks <= fits < count:
         verdict += ", with which stages go on (cluster.learner.min_ranks)"

@@ -34,7 +34,7 @@ from posttrain.pipelines.services.processes import (
 )
 
 if TYPE_CHECKING:
-    from posttrain.core.cluster.on_ray import Node
+    from posttrain.core.cluster.on_ray.connection import Node
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
@@ -96,7 +96,7 @@ def shape_of(home: Path) -> Shape | None:
 def up(home: Path, shape: Shape, say: Say) -> list[Node]:
     """Start the nodes, and return them once all have joined."""
     require_ray()
-    from posttrain.core.cluster.on_ray import write_token
+    from posttrain.core.cluster.on_ray.connection import write_token
 
     folder = home / "cluster"
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -195,13 +195,13 @@ def joined(home: Path) -> list[Node]:
     shape = shape_of(home)
     if shape is None or not _listens(shape.port):
         return []
-    from posttrain.core.cluster import on_ray
+    from posttrain.core.cluster.on_ray import connection
 
-    on_ray.join(shape.address, token_file(home))
+    connection.join(shape.address, token_file(home))
     try:
-        return on_ray.nodes()
+        return connection.nodes()
     finally:
-        on_ray.leave()
+        connection.leave()
 
 
 def down(home: Path, say: Say) -> None:

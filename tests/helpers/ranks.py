@@ -15,7 +15,7 @@ def nothing() -> None:
 def started(kind: str) -> RankGroup:
     env = {"OMP_NUM_THREADS": "1"}
     if kind == "ray":
-        from posttrain.core.cluster.on_ray import RankResources, RayRanks
+        from posttrain.core.cluster.on_ray.ranks import RankResources, RayRanks
 
         resources = RankResources(cpus=1, gpus=0, least=2, start_timeout_s=60)
         ranks: RankGroup = RayRanks(2, WORKER, env, resources)

@@ -1,62 +1,33 @@
-"""Ranks as actors of a Ray cluster. The only module that imports Ray.
-
-Ray listens on all addresses of a machine, so a cluster is always asked for its token
-(`RAY_AUTH_MODE=token`), and its address is always explicit: without one, Ray joins whatever cluster
-was started last on the machine.
-"""
+"""Ranks as actors of a Ray cluster."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import os
 import pickle
-import secrets
-import shutil
-import signal
 import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause
+from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
+from posttrain.core.cluster.on_ray.placement import POLL_S, placed
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.startup import bounded_waiting
 
-MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
-POLL_S = 0.2
-ANSWER_S = 5.0
-"""What the port of a cluster has to answer."""
 REGROUP_S = 15.0
 """How long ranks wait for as many nodes as there were before a loss."""
 FEWER_S = 30.0
 """How long fewer ranks wait: a group that was just given up may hold their places for a while."""
-LOCAL = "local"
-NAMESPACE = "posttrain"
-TOKEN_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node of the cluster that is alive, and what it has in all."""
-
-    address: str
-    cpus: float
-    gpus: float
-
-    def __str__(self) -> str:
-        return f"{self.address} ({self.cpus:g} CPUs, {self.gpus:g} GPUs)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,159 +44,6 @@ class RankResources:
         """In Ray's words, without what is not needed."""
         amounts = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
         return {name: amount for name, amount in amounts.items() if amount}
-
-
-# --- The connection of this process ---------------------------------------------------------------
-
-
-class _Connection:
-    """The cluster that this process has joined, at most one at a time.
-
-    `before` is what the environment said of tokens until then; `lost` says that ranks were lost
-    since.
-    """
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.folder: Path | None = None
-        self.before: dict[str, str | None] = {}
-        self.lost = False
-
-
-_joined = _Connection()
-
-
-def write_token(path: Path) -> None:
-    """A new token, readable by this user only."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secrets.token_hex(TOKEN_BYTES))
-
-
-def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
-    """Connect this process to the cluster at HOST:PORT, or start one of its own (`local`).
-
-    A connection to the same address is kept. `token` is the cluster's; the environment's
-    `RAY_AUTH_TOKEN_PATH` wins. A cluster of its own has at least `cpus` CPUs, as Ray counts them.
-    Raises `ResourceError` where nothing answers, the token is not the cluster's, or this machine is
-    not one of its nodes.
-    """
-    if ray.is_initialized() and _joined.address == address:
-        return
-    if ray.is_initialized():
-        raise ResourceError(
-            f"this process is connected to another Ray cluster ({_joined.address or 'not ours'}), "
-            f"and {address} was asked for: leave that one first (ray.shutdown())"
-        )
-    options: dict[str, Any] = {}
-    if address == LOCAL:
-        _joined.folder = Path(tempfile.mkdtemp(prefix="posttrain-ray-"))
-        token = _joined.folder / "token"
-        write_token(token)
-        options = {
-            "include_dashboard": False,
-            "num_cpus": max(cpus, os.cpu_count() or 1),
-            "_temp_dir": str(_joined.folder / "files"),
-        }
-    else:
-        _require_answer(address)
-    wanted = {MODE: "token"}
-    if token is not None and (address == LOCAL or TOKEN_PATH not in os.environ):
-        wanted[TOKEN_PATH] = str(token)
-    _joined.before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    _read_environment()
-    try:
-        with _signals_kept():
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
-    except Exception as error:  # Ray raises many types, of its own and of gRPC
-        leave()
-        raise ResourceError(
-            f"the Ray cluster at {address} cannot be joined ({_first_line(error)}): its token must "
-            f"be in {TOKEN_PATH}, its versions of Python and Ray must be those of this environment "
-            f"(Ray {ray.__version__}), and this machine must be one of its nodes"
-        ) from error
-    _joined.address = address
-
-
-def leave() -> None:
-    """Disconnect this process, and end the cluster that it started; may be called twice."""
-    with _signals_kept():
-        ray.shutdown()
-    for name, value in _joined.before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if _joined.before:
-        _read_environment()
-    if _joined.folder is not None:
-        shutil.rmtree(_joined.folder, ignore_errors=True)
-    _joined.address, _joined.folder, _joined.lost, _joined.before = "", None, False, {}
-
-
-def _read_environment() -> None:
-    """Let Ray read mode and token again: it does when it is imported, as vLLM has done perhaps."""
-    raylet = importlib.import_module("ray._raylet")  # in C, without types
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def nodes() -> list[Node]:
-    """The nodes that are alive, ordered by address."""
-    found = [
-        Node(
-            str(node["NodeManagerAddress"]),
-            float(node["Resources"].get("CPU", 0.0)),
-            float(node["Resources"].get("GPU", 0.0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return sorted(found, key=lambda node: node.address)
-
-
-def room(bundle: Mapping[str, float], found: Sequence[Node]) -> int:
-    """How many ranks that take `bundle` (of CPU and GPU) each fit, when nothing else runs there."""
-    each = ({"CPU": node.cpus, "GPU": node.gpus} for node in found)
-    return sum(min(int(has[name] // takes) for name, takes in bundle.items()) for has in each)
-
-
-def _require_answer(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        raise ResourceError(
-            f"no Ray cluster answers at {address} ({error}): start one (`posttrain cluster up` on "
-            "this machine, or `ray start --head`), correct cluster.ray.address, or set it to "
-            "'local'"
-        ) from error
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM from a process that joins or leaves a cluster."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-# --- Ranks ----------------------------------------------------------------------------------------
 
 
 class RankActor:
@@ -365,7 +183,7 @@ class RayRanks:
                 try:
                     found[index] = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:  # in `meet`, before there are answers
-                    what = _first_line(error.cause or error)
+                    what = first_line(error.cause or error)
                     failures.append(RunError(f"rank {index} of the learner failed: {what}"))
                     continue
                 except ray.exceptions.RayError as error:
@@ -374,7 +192,8 @@ class RayRanks:
                     failures.append(found[index][0])
         if failures:
             cause = first_cause(failures)
-            _joined.lost |= isinstance(cause, RankLost)
+            if isinstance(cause, RankLost):
+                note_loss()
             self.close()
             raise cause
         return [found[index] for index in range(len(references))]
@@ -387,15 +206,15 @@ class RayRanks:
         def is_over() -> bool:
             waited = time.monotonic() - began
             # A node that is gone seldom comes back soon.
-            short = _joined.lost and room(bundle, nodes()) < wanted
+            short = has_lost() and room(bundle, nodes()) < wanted
             return waited > min(limit, REGROUP_S if short else limit)
 
-        if group := _placed(bundle, wanted, is_over, check):
+        if group := placed(bundle, wanted, is_over, check):
             return group
         self.size = min(wanted - 1, room(bundle, nodes()))
         if self.size >= self._resources.least:
             until = time.monotonic() + FEWER_S
-            if group := _placed(bundle, self.size, lambda: time.monotonic() > until, check):
+            if group := placed(bundle, self.size, lambda: time.monotonic() > until, check):
                 return group
         each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         free = ray.available_resources()
@@ -410,11 +229,11 @@ class RayRanks:
         )
 
     def _lost(self, error: Exception) -> RankLost:
-        _joined.lost = True
+        note_loss()
         self.close()
         return RankLost(
             "a rank of the learner is gone: its process was killed, for memory perhaps, or its "
-            f"node left the cluster. Ray says: {_first_line(error)}"
+            f"node left the cluster. Ray says: {first_line(error)}"
         )
 
     def close(self) -> None:
@@ -425,23 +244,3 @@ class RayRanks:
             if self._group is not None:
                 remove_placement_group(self._group)
         self._actors, self._group = [], None
-
-
-def _placed(
-    bundle: Mapping[str, float],
-    count: int,
-    is_over: Callable[[], bool],
-    check: Callable[[], None],
-) -> PlacementGroup | None:
-    """A placement group with `count` bundles; None where it is not there when `is_over`."""
-    group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="PACK")
-    try:
-        while not group.wait(POLL_S):
-            check()
-            if is_over():
-                remove_placement_group(group)
-                return None
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return group

@@ -1,0 +1,1 @@
+"""What runs on a Ray cluster. The only package that imports Ray."""
