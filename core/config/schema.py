@@ -198,7 +198,9 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
     cluster: ClusterSection | None = Field(
-        default=None, description="a Ray cluster for the learner's ranks; not set = this machine"
+        default=None,
+        description="a Ray cluster for the learner's ranks, rewards and environments; not set = "
+        "this machine",
     )
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()

@@ -436,11 +436,51 @@ class LearnerSection(Section):
     )
 
 
+class NodePoolSection(Section):
+    """Processes on nodes of the cluster, one on each."""
+
+    cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs that each takes of its node")
+    nodes: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="nodes that have one; not set = each that has room beside the learner's ranks",
+    )
+
+
+class RewardNodesSection(NodePoolSection):
+    """Rewards that run in workers, scored on nodes: `cpus` are the workers of each."""
+
+
+class EnvironmentNodesSection(NodePoolSection):
+    """Environments and their tools, called on nodes."""
+
+    at_once: int = Field(
+        default=256,
+        ge=1,
+        le=100_000,
+        description="turns that a node answers at once, in threads; a tool that says less (at_once "
+        "of its class, 1 unless it says so) has its way",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=1_000_000,
+        description="seconds that the answer to one turn may take; then its node is given up",
+    )
+
+
 class ClusterSection(Section):
-    """Where the learner's ranks run if not as processes of this machine. Changes no result."""
+    """Where a run does its work if not as processes of this machine. Changes no result."""
 
     ray: RaySection = RaySection()
     learner: LearnerSection = LearnerSection()
+    rewards: RewardNodesSection | None = Field(
+        default=None, description="score rewards on nodes; not set = on the run's machine"
+    )
+    environments: EnvironmentNodesSection | None = Field(
+        default=None, description="call environments on nodes; not set = in the run's process"
+    )
 
 
 class KeepSection(Section):
