@@ -26,8 +26,8 @@ class TryElsewhere:
 class Unanswered:
     """What an item came to that no node answered.
 
-    `to_blame`: it was alone with a process when that was lost, and not for the first time. Other
-    items found no node.
+    `to_blame`: it was alone with a process when that was lost, after two others that it had shared.
+    Other items found no node.
     """
 
     reason: str
@@ -76,10 +76,13 @@ class Sharing:
     at_once: int | None = None
     least: int = 1
 
-    def size(self, waiting: int, nodes: int, held: int) -> int:
-        """Items of the next batch, of `waiting` ones, for one of `nodes`, which has `held`."""
+    def size(self, total: int, waiting: int, nodes: int, held: int) -> int:
+        """Items of the next batch for one of `nodes`, which has `held`; `waiting` of `total` are
+        left.
+        """
         if self.at_once is None:
-            return 0 if held else max(self.least, math.ceil(waiting / (2 * nodes)))
+            least = min(self.least, math.ceil(total / nodes))
+            return 0 if held else max(least, math.ceil(waiting / (2 * nodes)))
         part = min(math.ceil(waiting / (4 * nodes)), max(1, self.at_once // 4))
         return max(0, min(part, self.at_once - held))
 
@@ -94,13 +97,18 @@ class Batch:
     losses: int = 0
     avoid: frozenset[str] = frozenset()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else may be on its node: it has been there at two losses."""
+        return self.losses >= 2
+
 
 @dataclass
 class Work:
     """Items that wait for a node, and the answers to the others.
 
-    A batch whose node was lost is done again in two halves, each alone with its node, so that an
-    item that takes its process with it is found, and costs no other one its answer.
+    A batch whose node was lost is done again in two halves, and after a second loss each alone with
+    its node: so an item that takes its process with it is found, and costs no other its answer.
     """
 
     items: Sequence[Any]
@@ -119,15 +127,17 @@ class Work:
     def next_for(self, node: str, held: int, nodes: int, sharing: Sharing) -> Batch | None:
         """A batch for `node`, which holds `held` items; None where it has enough.
 
-        What is done again is done alone.
+        What is done again comes first.
         """
         for batch in self._again:
             if node not in batch.avoid:
-                if held:
+                if held and (batch.is_alone or sharing.at_once is None):
                     return None
                 self._again.remove(batch)
                 return batch
-        size = sharing.size(len(self._fresh), nodes, held) if self._fresh else 0
+        size = 0
+        if self._fresh:
+            size = sharing.size(len(self.items), len(self._fresh), nodes, held)
         if not size:
             return None
         return Batch(tuple(self._fresh.popleft() for _ in range(min(size, len(self._fresh)))))
@@ -154,7 +164,7 @@ class Work:
             middle = len(places) // 2
             halves = (places[:middle], places[middle:])
             self._again.extendleft(replace(batch, places=h, losses=losses) for h in halves[::-1])
-        elif batch.losses:
+        elif batch.is_alone:
             self.answers[places[0]] = Unanswered(reason, to_blame=True)
         else:
             self._again.appendleft(replace(batch, losses=losses))

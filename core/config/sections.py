@@ -455,12 +455,13 @@ class RewardNodesSection(NodePoolSection):
 class EnvironmentNodesSection(NodePoolSection):
     """Environments and their tools, called on nodes."""
 
-    at_once: int = Field(
-        default=256,
+    at_once: int | None = Field(
+        default=None,
         ge=1,
         le=100_000,
-        description="turns that a node answers at once, in threads; a tool that says less (at_once "
-        "of its class, 1 unless it says so) has its way",
+        description="turns that a node answers at once, in threads; not set = as many as the tools "
+        "allow, up to 256. A tool that takes fewer (at_once of its class, which is 1 unless it "
+        "says otherwise) has its way",
     )
     timeout_s: float = Field(
         default=600.0,

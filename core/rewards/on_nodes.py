@@ -16,7 +16,7 @@ from posttrain.core.sandbox.required import isolations
 from posttrain.core.types import RewardSample, Score
 
 WORKER = "posttrain.core.rewards.node_worker"
-PER_WORKER = 16
+PER_WORKER = 8
 """Samples of a node's smallest batches, for each of its workers."""
 GRACE_S = 30.0
 
@@ -33,7 +33,7 @@ class RewardsOnNodes:
     """Scores as `local` does, by pools of the same kind on nodes; a context manager.
 
     A sample whose node is lost is scored on another. Where none is left, `local` scores, after a
-    warning. One that takes the process of its node with it, alone and twice, has crashed.
+    warning. One that takes processes of nodes with it, the last when alone there, has crashed.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class AnswersOnNodes:
     """The answers that `here` would give, by copies of the environment on nodes.
 
     A step in which a tool or the environment raises, or whose node is lost, is made once more
-    elsewhere; then its error counts as it would here. A step that takes the process of its node
-    with it, alone and twice, is one whose tools fail. Where no node is left, `here` answers, after
-    a warning.
+    elsewhere; then its error counts as it would here. In a step that takes processes of nodes with
+    it, the last when alone there, the tools fail. Where no node is left, `here` answers, after a
+    warning.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class AnswersOnNodes:
         environment = self.here.environment
         if not isinstance(environment.config, ToolUseConfig):
             raise RunError(
-                f"environment '{environment.name}': a turn took the process that answered it "
-                f"with it, twice: {answer.reason}"
+                f"environment '{environment.name}': a turn took the processes with it that were "
+                f"to answer it: {answer.reason}"
             )
         with unreachable(NodeLost(answer.reason)):
             return environment.step(*step)

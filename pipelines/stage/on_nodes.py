@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from posttrain.core.cluster.on_ray.pools import PoolResources
     from posttrain.core.rewards.scoring import Scorer
 
+AT_ONCE = 256
+"""Turns that a node answers at once where the config says nothing."""
+
 
 def _resources(context: StageContext, name: str, section: NodePoolSection) -> PoolResources:
     from posttrain.core.cluster.on_ray.pools import PoolResources
@@ -59,7 +62,7 @@ def answered_on_nodes(context: StageContext, episodes: EpisodeRunner | None) -> 
 
     section, here = cluster.environments, episodes.answers
     assert isinstance(here, AnswersHere), "build_episodes made them"
-    at_once = min(section.at_once, here.at_once)
+    at_once = min(section.at_once or AT_ONCE, here.at_once)
     resources = _resources(context, "environments", section)
     nodes = RayNodes(WORKER, resources, sharing(at_once, section.timeout_s), context.warn)
     with AnswersOnNodes(here, nodes, at_once, context.warn, context.check) as answers:

@@ -117,8 +117,8 @@ class _Node:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it does a batch again that must be alone with it."""
-        return any(batch.losses or batch.avoid for batch, _ in self.running.values())
+        """Whether it does a batch that must be alone with it."""
+        return any(batch.is_alone for batch, _ in self.running.values())
 
 
 class RayNodes:
