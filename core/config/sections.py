@@ -434,6 +434,14 @@ class LearnerSection(Section):
         description="where limits.learner_ranks do not fit, at the start or after a loss, the "
         "stage goes on with fewer, down to this",
     )
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="ranks that share one copy of weights and moments; each such group has a copy "
+        "(HSDP): the GPUs of a node, where links between nodes are slow. limits.learner_ranks is a "
+        "multiple of it; not set = all ranks share one",
+    )
 
 
 class NodePoolSection(Section):
