@@ -466,7 +466,7 @@ class EnvironmentNodesSection(NodePoolSection):
     at_once: int | None = Field(
         default=None,
         ge=1,
-        le=100_000,
+        le=2_048,
         description="turns that a node answers at once, in threads; not set = as many as the tools "
         "allow, up to 256. A tool that takes fewer (at_once of its class, which is 1 unless it "
         "says otherwise) has its way",
