@@ -452,7 +452,7 @@ class NodePoolSection(Section):
         default=None,
         ge=1,
         le=100_000,
-        description="nodes that have one; not set = each that has room beside the learner's ranks",
+        description="nodes that have one; not set = each that has room next to the learner's ranks",
     )
 
 

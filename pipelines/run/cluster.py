@@ -116,7 +116,7 @@ def _placed(name: str, pool: NodePoolSection, free: list[float]) -> tuple[list[f
     said = f"{name} with {pool.cpus} CPU on {len(used)} of {len(free)} nodes"
     if len(used) < wanted:
         said = (
-            f"{name} with {pool.cpus} CPU: no room beside the ranks on {wanted} "
+            f"{name} with {pool.cpus} CPU: no room next to the ranks on {wanted} "
             f"node{'' if wanted == 1 else 's'}, only on {len(used)}: the run would end after "
             "cluster.ray.start_timeout_s"
         )

@@ -216,7 +216,7 @@ def test_a_node_with_a_weaker_sandbox_refuses(nodes: TwoNodes) -> None:
 
 
 LOCAL = """
-import beside
+import near
 from posttrain.core.contracts import NoConfig, Reward
 from posttrain.core.types import Score
 
@@ -225,13 +225,13 @@ class Mine(Reward[NoConfig]):
     name, Config = "mine", NoConfig
 
     def score(self, samples):
-        return [Score(beside.value(sample.text)) for sample in samples]
+        return [Score(near.value(sample.text)) for sample in samples]
 """
 
 
 def test_a_reward_in_a_local_file_is_sent_along(nodes: TwoNodes, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOCAL)
-    (tmp_path / "beside.py").write_text("def value(text):\n    return float(len(text))\n")
+    (tmp_path / "near.py").write_text("def value(text):\n    return float(len(text))\n")
     reward = load_file(tmp_path / "mine.py").Mine(NoConfig())
     with on_nodes(RewardPool([reward], workers=1), []) as pool:
         for path in tmp_path.glob("*.py"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.pipeline import (
     Finished,
     prepared,
@@ -62,8 +62,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
     (folder / "mine.py").write_text(PLUGINS)
     (folder / "near.py").write_text(NEAR)
-    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model", init_std=0.02))
-    # Nearly every character that the model writes ends a call, or a turn is cut.
+    # A small alphabet, so that a random model often writes the character that ends a call.
+    tokenizer = make_tiny_tokenizer("\n0123456789+-*=?: ", BARE_TEMPLATE)
+    model = make_tiny_model(folder / "model", init_std=0.02, tokenizer=tokenizer)
+    made: dict[str, Any] = tiny_config(model)
     environment = {
         "name": "tools",
         "tools": ["mine.py:Backwards"],
@@ -154,7 +156,7 @@ def test_plan_and_validate_say_what_pools_need(running_nodes: TwoNodes, config: 
     more = given(running_nodes, "cluster.rewards.nodes=2", "cluster.rewards.cpus=2")
     plan = run_command("plan", str(config), *more, *where)
     assert (
-        "rewards with 2 CPU: no room beside the ranks on 2 nodes, only on 1"
+        "rewards with 2 CPU: no room next to the ranks on 2 nodes, only on 1"
         in (plan.result["cluster"])
     ), plan.text
     many = given(running_nodes, "cluster.environments.at_once=2000")
