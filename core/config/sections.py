@@ -444,11 +444,33 @@ class LearnerSection(Section):
     )
 
 
+class EnginesSection(Section):
+    """vLLM servers on the nodes of a cluster."""
+
+    replicas: int = Field(default=1, ge=1, le=10_000, description="servers")
+    cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs of a server")
+    gpus: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000,
+        description="GPUs of a server, which are its tensor parallel size; not set = one where "
+        "nodes have some, unless model.device is cpu",
+    )
+
+
 class ClusterSection(Section):
-    """Where the learner's ranks run if not as processes of this machine. Changes no result."""
+    """Where the learner's ranks and the engine's servers run if not on this machine.
+
+    Changes no result.
+    """
 
     ray: RaySection = RaySection()
     learner: LearnerSection = LearnerSection()
+    engines: EnginesSection | None = Field(
+        default=None,
+        description="servers of engine vllm_server on the cluster's nodes; not set = on this "
+        "machine",
+    )
 
 
 class KeepSection(Section):

@@ -10,6 +10,7 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ResourceError
 from posttrain.pipelines.ranks.trainer import resources_of_rank
 from posttrain.pipelines.services.cluster import require_ray, token_file
+from posttrain.pipelines.stage.engines import engine_places
 
 
 @contextmanager
@@ -21,7 +22,9 @@ def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
     require_ray()
     from posttrain.core.cluster.on_ray import connection
 
-    token, cpus = token_file(home), config.limits.learner_ranks * config.cluster.learner.cpus
+    token, engines = token_file(home), config.cluster.engines
+    cpus = config.limits.learner_ranks * config.cluster.learner.cpus
+    cpus += engines.replicas * engines.cpus if engines else 0
     connection.join(config.cluster.ray.address, token if token.is_file() else None, cpus)
     try:
         yield
@@ -39,29 +42,52 @@ def on_this_machine(config: RunConfig) -> RunConfig:
 
 
 def placement(config: RunConfig, home: Path) -> str:
-    """The nodes of the run's cluster, and whether its ranks fit there; empty without a cluster.
+    """The nodes of the run's cluster, and whether its ranks and servers fit there.
 
-    Reads only. A cluster of the run's own is not started.
+    Reads only, and is empty without a cluster. A cluster of the run's own is not started.
     """
     if config.cluster is None:
         return ""
-    section, count = config.cluster.learner, config.limits.learner_ranks
-    ranks = f"{count} rank{'' if count == 1 else 's'} of {section.cpus} CPU"
+    cluster, count = config.cluster, config.limits.learner_ranks
+    section, engines = cluster.learner, cluster.engines
+    ranks = f"{_several(count, 'rank')} of {section.cpus} CPU"
+    servers = f"{_several(engines.replicas, 'server')} of {engines.cpus} CPU" if engines else ""
     if config.cluster.ray.address == "local":
-        return f"cluster: one of this machine for the run alone, with {ranks}"
+        both = f"{ranks} and {servers}" if servers else ranks
+        return f"cluster: one of this machine for the run alone, with {both}"
     try:
         with joined_cluster(config, home):
             from posttrain.core.cluster.on_ray import connection
 
-            nodes = connection.nodes()
+            nodes, places = connection.nodes(), engine_places(config)
     except ResourceError as error:
         return f"cluster: {error}"
-    resources = resources_of_rank(config, nodes)
+    shown, resources = f"cluster: {', '.join(map(str, nodes))}", resources_of_rank(config, nodes)
+    if places is not None:
+        servers += f"{_gpus(places.gpus)} each"
+        fit = connection.room(places.bundle, nodes)
+        if fit < places.replicas:
+            return (
+                f"{shown}; {servers}: only {fit} fit: the run would end after "
+                "cluster.ray.start_timeout_s"
+            )
+        # Servers are placed first, on as few nodes as possible.
+        nodes, servers = (
+            connection.without(places.bundle, places.replicas, nodes),
+            f"{servers} and ",
+        )
     fits = connection.room(resources.bundle, nodes)
-    verdict = "they fit" if fits >= count else f"only {fits} fit"
+    verdict = "they fit" if fits >= count else f"only {fits} {'ranks ' if servers else ''}fit"
     if section.min_ranks <= fits < count:
         verdict += ", with which stages go on (cluster.learner.min_ranks)"
     elif fits < count:
         verdict += ": the run would end after cluster.ray.start_timeout_s"
-    each = f" and {resources.gpus:g} GPU" if resources.gpus else ""
-    return f"cluster: {', '.join(map(str, nodes))}; {ranks}{each} each: {verdict}"
+    return f"{shown}; {servers}{ranks}{_gpus(resources.gpus)} each: {verdict}"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _gpus(count: float) -> str:
+    return f" and {count:g} GPU" if count else ""
