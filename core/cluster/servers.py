@@ -77,7 +77,7 @@ class Server(Protocol):
 
 
 def loopback_command(arguments: Sequence[str], port: int) -> list[str]:
-    """The command of this Python with `arguments`, told to listen on loopback only."""
+    """The command of this Python with `arguments`, with the address to listen on: loopback only."""
     return [sys.executable, *arguments, "--host", LOOPBACK, "--port", str(port)]
 
 

@@ -158,7 +158,7 @@ async def wait_until_ready(replicas: Sequence[Replica], timeout_s: float) -> Non
 
 
 async def post(replica: Replica, path: str, body: Json) -> Json:
-    """The JSON answer; one that is no JSON stands under `answer`.
+    """The JSON answer; one that is not JSON stands under `answer`.
 
     Raises `RunError` with the server's words when it is not 200.
     """

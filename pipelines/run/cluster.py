@@ -72,12 +72,11 @@ def placement(config: RunConfig, home: Path) -> str:
                 "cluster.ray.start_timeout_s"
             )
         # Servers are placed first, on as few nodes as possible.
-        nodes, servers = (
-            connection.without(places.bundle, places.replicas, nodes),
-            f"{servers} and ",
-        )
+        nodes = connection.without(places.bundle, places.replicas, nodes)
+        servers += " and "
     fits = connection.room(resources.bundle, nodes)
-    verdict = "they fit" if fits >= count else f"only {fits} {'ranks ' if servers else ''}fit"
+    of = "of the ranks " if servers else ""
+    verdict = "they fit" if fits >= count else f"only {fits} {of}fit"
     if section.min_ranks <= fits < count:
         verdict += ", with which stages go on (cluster.learner.min_ranks)"
     elif fits < count:

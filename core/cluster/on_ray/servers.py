@@ -105,7 +105,7 @@ class RayServer:
     is_ours = True
 
     def __init__(self, index: int, actor: Any, timeout_s: float) -> None:  # Any: Ray's handle
-        self.name, self._actor, self._timeout_s = f"server {index}", actor, timeout_s
+        self.name, self._actor, self._timeout_s = f"#{index}", actor, timeout_s
 
     async def start(self, arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> None:
         """Wait for the actor's place, and start its child."""
