@@ -164,6 +164,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
     _tied: frozenset[str] = frozenset()
     _servers: RayServers | None = None
     _kept: SentFiles | None = None
+    _adapter: SentFiles | None = None
     _syncs: int = 0
     _unknown_weights: str = ""
 
@@ -328,7 +329,8 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         self.policy_version, self._unknown_weights = policy_version, ""
         # A server that is started again reads them; one that was given never is.
         _remove(files if self.config.urls else self._kept)
-        self._kept = files
+        _remove(self._adapter)
+        self._kept, self._adapter = files, None
 
     def sync_adapter(self, folder: Path, policy_version: int) -> None:
         """Load a copy of the adapter under a new name at all servers; see the contract."""
@@ -338,7 +340,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
                 raise RunError("the servers take no adapters: set engine.max_lora_rank")
             check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
             self._syncs += 1
-            name, before = f"adapter-{self._syncs}", fleet.model_name
+            name = f"adapter-{self._syncs}"
             if self.fetches_weights:
                 files = share_folder(folder)
             else:
@@ -350,13 +352,13 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             except RunError:
                 _remove(files)
                 raise
-            shutil.rmtree(fleet.folder / before, ignore_errors=True)
-            self.policy_version = policy_version
+            _remove(self._adapter)
+            self._adapter, self.policy_version = files, policy_version
 
     def close(self) -> None:
         """Stop the servers that were started here; may be called twice."""
         fleet, self._fleet, self._setup = self._fleet, None, None
-        self._kept = None
+        self._kept = self._adapter = None
         if fleet is not None:
             fleet.close()
         if self._servers is not None:

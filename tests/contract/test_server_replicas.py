@@ -31,6 +31,11 @@ from posttrain.plugins.engines.vllm_server import VllmServerConfig, VllmServerEn
 from tests.helpers import token_server
 from tests.helpers.engines import make_adapter, make_setup
 
+SELDOM_ON_A_CLUSTER = pytest.mark.parametrize(
+    "kind", ["here", pytest.param("cluster", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+"""What becomes of a server is decided above the way to it."""
+ON_A_CLUSTER = pytest.mark.parametrize("kind", ["cluster"], indirect=True, scope="module")
 PROMPTS = [[5, 6, 7], [8, 9], [10]]
 PARAMS = SamplingParams(num_generations=20, max_tokens=8, seed=3)
 WAIT_S = 60
@@ -163,6 +168,7 @@ def test_a_server_killed_at_work_loses_no_answer_and_comes_back_with_the_present
     )
 
 
+@SELDOM_ON_A_CLUSTER
 def test_when_all_servers_are_lost_the_run_waits_for_them(
     start: Start, weights: dict[str, Tensor]
 ) -> None:
@@ -180,6 +186,7 @@ def test_when_all_servers_are_lost_the_run_waits_for_them(
     assert [[c.token_ids for c in g] for g in again] == [[c.token_ids for c in g] for g in whole]
 
 
+@SELDOM_ON_A_CLUSTER
 def test_a_server_that_dies_again_and_again_is_given_up(start: Start) -> None:
     fleet = start(replicas=1, restarts=1)
     for number in (0, 1):
@@ -191,6 +198,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(start: Start) -> None:
         fleet.generate()
 
 
+@SELDOM_ON_A_CLUSTER
 def test_one_that_refuses_weights_is_left_out_and_starts_again_with_them(
     start: Start, weights: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +211,7 @@ def test_one_that_refuses_weights_is_left_out_and_starts_again_with_them(
     assert fleet.generate() == whole
 
 
+@SELDOM_ON_A_CLUSTER
 def test_when_all_refuse_the_engine_answers_no_more_until_a_sync(
     start: Start, weights: dict[str, Tensor]
 ) -> None:
@@ -219,6 +228,7 @@ def test_when_all_refuse_the_engine_answers_no_more_until_a_sync(
     assert all(fleet.alive) and fleet.generate()
 
 
+@SELDOM_ON_A_CLUSTER
 def test_one_that_answers_otherwise_than_most_is_left_out(
     start: Start, weights: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +241,7 @@ def test_one_that_answers_otherwise_than_most_is_left_out(
         fleet.engine.sync_weights(weights.items(), policy_version=2)
 
 
+@SELDOM_ON_A_CLUSTER
 def test_one_that_returns_with_other_answers_is_not_asked(
     start: Start, weights: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,6 +254,7 @@ def test_one_that_returns_with_other_answers_is_not_asked(
     assert fleet.alive.count(True) == 1 and fleet.generate() == whole
 
 
+@SELDOM_ON_A_CLUSTER
 def test_an_adapter_reaches_all_servers_and_one_that_returns(
     start: Start, model: Path, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -260,9 +272,8 @@ def test_an_adapter_reaches_all_servers_and_one_that_returns(
     assert fleet.generate() not in (plain, adapted)
 
 
+@ON_A_CLUSTER
 def test_servers_for_which_there_is_no_room_are_one_sentence(kind: str, model: Path) -> None:
-    if kind != "cluster":
-        pytest.skip("about places on a cluster")
     places = ServerPlaces(replicas=9, cpus=1, gpus=0, start_timeout_s=1)
     engine = VllmServerEngine(VllmServerConfig())
     with pytest.raises(
@@ -272,11 +283,10 @@ def test_servers_for_which_there_is_no_room_are_one_sentence(kind: str, model: P
     engine.close()
 
 
+@ON_A_CLUSTER
 def test_an_actor_that_is_killed_takes_its_server_with_it_and_both_come_back(
     kind: str, start: Start, weights: dict[str, Tensor]
 ) -> None:
-    if kind != "cluster":
-        pytest.skip("about actors")
     fleet = start()
     fleet.engine.sync_weights(weights.items(), policy_version=1)
     whole = fleet.generate()
@@ -293,3 +303,15 @@ def test_an_actor_that_is_killed_takes_its_server_with_it_and_both_come_back(
     wait_for(lambda: all(fleet.alive))
     assert fleet.generate() == whole
     assert not list(Path("/dev/shm").glob("posttrain-files-*")), "no weights stay in memory"
+
+
+@ON_A_CLUSTER
+def test_what_servers_leave_of_the_nodes_is_what_ranks_have(kind: str) -> None:
+    from posttrain.core.cluster.on_ray.connection import Node, room, without
+
+    nodes = [Node("a", 4, 2), Node("b", 8, 1)]
+    one = {"CPU": 1.0, "GPU": 1.0}
+    assert room(one, nodes) == 3
+    assert without(one, 2, nodes) == [Node("a", 2, 0), Node("b", 8, 1)]
+    assert without(one, 3, nodes) == [Node("a", 2, 0), Node("b", 7, 0)]
+    assert without({"CPU": 3.0}, 2, nodes) == [Node("a", 1, 2), Node("b", 5, 1)]

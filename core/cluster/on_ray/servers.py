@@ -42,6 +42,9 @@ from posttrain.core.runtime.processes import ServerProcess, free_ports
 T = TypeVar("T")
 SPARE_S = 5.0
 """What the way to an actor and back may take on top of a request's own time."""
+ACTOR_START_S = 60.0
+"""What an actor may take to start once it has its place."""
+STOP_S = 30.0
 CALLS_AT_ONCE = 100_000
 
 
@@ -58,7 +61,7 @@ class ServerActor:
         remove_left_behind()
 
     async def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> str:
-        """Start it, and return the address of the node."""
+        """Start it; returns the address of the node."""
         (port,) = free_ports(1)
         self._client = make_client(self._timeout_s, self._connections)
         self._url = f"http://{LOOPBACK}:{port}"
@@ -99,6 +102,10 @@ class ServerActor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class ActorGone(Unreachable):
+    """The actor of a server has ended."""
+
+
 class RayServer:
     """A `Server` behind an actor. Every wait ends, whatever becomes of the actor and its node."""
 
@@ -109,14 +116,13 @@ class RayServer:
 
     async def start(self, arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> None:
         """Wait for the actor's place, and start its child."""
-        address = await self._call(self._actor.start.remote(list(arguments), dict(env)), limit_s)
+        address = await self._call(limit_s, "start", list(arguments), dict(env))
         self.name += f" on {address}"
 
     async def ask(self, path: str, body: Json | None = None, limit_s: float | None = None) -> Reply:
         """As in `Server`."""
         most = self._timeout_s if limit_s is None else limit_s
-        call = self._actor.ask.remote(path, body, limit_s)
-        status, text = await self._call(call, most + SPARE_S)
+        status, text = await self._call(most + SPARE_S, "ask", path, body, limit_s)
         if status == 0:
             raise Unreachable(text)
         return Reply(status, text)
@@ -124,40 +130,42 @@ class RayServer:
     async def has_ended(self) -> bool:
         """As in `Server`."""
         try:
-            ended, _ = await self._call(self._actor.state.remote(), SPARE_S)
-        except Unreachable:
+            ended, _ = await self._call(SPARE_S, "state")
+        except ActorGone:
             return True
+        except Unreachable:
+            return False  # busy, perhaps
         return bool(ended)
 
     async def last_words(self) -> str:
         """As in `Server`."""
         try:
-            _, words = await self._call(self._actor.state.remote(), SPARE_S)
+            _, words = await self._call(SPARE_S, "state")
         except Unreachable as error:
             return str(error)
         return str(words)
 
     async def receive(self, name: str, files: SentFiles) -> str:
         """As in `Server`."""
-        assert files.shared is not None
         limit_s = self._timeout_s
-        call = self._actor.receive.remote(files.shared, limit_s)
-        return str(await self._call(call, limit_s + SPARE_S))
+        return str(await self._call(limit_s + SPARE_S, "receive", files.shared, limit_s))
 
     async def forget(self, folder: str) -> None:
         """As in `Server`; the actor's end would do as well."""
         with contextlib.suppress(Unreachable):
-            await self._call(self._actor.forget.remote(folder), SPARE_S)
+            await self._call(SPARE_S, "forget", folder)
 
     async def stop(self) -> None:
-        """As in `Server`."""
-        if not ray.is_initialized():
-            return  # the cluster was left, which ends the actors of this process
+        """As in `Server`; to leave the cluster ends the actors of this process as well."""
         with contextlib.suppress(Unreachable):
-            await self._call(self._actor.stop.remote(), 6 * SPARE_S)
-        ray.kill(self._actor)
+            await self._call(STOP_S, "stop")
+        if ray.is_initialized():
+            ray.kill(self._actor)
 
-    async def _call(self, reference: Any, limit_s: float) -> Any:  # Any: what the method returns
+    async def _call(self, limit_s: float, method: str, *args: object) -> Any:  # Any: what it gives
+        if not ray.is_initialized():  # else Ray joins some cluster by itself
+            raise ActorGone(f"the cluster of {self.name} was left")
+        reference = getattr(self._actor, method).remote(*args)
         future = asyncio.wrap_future(reference.future())
         try:
             # Shielded: Ray gives its answer to the future even if nobody waits for it any more.
@@ -171,7 +179,7 @@ class RayServer:
         except ray.exceptions.RayTaskError as error:
             raise Unreachable(f"{self.name}: {first_line(error.cause or error)}") from error
         except ray.exceptions.RayError as error:
-            raise Unreachable(
+            raise ActorGone(
                 f"the actor of {self.name} is gone: it was killed, or its node left the cluster. "
                 f"Ray says: {first_line(error)}"
             ) from error
@@ -211,6 +219,8 @@ class RayServers:
         Raises `RunError` where the place is not there within `start_timeout_s`, as after the loss
         of its node.
         """
+        if not ray.is_initialized():
+            raise ActorGone("the cluster was left")
         path = [folder or os.getcwd() for folder in sys.path]
         actor = (
             ray.remote(ServerActor)
@@ -228,7 +238,7 @@ class RayServers:
         )
         server = RayServer(index, actor, self._timeout_s)
         try:
-            await server.start(arguments, env, self.places.start_timeout_s)
+            await server.start(arguments, env, self.places.start_timeout_s + ACTOR_START_S)
         except BaseException:
             ray.kill(actor)
             raise
