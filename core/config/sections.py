@@ -436,7 +436,7 @@ class LearnerSection(Section):
     )
     peer_timeout_s: float = Field(
         default=300.0,
-        ge=1,
+        ge=10,
         le=86_400,
         description="a rank that waits so long for another in a collective gives it up as lost, "
         "seconds: one that hangs, or to which the link is cut where only Ray's head still sees it",

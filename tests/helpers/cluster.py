@@ -29,11 +29,12 @@ RANKS = ("--set", "limits.learner_ranks=2")
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of nodes with one CPU each, and how runs of other homes get there."""
+    """A cluster of nodes, and how runs of other homes get there."""
 
     home: Path
     port: int
     nodes: int = 2
+    cpus: int = 1
 
     @property
     def address(self) -> str:
@@ -56,7 +57,8 @@ class Cluster:
 
     def up(self) -> None:
         """Start what does not run."""
-        done = self.change("up", "--nodes", str(self.nodes), "--port", str(self.port))
+        shape = ("--nodes", str(self.nodes), "--cpus", str(self.cpus))
+        done = self.change("up", *shape, "--port", str(self.port))
         assert done.code == 0 and len(done.result["nodes"]) == self.nodes, done.text
 
     def run(self, config: Path, home: Path, *more: str) -> Finished:
@@ -121,10 +123,10 @@ def _command(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def running_cluster(home: Path, nodes: int = 2) -> Iterator[Cluster]:
+def running_cluster(home: Path, nodes: int = 2, cpus: int = 1) -> Iterator[Cluster]:
     """A cluster that ends with the block, and leaves nothing."""
     (port,) = free_ports(1)
-    cluster = Cluster(home, port, nodes)
+    cluster = Cluster(home, port, nodes, cpus)
     cluster.up()
     try:
         yield cluster

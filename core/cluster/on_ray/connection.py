@@ -132,6 +132,7 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
             f"(Ray {ray.__version__}), and this machine must be one of its nodes"
         ) from error
     _joined.address = address
+    watch.begin()
 
 
 def leave() -> None:

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause
 from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
 from posttrain.core.cluster.on_ray.placement import POLL_S, placed
-from posttrain.core.cluster.on_ray.watch import head_gone, hold, require_head
+from posttrain.core.cluster.on_ray.watch import hold, is_gone, require_cluster
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.startup import bounded_waiting
 
@@ -125,6 +125,7 @@ class RayRanks:
     """
 
     folder: Path | None = None
+    actor_class: type[RankActor] = RankActor
 
     def __init__(
         self, size: int, worker: str, env: Mapping[str, str], resources: RankResources
@@ -138,7 +139,7 @@ class RayRanks:
         """As in `RankGroup`. Raises `ResourceError` where the cluster has no room for the ranks."""
         resources, bundle = self._resources, self._resources.bundle
         self._group = self._place(bundle, check)
-        cls = ray.remote(RankActor)
+        cls = ray.remote(self.actor_class)
         path = [folder or os.getcwd() for folder in sys.path]
         self._actors = [
             cls.options(
@@ -171,6 +172,7 @@ class RayRanks:
         import numpy as np
 
         pickled = np.frombuffer(pickle.dumps(message, protocol=5), dtype=np.uint8)
+        require_cluster()
         reference = ray.put(pickled)
         answers = self._get([actor.answer.remote(reference) for actor in self._actors], check)
         return answers[0][1]
@@ -186,7 +188,7 @@ class RayRanks:
         failures: list[Exception] = []
         while waiting:
             check()
-            require_head()
+            require_cluster()
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
             if failures and not ready:
                 break
@@ -251,12 +253,12 @@ class RayRanks:
     def _settle(self) -> None:
         """Note that ranks are gone. Raises `ResourceError` where the head is, which explains it."""
         note_loss()
-        require_head(wait=True)
+        require_cluster(wait=True)
 
     def close(self) -> None:
         """As in `RankGroup`."""
         hold(self, ())
-        if ray.is_initialized() and not head_gone():
+        if ray.is_initialized() and not is_gone():
             for actor in self._actors:
                 ray.kill(actor)
             if self._group is not None:

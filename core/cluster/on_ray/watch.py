@@ -1,11 +1,13 @@
 """What is wrong with the cluster, or is about to be: a head that is gone, nodes that will leave.
 
-Ray says neither to a process that only waits: one whose head is gone waits for a minute, and is
-then ended by Ray in the middle of whatever it does.
+Ray ends a process whose head is gone after a minute, in the middle of whatever it does, and one
+whose own node is gone at its next access to the object store, with no word at all. Whoever asks
+here before such an access gets an error instead.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterable
@@ -28,7 +30,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self.looked = self.answered = 0.0
-        self.head_gone = False
+        self.gone = False
+        self.store: socket.socket | None = None
         self.asked = 0.0
         self.draining: frozenset[str] = frozenset()
         self.ours: dict[int, frozenset[str]] = {}
@@ -37,25 +40,50 @@ class _Watch:
 _watch = _Watch()
 
 
+def begin() -> None:
+    """This process has joined: hold a connection to its node, which ends with the node."""
+    forget()
+    name = ray._private.worker.global_worker.node.plasma_store_socket_name
+    opened = socket.socket(socket.AF_UNIX)
+    try:
+        opened.connect(name)
+    except OSError:  # it is gone already, which the next call will show
+        opened.close()
+    else:
+        _watch.store = opened
+
+
 def forget() -> None:
-    """Begin anew: the process has left the cluster."""
-    _watch.__init__()  # type: ignore[misc]
+    """The process has left the cluster."""
+    global _watch
+    if _watch.store is not None:
+        _watch.store.close()
+    _watch = _Watch()
 
 
-def head_gone() -> bool:
-    """Whether `require_head` has found so: nothing may be asked of the cluster then."""
-    return _watch.head_gone
+def is_gone() -> bool:
+    """Whether `require_cluster` has found so: nothing may be asked of the cluster then."""
+    return _watch.gone
 
 
-def require_head(wait: bool = False) -> None:
-    """Raise `ResourceError` where the head is gone; it is asked once a second at most.
+def require_cluster(wait: bool = False) -> None:
+    """Raise `ResourceError` where the head or this process's own node is gone.
 
-    With `wait` the answer counts now: a head that does not answer is waited for.
+    The head is asked once a second at most. With `wait` the answer counts now: a head that does not
+    answer is waited for.
     """
+    if _watch.store is not None and select.select([_watch.store], [], [], 0)[0]:
+        _watch.gone = True
+        wait = True
     while not _head_is_there(wait):
         if not wait:
             return
         time.sleep(LOOK_S)
+    if _watch.gone:
+        raise ResourceError(
+            "the Ray node of this machine has ended, and the run with it: start it again; the same "
+            "command then goes on from the last checkpoint"
+        )
 
 
 def _head_is_there(now: bool) -> bool:
@@ -72,7 +100,7 @@ def _head_is_there(now: bool) -> bool:
         if not _watch.answered or began - before > HEAD_S:
             _watch.answered = began
         if began - _watch.answered >= HEAD_S:
-            _watch.head_gone = True
+            _watch.gone = True
             raise ResourceError(
                 f"the head of the Ray cluster at {head} has not answered for {HEAD_S:g} s "
                 f"({error}): it was ended, or the way to it was cut. Start the cluster again; the "
@@ -86,7 +114,7 @@ def _head_is_there(now: bool) -> bool:
 def draining() -> frozenset[str]:
     """The nodes, by their ids, that were told to leave; asked once a second at most."""
     if time.monotonic() - _watch.asked >= LOOK_S:
-        require_head(wait=True)
+        require_cluster(wait=True)
         _watch.draining = frozenset(state.get_draining_nodes())
         _watch.asked = time.monotonic()
     return _watch.draining
