@@ -198,7 +198,9 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     limits: LimitsSection = LimitsSection()
     cluster: ClusterSection | None = Field(
-        default=None, description="a Ray cluster for the learner's ranks; not set = this machine"
+        default=None,
+        description="a Ray cluster for the learner's ranks, rewards and environments; not set = "
+        "this machine",
     )
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
@@ -226,10 +228,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_to_keep(self) -> Self:
-        least = self.cluster.learner.min_ranks if self.cluster else 1
+        if self.cluster is None:
+            return self
+        least, copy = self.cluster.learner.min_ranks, self.cluster.learner.shard_size
         if least > self.limits.learner_ranks:
             raise ValueError(
                 f"cluster.learner.min_ranks is {least}, expected at most limits.learner_ranks "
+                f"({self.limits.learner_ranks})"
+            )
+        if copy is not None and self.limits.learner_ranks % copy:
+            raise ValueError(
+                f"cluster.learner.shard_size is {copy}, expected a divisor of limits.learner_ranks "
                 f"({self.limits.learner_ranks})"
             )
         return self

@@ -441,13 +441,62 @@ class LearnerSection(Section):
         description="a rank that waits so long for another in a collective gives it up as lost, "
         "seconds: one that hangs, or to which the link is cut where only Ray's head still sees it",
     )
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="ranks that share one copy of weights and moments; each such group has a copy "
+        "(HSDP): the GPUs of a node, where links between nodes are slow. limits.learner_ranks is a "
+        "multiple of it; not set = all ranks share one",
+    )
+
+
+class NodePoolSection(Section):
+    """Processes on nodes of the cluster, one on each."""
+
+    cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs that each takes of its node")
+    nodes: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="nodes that have one; not set = each that has room next to the learner's ranks",
+    )
+
+
+class RewardNodesSection(NodePoolSection):
+    """Rewards that run in workers, scored on nodes: `cpus` are the workers of each."""
+
+
+class EnvironmentNodesSection(NodePoolSection):
+    """Environments and their tools, called on nodes."""
+
+    at_once: int | None = Field(
+        default=None,
+        ge=1,
+        le=2_048,
+        description="turns that a node answers at once, in threads; not set = as many as the tools "
+        "allow, up to 256. A tool that takes fewer (at_once of its class, which is 1 unless it "
+        "says otherwise) has its way",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=1_000_000,
+        description="seconds that the answer to one turn may take; then its node is given up",
+    )
 
 
 class ClusterSection(Section):
-    """Where the learner's ranks run if not as processes of this machine. Changes no result."""
+    """Where a run does its work if not as processes of this machine. Changes no result."""
 
     ray: RaySection = RaySection()
     learner: LearnerSection = LearnerSection()
+    rewards: RewardNodesSection | None = Field(
+        default=None, description="score rewards on nodes; not set = on the run's machine"
+    )
+    environments: EnvironmentNodesSection | None = Field(
+        default=None, description="call environments on nodes; not set = in the run's process"
+    )
 
 
 class KeepSection(Section):

@@ -4,9 +4,10 @@ The weights are their own masters, so nothing copies them back after a step; in 
 product casts its weight. Norms, residual sums and softmaxes stay in float32.
 
 A layer's weights are gathered for its forward and backward pass and dropped again; gradients are
-summed over ranks in float32. Embeddings, the last norm and the head belong to the model itself, and
-stay whole from a forward pass to the end of its backward pass: log-probs are made of the head's
-weight by a function of ours, after the model has returned.
+summed over ranks in float32. With several copies of the weights (HSDP) they are gathered within a
+copy, and gradients are summed over copies as well. Embeddings, the last norm and the head belong to
+the model itself, and stay whole from a forward pass to the end of its backward pass: log-probs are
+made of the head's weight by a function of ours, after the model has returned.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -51,8 +52,19 @@ def casting(model: PreTrainedModel) -> AbstractContextManager[Any]:  # Any: torc
 _ENTRY = "posttrain_backbone"
 
 
+def mesh_of(device_type: str, size: int, shard_size: int | None = None) -> DeviceMesh:
+    """`size` ranks that hold one copy of the weights, or a copy for each `shard_size` neighbours.
+
+    Where `shard_size` does not divide `size`, as after a loss, there is one copy.
+    """
+    if shard_size is None or shard_size >= size or size % shard_size:
+        return init_device_mesh(device_type, (size,))
+    names = ("copy", "shard")
+    return init_device_mesh(device_type, (size // shard_size, shard_size), mesh_dim_names=names)
+
+
 def shard(model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
-    """Spread the weights of `model` over the ranks of `mesh`; computes in `compute`."""
+    """Spread the weights of `model` over the ranks of a `mesh_of`; computes in `compute`."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)

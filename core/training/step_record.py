@@ -275,10 +275,13 @@ def _own_part(tensor: Tensor, step: int, ranks: Ranks) -> Tensor:
     start, stop = block_bounds(tensor.numel(), step)
     here, offset = tensor.detach(), 0
     if isinstance(here, DTensor):
-        piece, rows = here.to_local(), -(-here.shape[0] // ranks.size)
-        first = min(ranks.rank * rows, here.shape[0])
+        mesh = here.device_mesh
+        piece, rows = here.to_local(), -(-here.shape[0] // mesh.size(mesh.ndim - 1))
+        first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, here.shape[0])
         if piece.shape[0] != min(rows, here.shape[0] - first):
             raise ValueError(f"a weight of {tuple(tensor.shape)} is not cut evenly over ranks")
+        if mesh.ndim > 1 and mesh.get_local_rank(0) > 0:
+            piece = piece.new_empty(0)  # the first copy has it as well
         here, offset = piece, first * (tensor.numel() // tensor.shape[0])
     elif ranks.rank > 0:
         here = here.new_empty(0)  # rank 0 has all of it as well

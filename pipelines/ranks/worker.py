@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from posttrain.core.cluster.processes import serve
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, is_cuda, peak_memory_gb, set_threads
-from posttrain.core.models.sharded import put_away, whole
+from posttrain.core.models.sharded import mesh_of, put_away, whole
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.digests import Block
@@ -41,6 +40,7 @@ def build(setup: RankSetup) -> Methods:
     manager = PluginManager()
     manager.add_files(run.plugin_files)
     task: Task[Any] = manager.build(Task, run.task.name, run.task.fields())
+    shard_size = run.cluster.learner.shard_size if run.cluster else None
     inputs = StageInputs(
         run=run,
         name=setup.stage,
@@ -51,7 +51,7 @@ def build(setup: RankSetup) -> Methods:
         runtime=runtime,
         check=lambda: None,
         ranks=ranks,
-        mesh=init_device_mesh(runtime.device.type, (ranks.size,)) if ranks.size > 1 else None,
+        mesh=mesh_of(runtime.device.type, ranks.size, shard_size) if ranks.size > 1 else None,
     )
     trained = BUILDERS[type(inputs.stage)](inputs, *setup.args)
     return {**trained.methods, **_common(trained, ranks)}

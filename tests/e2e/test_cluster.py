@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.runtime.processes import free_ports
@@ -65,10 +67,15 @@ def local(config: Path) -> Finished:
     return done
 
 
+def trained(result: dict[str, Any]) -> dict[str, Any]:
+    """The artifact of the trained model."""
+    made = result["stages"]["rl"]["artifacts"]
+    return next(a for a in made if a["kind"] == "model")
+
+
 def weights(result: dict[str, Any]) -> str:
     """The digest of the trained model."""
-    made = result["stages"]["rl"]["artifacts"]
-    return str(next(a["digest"] for a in made if a["kind"] == "model"))
+    return str(trained(result)["digest"])
 
 
 def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -103,6 +110,21 @@ def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
     few = ("--set", "cluster.learner.min_ranks=3")
     refused = run_command("validate", str(config), *cluster.given, *few)
     assert refused.code == 2 and "expected at most limits.learner_ranks (2)" in refused.text
+    uneven = ("--set", "cluster.learner.shard_size=3")
+    refused = run_command("validate", str(config), *cluster.given, *uneven)
+    assert refused.code == 2 and "a divisor of limits.learner_ranks (2)" in refused.text
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_weights_on_each_node_makes_the_same_ones(
+    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+) -> None:
+    done = cluster.run(config, tmp_path / "home", "--set", "cluster.learner.shard_size=1")
+    assert done.code == 0, done.text
+    paths = [Path(trained(result)["uri"]) for result in (done.result, local.result)]
+    model, wanted = (load_file(path / "model.safetensors") for path in paths)
+    for name, weight in wanted.items():  # the gradient's norm is summed in another order
+        torch.testing.assert_close(model[name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from posttrain.core.cluster.group import Methods
 from posttrain.core.cluster.processes import serve
-from posttrain.core.models.sharded import shard, whole
+from posttrain.core.models.sharded import mesh_of, shard, whole
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.ranks import ProcessGroup
@@ -21,11 +20,11 @@ from posttrain.core.training.step_record import gather_blocks
 from tests.helpers.speed import Options, gradients, speed_batch, speed_learner, speed_model
 
 
-def build(setup: object) -> Methods:
-    """Methods for `tests/contract/test_ranks.py`."""
+def build(setup: int | None) -> Methods:
+    """Methods for `tests/contract/test_ranks*.py`; `setup` is the size of a copy of the weights."""
     torch.set_num_threads(1)
     ranks = ProcessGroup()
-    mesh = init_device_mesh("cpu", (ranks.size,))
+    mesh = mesh_of("cpu", ranks.size, setup)
     kept: dict[str, Any] = {}
 
     def gradient(family: str, options: Options) -> dict[str, Tensor]:
@@ -56,7 +55,8 @@ def build(setup: object) -> Methods:
         return gather_blocks(kept["learner"].optimizer.weights(), step, ranks)
 
     def blocks_of(tensor: Tensor, step: int) -> dict[str, Block]:
-        cut = distribute_tensor(tensor, mesh, [Shard(0)])
+        parts = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+        cut = distribute_tensor(tensor, mesh, parts)
         return gather_blocks({"cut": cut, "whole": tensor}, step, ranks)
 
     return {
