@@ -91,7 +91,7 @@ def test_a_run_with_its_servers_on_nodes_goes_on_when_one_is_killed(
         (2, "2 servers of 1 CPU each: they fit; 2 ranks of 1 CPU each: they fit"),
         (
             3,
-            "2 ranks of 1 CPU each: only 1 fit, with which stages go on (cluster.learner.min_ranks)",
+            "2 ranks of 1 CPU each: only 1 fit, with which stages go on",
         ),
         (5, "5 servers of 1 CPU each: only 4 fit: the run would end after"),
     ):
