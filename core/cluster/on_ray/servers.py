@@ -248,9 +248,13 @@ class RayServers:
         server = RayServer(index, actor, self._timeout_s)
         try:
             await server.start(arguments, env, self.places.start_timeout_s + ACTOR_START_S)
-        except BaseException:
+        except BaseException as error:
             if not is_gone():
                 ray.kill(actor)
+            if isinstance(error, Unreachable) and not isinstance(error, ActorGone):
+                raise Unreachable(
+                    f"{error}: no node had room for it, perhaps (cluster.ray.start_timeout_s)"
+                ) from error
             raise
         return server
 
