@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from posttrain.core.cluster.node_pool import Batch, NodeWorker, Sharing, Work
 from posttrain.core.cluster.on_ray.connection import first_line, nodes, note_loss
 from posttrain.core.cluster.on_ray.placement import POLL_S
+from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
 
 LANES = 32
@@ -232,6 +233,7 @@ class RayNodes:
         if not starting:
             time.sleep(timeout)
             return
+        require_cluster()
         ready, waiting = ray.wait(list(starting), num_returns=1, timeout=timeout)
         for reference in ready:
             node = starting[reference]
@@ -334,6 +336,7 @@ class RayNodes:
         references = {ref: node for node in self._nodes for ref in node.running}
         starting = [node.starting for node in self._nodes if not node.ready]
         waited = [*references, *starting]
+        require_cluster()
         ready, _ = ray.wait(waited, num_returns=1, timeout=POLL_S)
         if ready:  # what else has come by now
             ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
@@ -376,7 +379,7 @@ class RayNodes:
 
     def close(self) -> None:
         """As in `NodePool`."""
-        if ray.is_initialized():
+        if ray.is_initialized() and not is_gone():
             closing = [node.actor.close.remote() for node in self._nodes if node.ready]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
