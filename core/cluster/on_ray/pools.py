@@ -205,6 +205,7 @@ class RayNodes:
 
     def _grow(self, most: int | None) -> None:
         """Start actors on nodes with room that have none, up to `most` of them."""
+        require_cluster(wait=True)
         used = {node.id for node in self._nodes} | set(self._refused)
         free = available_resources_per_node()
         path = [folder or os.getcwd() for folder in sys.path]
