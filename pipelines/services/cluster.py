@@ -97,7 +97,7 @@ def shape_of(home: Path) -> Shape | None:
 def up(home: Path, shape: Shape, say: Say) -> list[Node]:
     """Start the nodes that do not run, and return all once they have joined.
 
-    Where the first, the head, has ended, the others are of no use: all are started anew.
+    Where the first, the head, has ended, the others are of no use: all are started again.
     """
     require_ray()
     from posttrain.core.cluster.on_ray.connection import write_token

@@ -165,7 +165,7 @@ class StageContext(StageInputs):
         )
 
     def _leaving(self) -> list[str]:
-        """Nodes with ranks of this run that were told to leave the cluster."""
+        """Nodes with ranks of this run that were asked to leave the cluster."""
         if self.run.cluster is None:
             return []
         from posttrain.core.cluster.on_ray.watch import leaving  # Ray is an extra
@@ -175,7 +175,7 @@ class StageContext(StageInputs):
     def saved_checkpoint(self, step: int, folder: Path | None) -> None:
         """Tell automations that the stage can go on from here; None = it was not written.
 
-        Raises `RankLost` where nodes that have ranks were told to leave: they are not waited for.
+        Raises `RankLost` where nodes that have ranks were asked to leave: they are not waited for.
         """
         if folder is None:
             return

@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_a_spare_node_in_the_place_of_one_that_ends(
     cluster.up()
 
 
-def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_told_to_leave(
+def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_asked_to_leave(
     cluster: Cluster, config: Path, undisturbed: str, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
@@ -112,11 +112,11 @@ def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_told_to_leave(
     cluster.drain(_node_id(cluster, _other_node(cluster)))
     done = ended(process)
     assert done.code == 0, done.text
-    told = [text for text in done.result["warnings"] if "were told to leave the cluster" in text]
-    assert len(told) == 1 and "a checkpoint was written after step" in told[0], done.text
+    asked = [text for text in done.result["warnings"] if "were asked to leave the cluster" in text]
+    assert len(asked) == 1 and "a checkpoint was written after step" in asked[0], done.text
     assert weights(done.result) == undisturbed
     time.sleep(2)
-    cluster.up()  # a node that was told to leave ends once nothing runs on it
+    cluster.up()  # a node that was asked to leave ends once nothing runs on it
 
 
 def test_a_run_whose_head_ends_says_so_and_goes_on_when_the_cluster_is_back(

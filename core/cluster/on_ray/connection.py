@@ -160,7 +160,7 @@ def _read_environment() -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are alive and were not told to leave, ordered by address."""
+    """The nodes that are alive and were not asked to leave, ordered by address."""
     leaving = watch.draining()
     found = [
         Node(

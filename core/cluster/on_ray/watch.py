@@ -112,7 +112,7 @@ def _head_is_there(now: bool) -> bool:
 
 
 def draining() -> frozenset[str]:
-    """The nodes, by their ids, that were told to leave; asked once a second at most."""
+    """The nodes, by their ids, that were asked to leave; asked once a second at most."""
     if time.monotonic() - _watch.asked >= LOOK_S:
         require_cluster(wait=True)
         _watch.draining = frozenset(state.get_draining_nodes())
@@ -126,7 +126,7 @@ def hold(owner: object, node_ids: Iterable[str]) -> None:
 
 
 def leaving() -> list[str]:
-    """Which nodes that hold something of this process's were told to leave."""
+    """Which nodes that hold something of this process's were asked to leave."""
     if not ray.is_initialized() or not any(_watch.ours.values()):
         return []
     return sorted(draining() & frozenset().union(*_watch.ours.values()))
