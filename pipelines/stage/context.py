@@ -182,7 +182,7 @@ class StageContext(StageInputs):
         self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
         if leaving := self._leaving():
             raise RankLost(
-                f"{'nodes' if len(leaving) > 1 else 'a node'} of the learner's ranks were told to "
+                f"{'nodes' if len(leaving) > 1 else 'a node'} of the learner's ranks were asked to "
                 f"leave the cluster ({', '.join(leaving)}); a checkpoint was written after step "
                 f"{step}"
             )

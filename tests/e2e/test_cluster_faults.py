@@ -151,7 +151,7 @@ def _other_node(cluster: Cluster) -> int:
 
 
 def _node_id(cluster: Cluster, number: int) -> str:
-    """Ray's name of a node, as its own processes are told."""
+    """Ray's name of a node, as in the commands of its processes."""
     record = cluster.home / "cluster" / "running" / f"node-{number}.json"
     node = psutil.Process(json.loads(record.read_text())["pid"])
     for one in node.children(recursive=True):
