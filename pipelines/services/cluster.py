@@ -130,8 +130,8 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
                 start(launch, folder)
                 if number == 0:
                     _wait(lambda: _listens(shape.port), launch)
-            last = _node(home, shape, missing[-1])
-            _wait(lambda: len(joined(home)) == shape.nodes, last)
+            launches = [_node(home, shape, number) for number in missing]
+            _wait(lambda: len(joined(home)) == shape.nodes, *launches, again=folder)
         except BaseException:
             if 0 in missing:  # what ran before goes on
                 _stop(home, say)
@@ -188,11 +188,21 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _wait(ready: Callable[[], bool], launch: Launch) -> None:
+def _wait(ready: Callable[[], bool], *launches: Launch, again: Path | None = None) -> None:
+    """Until it is `ready`.
+
+    Ray gives a node 30 s to start, which a busy machine may not manage: with `again`, the folder of
+    the cluster, one that has ended is started a second time, though not the head.
+    """
     deadline = time.monotonic() + START_SECONDS
+    second: set[str] = set()
     while not ready():
+        launch = next((one for one in launches if find(one.record) is None), launches[-1])
         ended = find(launch.record) is None
-        if ended or time.monotonic() > deadline:
+        if ended and again is not None and launch.service not in {"node 0", *second}:
+            second.add(launch.service)
+            start(launch, again)
+        elif ended or time.monotonic() > deadline:
             what = "ended while it started" if ended else f"is not up after {START_SECONDS:.0f} s"
             raise ResourceError(
                 f"{launch.service} of the cluster {what}; its log {launch.log} ends with: "

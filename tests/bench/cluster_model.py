@@ -208,10 +208,12 @@ def simulate(setting: Setting, costs: Costs, steps: int = 6, seed: int = 0) -> d
 
 
 def costs_from(measured: dict[str, Any]) -> Costs:
-    """The controller's costs as they were measured: a line through calls to 1, 8, 32 actors."""
-    empty = {
-        r["actors"]: r["median_ms"] / 1e3 for r in measured["calls"] if r["argument"] == "none"
-    }
+    """The controller's own time for a call, as measured: a line through the least and most actors.
+
+    Requests and answers of engines are taken to cost it what a call to one more rank does.
+    """
+    calls = [row for row in measured["calls"] if row["argument"] == "none"]
+    empty = {row["actors"]: row["cpu_ms"] / 1e3 for row in calls}
     few, most = min(empty), max(empty)
     slope = max(0.0, (empty[most] - empty[few]) / (most - few))
     moved = [r for r in measured.get("bytes", []) if r["what"].startswith("batch")]

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_node_that_is_told_to_leave_is_known_and_one_that_ends_is_noticed(
+def test_a_node_that_is_asked_to_leave_is_known_and_one_that_ends_is_noticed(
     cluster: Cluster,
 ) -> None:
     with joined(cluster.address, cluster.token):

@@ -112,8 +112,8 @@ def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_asked_to_leave(
     cluster.drain(_node_id(cluster, _other_node(cluster)))
     done = ended(process)
     assert done.code == 0, done.text
-    said = [text for text in done.result["warnings"] if "were asked to leave the cluster" in text]
-    assert len(said) == 1 and "a checkpoint was written after step" in said[0], done.text
+    asked = [text for text in done.result["warnings"] if "were asked to leave the cluster" in text]
+    assert len(asked) == 1 and "a checkpoint was written after step" in asked[0], done.text
     assert weights(done.result) == undisturbed
     time.sleep(2)
     cluster.up()  # a node that was asked to leave ends once nothing runs on it
@@ -151,7 +151,7 @@ def _other_node(cluster: Cluster) -> int:
 
 
 def _node_id(cluster: Cluster, number: int) -> str:
-    """Ray's name of a node, as its own processes know it."""
+    """Ray's name of a node, as in the commands of its processes."""
     record = cluster.home / "cluster" / "running" / f"node-{number}.json"
     node = psutil.Process(json.loads(record.read_text())["pid"])
     for one in node.children(recursive=True):
