@@ -28,7 +28,7 @@ from torch.nn import Module
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.files import WrongContent, of_shape, put_in_place, read_json
-from posttrain.core.store.artifacts import file_digest
+from posttrain.core.store.manifests import file_digest
 
 if TYPE_CHECKING:
     from posttrain.core.training.optim import StoredOptimizer

@@ -21,7 +21,8 @@ from posttrain.core.data.cursor import PinnedModel
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
 from posttrain.core.runtime.files import put_in_place
 from posttrain.core.store.ancestry import Family, Made
-from posttrain.core.store.artifacts import ArtifactStore, combine_digests, tree_digests
+from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.manifests import combine_digests, tree_digests
 from posttrain.core.store.run_record import RunRecord, find_run
 
 if TYPE_CHECKING:
