@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -26,17 +25,18 @@ import torch
 import torch.distributed as dist
 
 from posttrain.core.cluster.group import Answer, Answerer, Build, RankLost, first_cause
+from posttrain.core.cluster.messages import decode, encode
 from posttrain.core.runtime.process_guard import PR_SET_PDEATHSIG
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.runtime.startup import bounded_waiting, is_used, preloaded
 
 
 def send(connection: Connection, value: object) -> None:
-    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(encode(value))
 
 
 def receive(connection: Connection) -> Any:  # Any: pickled
-    return pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
+    return decode(connection.recv_bytes())
 
 
 START_LIMIT_S = 180.0

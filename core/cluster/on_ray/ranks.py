@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from posttrain.core.cluster.group import Answer, Answerer, RankLost, first_cause
+from posttrain.core.cluster.group import Answerer, RankLost, first_cause
+from posttrain.core.cluster.messages import decode, encode
 from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
 from posttrain.core.cluster.on_ray.placement import POLL_S, placed
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.startup import bounded_waiting
+
+if TYPE_CHECKING:  # an actor says how many threads there may be before numpy is loaded
+    import numpy as np
+    from numpy.typing import NDArray
 
 REGROUP_S = 15.0
 """How long ranks wait for as many nodes as there were before a loss."""
@@ -91,10 +95,11 @@ class RankActor:
         build = importlib.import_module(self._worker).build
         self._answerer = Answerer(build, rank)
 
-    def answer(self, message: Any) -> Answer:
-        """As `Answerer.answer`, of the message pickled into an array of bytes."""
-        given = pickle.loads(message)  # noqa: S301 - from our own process
-        return self._answerer.answer(given)
+    def answer(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """As `Answerer.answer`, of and into encoded messages."""
+        import numpy as np
+
+        return np.frombuffer(encode(self._answerer.answer(decode(message))), dtype=np.uint8)
 
 
 def _interface_of(address: str) -> str:
@@ -159,17 +164,18 @@ class RayRanks:
     def _ask(self, message: object, check: Callable[[], None]) -> Any:
         import numpy as np
 
-        pickled = np.frombuffer(pickle.dumps(message, protocol=5), dtype=np.uint8)
-        reference = ray.put(pickled)
+        reference = ray.put(np.frombuffer(encode(message), dtype=np.uint8))
         answers = self._get([actor.answer.remote(reference) for actor in self._actors], check)
-        return answers[0][1]
+        return answers[0]
 
     def _get(self, references: Sequence[Any], check: Callable[[], None]) -> list[Any]:
-        """What the actors return. Raises the first error that a rank answers.
+        """What the actors return, of answers the value. Raises the first error in an answer.
 
         The other ranks wait in vain for one that has failed: whoever has not answered by the next
         look is not waited for.
         """
+        import numpy as np
+
         found: dict[int, Any] = {}
         waiting = {reference: index for index, reference in enumerate(references)}
         failures: list[Exception] = []
@@ -188,8 +194,9 @@ class RayRanks:
                     continue
                 except ray.exceptions.RayError as error:
                     raise self._lost(error) from error
-                if isinstance(found[index], tuple) and isinstance(found[index][0], Exception):
-                    failures.append(found[index][0])
+                if isinstance(found[index], np.ndarray):  # the answer to a call
+                    failure, found[index] = decode(found[index])
+                    failures += [] if failure is None else [failure]
         if failures:
             cause = first_cause(failures)
             if isinstance(cause, RankLost):
