@@ -18,7 +18,6 @@ from posttrain.core.store.locks import locked
 from posttrain.core.store.manifests import (
     MANIFEST,
     Manifest,
-    model_digest,
     read_manifest,
     tree_digests,
 )
@@ -107,6 +106,11 @@ class Mirror:
         write_text(self._mark(name), self.url)
         self.pusher.add(f"stage {name}", lambda: self._push(name))
 
+    def ensure(self, name: str) -> None:
+        """Return when the store has the finished stage; raises `StoreAway` while it cannot."""
+        if self._mark(name).exists() or self._kept(name) is None:
+            self._push(name)
+
     def push_waiting(self) -> None:
         """Push what earlier commands on this machine could not."""
         for mark in sorted((self.root / WAITING).glob("[!.]*")):
@@ -128,8 +132,9 @@ class Mirror:
         """Give the store a model that no stage made, once; returns when it is there."""
         key = f"{MODELS}/{digest}"
         if self.remote.get_json(f"{key}/{MANIFEST}") is None:
-            files = tree_digests(folder)
-            sources = {found: folder / path for path, found in files.items()}
+            found = tree_digests(folder).items()
+            files = {path: each for path, each in found if "/." not in f"/{path}"}
+            sources = {each: folder / path for path, each in files.items()}
             self.remote.put_files(f"{key}/files", sources)
             self.remote.put_json(f"{key}/{MANIFEST}", {"files": files})
 
@@ -138,7 +143,7 @@ class Mirror:
         key, folder = f"{MODELS}/{digest}", self.root / MODELS / digest
         if not folder.is_dir():  # it has its name once it is whole
             kept = self.remote.get_json(f"{key}/{MANIFEST}")
-            if not isinstance(kept, dict) or model_digest(kept.get("files", {})) != digest:
+            if not isinstance(kept, dict) or not isinstance(kept.get("files"), dict):
                 raise RunError(f"the store {self.url} has no model of digest {digest[:12]}")
             self._fetch(key, kept, folder)
         return folder
