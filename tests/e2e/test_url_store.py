@@ -152,11 +152,12 @@ def test_a_store_that_goes_away_does_not_end_the_training(
     store, machine = f"s3://{BUCKET}/away", Machine(tmp_path / "a", server)
     given = ("--home", str(machine.home), "--store", store, "--json")
     process = start_command("run", str(config), *given, variables=machine.variables)
-    wait_for_step(machine.home, 2, process)
-    server.link.cut()
     try:
+        wait_for_step(machine.home, 2, process)
+        server.link.cut()
         out, _ = process.communicate(timeout=300)
     finally:
+        process.kill()
         server.link.mend()
     result = json.loads(out.strip().splitlines()[-1])
     assert process.returncode == 0 and result["status"] == "completed", out
