@@ -21,6 +21,7 @@ from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.helpers.services import Services
+    from tests.helpers.two_nodes import TwoNodes
 
 REPO = Path(__file__).resolve().parents[1]
 GOLDEN_TEST = "test_the_peer_gives_the_same_numbers"
@@ -86,6 +87,26 @@ def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     connection.join("local")
     yield "ray"
     connection.leave()
+
+
+@pytest.fixture(scope="session")
+def running_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    """A Ray cluster of two nodes for as long as the tests run."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed (posttrain[ray])")
+    from tests.helpers.two_nodes import two_nodes
+
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def nodes(running_nodes: TwoNodes) -> Iterator[TwoNodes]:
+    """The same, joined by this process for the tests of a file."""
+    from tests.helpers.two_nodes import joined
+
+    with joined(running_nodes) as cluster:
+        yield cluster
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,6 +25,9 @@ class Tool(Plugin[ConfigT]):
     folder that is part of a stage's identity."""
 
     kind = "tool"
+    at_once: ClassVar[int] = 1
+    """Calls of one tool that may be made at the same time, from threads of one process. More than
+    one for a tool that waits, as for a server, and is safe to call from several threads."""
     description: ClassVar[str] = ""
     """One sentence to the model: what it does, and what to write as its argument."""
     parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON values
@@ -111,6 +114,9 @@ class Environment(Plugin[ConfigT]):
     """
 
     kind = "environment"
+    at_once: ClassVar[int] = 1
+    """Turns that `step` may answer at the same time, from threads of one process, where its tools
+    allow it too."""
     reads_special_tokens: ClassVar[bool] = False
     """Whether special tokens written in its observations are those of the tokenizer. False: they
     are plain text, so that nothing a tool returns can end a turn or begin another role's."""

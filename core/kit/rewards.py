@@ -127,5 +127,5 @@ def _in_workers(subject: Subject) -> None:
     if subject.cls.runs_in == "host":
         raise Skipped("it runs in the trainer's process")
     (spec,) = specs_of([subject.build()])
-    expect(spec.load() is subject.cls, "its module has another class of that name")
-    expect_equal(spec.build(None).config, subject.build().config, "the settings of a worker's")
+    expect(spec.load(Reward) is subject.cls, "its module has another class of that name")
+    expect_equal(spec.make(Reward).config, subject.build().config, "the settings of a worker's")

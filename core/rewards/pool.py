@@ -1,4 +1,4 @@
-"""`RewardPool`: rewards scored in worker processes that can be killed and replaced at any moment.
+"""`ScorePool`: rewards scored in worker processes that can be killed and replaced at any moment.
 
 A sample that takes too long, or whose worker dies, gets a status and no value; the worker is killed
 with everything it started, another takes its place, and the samples that waited behind it are
@@ -41,30 +41,30 @@ def default_workers() -> int:
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
-class RewardPool:
-    """Scores samples with `rewards` in worker processes; a context manager.
+def limits_of(rewards: Sequence[Reward[Any]], timeout_s: float) -> list[float]:
+    """Seconds that one sample may take, for each reward."""
+    return [max(timeout_s, reward.time_limit_s() or 0.0) for reward in rewards]
 
-    `timeout_s` is the time one sample may take in one reward, from the moment its scoring begins; a
-    reward that knows better says so with `time_limit_s`. `workers` 0 means one per core, at most
-    eight. `check` is called while waiting and may raise. Scores come in the order of the samples.
+
+class ScorePool:
+    """Scores samples with the rewards of `setup` in worker processes; a context manager.
+
+    `limits` are seconds that one sample may take in each reward, from the moment its scoring
+    begins. `check` is called while waiting and may raise. Scores come in the order of the samples.
     """
 
     def __init__(
         self,
-        rewards: Sequence[Reward[Any]],
-        *,
-        workers: int = 0,
-        timeout_s: float = 10.0,
-        context: RewardContext | None = None,
+        setup: PoolSetup,
+        limits: Sequence[float],
+        workers: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rewards = tuple(rewards)
-        self.num_workers = workers or default_workers()
+        self.setup, self.limits = setup, list(limits)
+        self.num_workers = workers
         self.samples_per_s = 0.0
         self.replaced = 0
         """Workers lost so far."""
-        self._limits = [max(timeout_s, reward.time_limit_s() or 0.0) for reward in rewards]
-        self._setup = PoolSetup.of(rewards, context)
         self._check = check
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -96,10 +96,10 @@ class RewardPool:
         with self._lock:
             jobs = [
                 Job(self._next_number(), reward, sample)
-                for reward in range(len(self.rewards))
+                for reward in range(len(self.limits))
                 for sample in samples
             ]
-            server = self._ready()
+            server = self.wait_ready()
             began = time.monotonic()
             try:
                 self._run(server, jobs)
@@ -109,15 +109,16 @@ class RewardPool:
             self.samples_per_s = len(jobs) / max(1e-9, time.monotonic() - began)
             found = [self._results.pop(job.number) for job in jobs]
             self._returned.clear()
-        return [found[i * len(samples) : (i + 1) * len(samples)] for i in range(len(self.rewards))]
+        return [found[i * len(samples) : (i + 1) * len(samples)] for i in range(len(self.limits))]
 
     def _start(self) -> ForkServerProcess:
-        server = ForkServerProcess(self._setup)
+        server = ForkServerProcess(self.setup)
         self._selector.register(server.control, selectors.EVENT_READ)
         self._server = server
         return server
 
-    def _ready(self) -> ForkServerProcess:
+    def wait_ready(self) -> ForkServerProcess:
+        """Wait until the rewards' modules are imported. Raises `RunError` where they cannot be."""
         server = self._server or self._start()
         try:
             server.wait_ready(self._check)
@@ -148,7 +149,7 @@ class RewardPool:
         spare = _SPARES if self.replaced else 0
         for _ in range(min(self.num_workers + spare, outstanding) - len(alive)):
             number = self._next_number()
-            worker = WorkerHandle(number, server.spawn(number), self._limits)
+            worker = WorkerHandle(number, server.spawn(number), self.limits)
             self._workers[number] = worker
             self._selector.register(worker.sock, selectors.EVENT_READ, worker)
         idle = [worker for worker in alive if worker.wants_work]
@@ -262,7 +263,7 @@ class RewardPool:
                     pass
             self._forget(worker)
         self._drop_server()
-        return self._ready()
+        return self.wait_ready()
 
     def _drop_server(self) -> None:
         if self._server is not None:
@@ -273,3 +274,24 @@ class RewardPool:
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+class RewardPool(ScorePool):
+    """A `ScorePool` of reward plugins.
+
+    `timeout_s` is the time one sample may take in one reward; a reward that knows better says so
+    with `time_limit_s`. `workers` 0 means one per core, at most eight.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward[Any]],
+        *,
+        workers: int = 0,
+        timeout_s: float = 10.0,
+        context: RewardContext | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rewards = tuple(rewards)
+        setup, limits = PoolSetup.of(rewards, context), limits_of(rewards, timeout_s)
+        super().__init__(setup, limits, workers or default_workers(), check)

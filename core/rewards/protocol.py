@@ -3,14 +3,12 @@
 A frame is four bytes of length and its payload. What comes from a worker ran somebody else's code,
 so the parent reads it as JSON, bounded in length, and never unpickles it.
 
-The parent found the classes through the plugin manager. A worker imports only the modules of those
-it was given, by the parent's own `sys.path`: loading every installed plugin costs seconds and may
-start threads, which a process that forks must not have.
+A worker imports only the modules of the rewards it was given, by the parent's own `sys.path`: a
+process that forks must not have threads.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 import select
@@ -19,14 +17,11 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from posttrain.core.contracts import Reward, RewardContext
-from posttrain.core.errors import ConfigError
+from posttrain.core.contracts.spec import PluginSpec, spec_of
 from posttrain.core.rewards.checking import checked_score, failed
-from posttrain.core.runtime.plugin_files import file_of, load_file
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
 _HEADER = struct.Struct(">I")
@@ -160,37 +155,10 @@ def read_score(fields: object) -> Score:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardSpec:
-    """One reward: the address of its class, with the file of a module that is in no package, and
-    its config as JSON.
-    """
-
-    name: str
-    module: str
-    qualname: str
-    config: dict[str, object]
-    file: Path | None = None
-
-    def load(self) -> type[Reward[Any]]:
-        module = importlib.import_module(self.module) if not self.file else load_file(self.file)
-        found: object = attrgetter(self.qualname)(module)
-        if not (isinstance(found, type) and issubclass(found, Reward)):
-            raise ConfigError(f"{self.module}.{self.qualname} is not a reward")
-        return found
-
-    def build(self, context: RewardContext | None) -> Reward[Any]:
-        cls = self.load()
-        reward = cls(cls.Config.model_validate(self.config))
-        if context is not None:
-            reward.setup(context)
-        return reward
-
-
-@dataclass(frozen=True, slots=True)
 class PoolSetup:
     """What every worker of a pool is given."""
 
-    rewards: tuple[RewardSpec, ...]
+    rewards: tuple[PluginSpec, ...]
     context: bytes
     """The pickled `RewardContext` for rewards that override `setup`; empty where none does, because
     reading it loads torch."""
@@ -204,25 +172,22 @@ class PoolSetup:
     def load(self) -> RewardContext | None:
         """Import what the rewards need; the context they are set up with."""
         for spec in self.rewards:
-            spec.load().preload()
+            spec.load(Reward).preload()
         if not self.context:
             return None
         found: RewardContext = pickle.loads(self.context)  # noqa: S301 - from our own parent
         return found
 
+    def build(self, context: RewardContext | None) -> list[Reward[Any]]:
+        """The rewards, set up."""
+        rewards: list[Reward[Any]] = [spec.make(Reward) for spec in self.rewards]
+        for reward in rewards:
+            if context is not None:
+                reward.setup(context)
+        return rewards
 
-def specs_of(rewards: Sequence[Reward[Any]]) -> tuple[RewardSpec, ...]:
+
+def specs_of(rewards: Sequence[Reward[Any]]) -> tuple[PluginSpec, ...]:
     """The specs of `rewards`; `ConfigError` for a class that another process cannot import."""
-    specs = []
-    for reward in rewards:
-        cls = type(reward)
-        if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-            raise ConfigError(
-                f"reward '{reward.name}' ({cls.__module__}.{cls.__qualname__}) runs in worker "
-                "processes, which cannot import it from there: define the class at the top of a "
-                "module of its own, or set runs_in = 'host' on it if it can neither hang nor crash"
-            )
-        config = reward.config.model_dump(mode="json")
-        file = file_of(cls.__module__)
-        specs.append(RewardSpec(reward.name, cls.__module__, cls.__qualname__, config, file))
-    return tuple(specs)
+    instead = "set runs_in = 'host' on it if it can neither hang nor crash"
+    return tuple(spec_of(reward, "in worker processes", instead) for reward in rewards)

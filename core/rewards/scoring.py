@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,12 +27,30 @@ from posttrain.core.rewards.checking import (
     failure_metrics,
     is_failure,
 )
-from posttrain.core.rewards.pool import RewardPool
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
 from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
 from posttrain.core.types import RewardSample, SamplingParams, Score
 
 OnMissing = Literal["zero", "unscored"]
+
+
+class Pool(Protocol):
+    """What scores rewards in other processes than this one; a context manager."""
+
+    samples_per_s: float
+
+    @property
+    def rewards(self) -> tuple[Reward[Any], ...]:
+        """Those that it scores."""
+
+    def score(self, samples: Sequence[RewardSample]) -> list[list[Score]]:
+        """For each of its rewards the checked scores of `samples`, in order."""
+
+    def __enter__(self) -> Self:
+        """Start what is not running yet."""
+
+    def __exit__(self, *_: object) -> None:
+        """End every process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,7 @@ class Scorer:
     clip: tuple[float | None, float | None] = (None, None)
     on_missing: OnMissing = "zero"
     max_failure_rate: float = 1.0
-    pool: RewardPool | None = None
+    pool: Pool | None = None
     shaping: RewardShaping = field(default_factory=RewardShaping)
 
     @property
@@ -154,7 +172,7 @@ def score_batch(
     clip: tuple[float | None, float | None] = (None, None),
     *,
     on_missing: OnMissing = "zero",
-    pool: RewardPool | None = None,
+    pool: Pool | None = None,
 ) -> RolloutBatch:
     """Fill `reward_components`, `rewards`, `scored`, `acc`, `token_rewards`, and narrow `mask`.
 
@@ -196,7 +214,7 @@ def with_rewards(
 
 
 def score_samples(
-    rewards: Sequence[Reward[Any]], samples: Sequence[RewardSample], pool: RewardPool | None
+    rewards: Sequence[Reward[Any]], samples: Sequence[RewardSample], pool: Pool | None
 ) -> list[list[Score]]:
     """The checked scores of each reward, one per sample, in order."""
     pooled: dict[int, list[Score]] = {}

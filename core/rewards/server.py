@@ -75,7 +75,7 @@ def isolate(server: int) -> None:
 
 def work(sock: socket.socket, setup: PoolSetup, context: RewardContext | None) -> None:
     try:
-        rewards = [spec.build(context) for spec in setup.rewards]
+        rewards = setup.build(context)
     except Exception as error:  # somebody else's code: the parent ends the run with this sentence
         sock.sendall(message(failed=one_line(error)))
         return

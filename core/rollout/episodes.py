@@ -21,6 +21,7 @@ from posttrain.core.contracts.rollout import Episode, Segment
 from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
+from posttrain.core.rollout.answers import Answers, AnswersHere
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Message, Problem, SamplingParams, ToolSchema
 
@@ -104,8 +105,10 @@ class EpisodeRunner:
         tokenizer: ChatTokenizer,
         max_turns: int,
         max_observation_tokens: int,
+        answers: Answers | None = None,
     ) -> None:
         self.environment, self.tokenizer = environment, tokenizer
+        self.answers = answers or AnswersHere(environment)
         self.max_turns, self.max_observation_tokens = max_turns, max_observation_tokens
         self._answers_fit = False
 
@@ -195,25 +198,36 @@ class EpisodeRunner:
         )
         groups = generate_groups(engine, [prompts[i] for i in firsts], request)
         turns = [completion for group in groups for completion in group.completions]
-        return [
-            self._answered(episode, turn, limit)
-            for episode, turn, limit in zip(episodes, turns, limits, strict=True)
-        ]
+        after = [self._after(e, turn) for e, turn in zip(episodes, turns, strict=True)]
+        going = [index for index, episode in enumerate(after) if episode.finish_reason is None]
+        steps = [(after[i].state, self._said(turns[i])) for i in going]
+        for index, observation in zip(going, self.answers.to(steps), strict=True):
+            room = limits[index] - len(turns[index].token_ids)
+            after[index] = self._answered(after[index], turns[index], observation, room)
+        return after
 
-    def _answered(self, episode: Episode, turn: Completion, limit: int) -> Episode:
-        """The episode after `turn`, which had room for `limit` tokens, and the answer to it."""
+    def _after(self, episode: Episode, turn: Completion) -> Episode:
+        """The episode after `turn`, which is over where the environment is not to answer it."""
         segments = (*episode.segments, Segment(turn.token_ids, turn))
         counts = {**episode.counts, "turns": episode.counts.get("turns", 0.0) + 1}
         episode = replace(episode, segments=segments, counts=counts)
-        ended, room = turn.finish_reason == "stop", limit - len(turn.token_ids)
-        if turn.finish_reason == "length" or (not ended and counts["turns"] >= self.max_turns):
+        cut = turn.finish_reason != "stop" and counts["turns"] >= self.max_turns
+        if turn.finish_reason == "length" or cut:
             return replace(episode, finish_reason="length")
-        said = Turn(
+        return episode
+
+    def _said(self, turn: Completion) -> Turn:
+        return Turn(
             self.tokenizer.decode_response(turn.token_ids),
-            ended,
+            turn.finish_reason == "stop",
             self.tokenizer.parse_response(turn.token_ids),
         )
-        observation = self.environment.step(episode.state, said)
+
+    def _answered(
+        self, episode: Episode, turn: Completion, observation: Observation, room: int
+    ) -> Episode:
+        """The episode after the environment's answer to `turn`, with `room` for so many tokens."""
+        counts, ended = dict(episode.counts), turn.finish_reason == "stop"
         for name, value in observation.counts.items():
             counts[name] = counts.get(name, 0.0) + value
         episode = replace(episode, state=observation.state, counts=counts)
@@ -222,7 +236,7 @@ class EpisodeRunner:
         if counts["turns"] >= self.max_turns:
             return replace(episode, finish_reason="stop")
         answer = Segment(self._tokens(episode, observation, ended)[: max(room, 0)])
-        episode = replace(episode, segments=(*segments, answer))
+        episode = replace(episode, segments=(*episode.segments, answer))
         cut = len(answer.token_ids) >= room
         return replace(episode, finish_reason="length") if cut else episode
 

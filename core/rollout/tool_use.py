@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, TypeVar
 
 from pydantic import Field
@@ -10,6 +12,8 @@ from pydantic import Field
 from posttrain.core.config.base import Component
 from posttrain.core.contracts import PluginConfig, ToolResult
 
+ANY_NUMBER = 1_000_000
+"""`at_once` of an environment that only its tools limit."""
 MaxCalls = Annotated[
     int,
     Field(
@@ -39,9 +43,38 @@ class ToolUseConfig(PluginConfig):
 Arguments = TypeVar("Arguments")
 
 
+_raised: ContextVar[list[str] | None] = ContextVar("raised", default=None)
+_unreachable: ContextVar[Exception | None] = ContextVar("unreachable", default=None)
+
+
 def answer_of(tool: Callable[[Arguments], ToolResult], arguments: Arguments) -> ToolResult:
     """What the tool says; an error that it raises is a failed result."""
     try:
+        if (reason := _unreachable.get()) is not None:
+            raise reason
         return tool(arguments)
     except Exception as error:  # a tool may raise anything; the model reads its error
+        if (noted := _raised.get()) is not None:
+            noted.append(type(error).__name__)
         return ToolResult(f"error: the tool failed ({type(error).__name__})", failed=True)
+
+
+@contextmanager
+def noting_errors() -> Iterator[list[str]]:
+    """Note the errors that tools raise, in this thread."""
+    noted: list[str] = []
+    token = _raised.set(noted)
+    try:
+        yield noted
+    finally:
+        _raised.reset(token)
+
+
+@contextmanager
+def unreachable(reason: Exception) -> Iterator[None]:
+    """Let every tool fail for `reason` instead of being called, in this thread."""
+    token = _unreachable.set(reason)
+    try:
+        yield
+    finally:
+        _unreachable.reset(token)

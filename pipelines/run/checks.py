@@ -112,7 +112,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}
     check_examples(resolved, task, problems.get("train"))
     unjudged = check_answers(resolved, manager, task)
-    own = check_stages(resolved, manager, task)
+    own = [*check_pools(resolved, manager), *check_stages(resolved, manager, task)]
     notes = (*filter(None, (unchecked(config.model), unjudged)), *own, *resolved.notes)
     return Inputs(task, problems, notes)
 
@@ -238,6 +238,50 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
                 "reward_model)"
             )
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
+
+
+def check_pools(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
+    """The pools on nodes that a cluster is asked for have something to do; returns notes."""
+    from posttrain.core.config.presets import tool_components
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.contracts import Environment, Reward, Tool
+
+    config = resolved.config
+    cluster, stages = config.cluster, config.stages.values()
+    if cluster is None:
+        return []
+    if cluster.rewards is not None:
+        scored = [r for stage in stages if isinstance(stage, RlStage) for r in stage.rewards]
+        found = {reward.name: manager.find("reward", reward.name).cls for reward in scored}
+        if not any(issubclass(c, Reward) and c.runs_in == "worker" for c in found.values()):
+            here = f" ({', '.join(found)} run in the run's process)" if found else ""
+            raise ConfigError(
+                f"cluster.rewards: no reward of this run is scored in workers{here}, so nodes "
+                "would have nothing to score; remove the section"
+            )
+    notes = []
+    if cluster.environments is not None:
+        components = [getattr(stage, "environment", None) for stage in stages]
+        environments = [component for component in components if component is not None]
+        if not environments:
+            raise ConfigError(
+                "cluster.environments: no stage of this run has an environment; remove the "
+                "section, or add `environment` to a stage"
+            )
+        wanted = cluster.environments.at_once or 1
+        for component in environments:
+            uses = [("environment", component.name)]
+            uses += [("tool", tool.name) for _, tool in tool_components(component.fields())]
+            for kind, name in uses:
+                cls = manager.find(kind, name).cls
+                assert issubclass(cls, Environment | Tool)
+                if cls.at_once < wanted:
+                    notes.append(
+                        f"cluster.environments.at_once is {wanted}, but {kind} '{name}' takes "
+                        f"{cls.at_once} at a time on each node: set at_once of its class if it may "
+                        "be called from several threads"
+                    )
+    return list(dict.fromkeys(notes))
 
 
 def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sections import ClusterSection, NodePoolSection
 from posttrain.core.errors import ResourceError
-from posttrain.pipelines.ranks.trainer import resources_of_rank
 from posttrain.pipelines.services.cluster import require_ray, token_file
 
 ADDRESS_VARIABLE = "POSTTRAIN_RAY_ADDRESS"
@@ -40,7 +40,10 @@ def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
     require_ray()
     from posttrain.core.cluster.on_ray import connection
 
-    token, cpus = token_file(home), config.limits.learner_ranks * config.cluster.learner.cpus
+    token, section = token_file(home), config.cluster
+    cpus = config.limits.learner_ranks * section.learner.cpus
+    cpus += sum(pool.cpus for _, pool in pools_of(section))  # one node has one of each
+    cpus += section.engines.replicas * section.engines.cpus if section.engines else 0
     connection.join(address_of(config), token if token.is_file() else None, cpus)
     try:
         yield
@@ -48,39 +51,21 @@ def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
         connection.leave()
 
 
+def pools_of(cluster: ClusterSection) -> list[tuple[str, NodePoolSection]]:
+    """The pools that a run has on nodes, by the name of their section, in the order they start."""
+    named = (("rewards", cluster.rewards), ("environments", cluster.environments))
+    return [(name, section) for name, section in named if section is not None]
+
+
 def on_this_machine(config: RunConfig) -> RunConfig:
-    """The same run with a cluster of its own, if it has one, in the place of somebody's."""
+    """The same run with a cluster of its own, if it has one, in the place of somebody's.
+
+    Ranks decide in which order sums are added; pools and servers elsewhere decide nothing, so there
+    are none.
+    """
     if config.cluster is None:
         return config
     ray = config.cluster.ray.model_copy(update={"address": "local"})
-    cluster = config.cluster.model_copy(update={"ray": ray})
+    changes = {"ray": ray, "engines": None, "rewards": None, "environments": None}
+    cluster = config.cluster.model_copy(update=changes)
     return config.model_copy(update={"cluster": cluster})
-
-
-def placement(config: RunConfig, home: Path) -> str:
-    """The nodes of the run's cluster, and whether its ranks fit there; empty without a cluster.
-
-    Reads only. A cluster of the run's own is not started.
-    """
-    if config.cluster is None:
-        return ""
-    section, count = config.cluster.learner, config.limits.learner_ranks
-    ranks = f"{count} rank{'' if count == 1 else 's'} of {section.cpus} CPU"
-    if config.cluster.ray.address == "local":
-        return f"cluster: one of this machine for the run alone, with {ranks}"
-    try:
-        with joined_cluster(config, home):
-            from posttrain.core.cluster.on_ray import connection
-
-            nodes = connection.nodes()
-    except ResourceError as error:
-        return f"cluster: {error}"
-    resources = resources_of_rank(config, nodes)
-    fits = connection.room(resources.bundle, nodes)
-    verdict = "they fit" if fits >= count else f"only {fits} fit"
-    if section.min_ranks <= fits < count:
-        verdict += ", with which stages go on (cluster.learner.min_ranks)"
-    elif fits < count:
-        verdict += ": the run would end after cluster.ray.start_timeout_s"
-    each = f" and {resources.gpus:g} GPU" if resources.gpus else ""
-    return f"cluster: {', '.join(map(str, nodes))}; {ranks}{each} each: {verdict}"

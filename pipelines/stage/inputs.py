@@ -26,6 +26,7 @@ from posttrain.core.data.problem_sets import (
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.ranks import ALONE, Ranks
@@ -69,16 +70,26 @@ class StagePlugins(Protocol):
 
 
 def build_episodes(
-    context: StagePlugins, component: EnvironmentComponent | None, tokenizer: ChatTokenizer
+    context: StagePlugins,
+    component: EnvironmentComponent | None,
+    tokenizer: ChatTokenizer,
+    check: Callable[[], None] = lambda: None,
 ) -> EpisodeRunner | None:
-    """What runs the episodes of a stage, with its tools; None when responses have one turn."""
+    """What runs the episodes of a stage, with its tools; None when responses have one turn.
+
+    `check` is called while several turns are answered at once.
+    """
     if component is None:
         return None
     environment = context.build(Environment, component)
-    tools = tool_components(component.fields())
-    environment.setup([context.build(Tool, tool) for _, tool in tools])
+    tools = [context.build(Tool, tool) for _, tool in tool_components(component.fields())]
+    environment.setup(tools)
     return EpisodeRunner(
-        environment, tokenizer, component.max_turns, component.max_observation_tokens
+        environment,
+        tokenizer,
+        component.max_turns,
+        component.max_observation_tokens,
+        AnswersHere(environment, tools, check),
     )
 
 

@@ -15,6 +15,7 @@ from posttrain.pipelines.stage.context import (
     write_evaluation,
 )
 from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
+from posttrain.pipelines.stage.on_nodes import answered_on_nodes
 
 
 def run_evaluate(context: StageContext) -> StageOutput:
@@ -37,7 +38,7 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     section = stage.evaluation or context.run.evaluation
     problems = context.held_out_problems(section)
     tokenizer = load_tokenizer(model_dir, context.run, context.manager)
-    episodes = build_episodes(context, stage.environment, tokenizer)
+    episodes = build_episodes(context, stage.environment, tokenizer, context.check)
     prompts = context.encode_prompts(
         episodes or tokenizer, problems, section.max_response_length, "eval"
     )
@@ -47,7 +48,7 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
         context.check()
         context.reporter.step_done(context.name, done, {})
 
-    with context.engines.lease(model_dir) as engine:
+    with context.engines.lease(model_dir) as engine, answered_on_nodes(context, episodes):
         return evaluate_policy(
             engine, tokenizer, context.task, prompts, section, context.run.seed, progress, episodes
         )

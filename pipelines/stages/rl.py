@@ -38,6 +38,7 @@ from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import build_episodes
+from posttrain.pipelines.stage.on_nodes import answered_on_nodes, scored_on_nodes
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages
 
@@ -49,10 +50,11 @@ def run_rl(context: StageContext) -> StageOutput:
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
         run_steps(context.name, loop)
+        model = loop.learner.model  # before ranks end that trained it
         loop.learner.stored.close()
         if loop.critic is not None:
             loop.critic.stored.close()
-    save_trained(context, loop.learner.model, loop.tokenizer, "model")
+    save_trained(context, model, loop.tokenizer, "model")
     title, record = f"{context.run.name}: {context.name}", loop.recorder
     plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
     for path in plots:
@@ -74,8 +76,8 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
         ranks = opened.enter_context(RankTrainer(context)) if wants_ranks(context) else None
         loop = build_loop(context, stage, engine, ranks)
         loop.check_sync("the start of the stage")
-        if loop.scorer.pool is not None:
-            opened.enter_context(loop.scorer.pool)
+        opened.enter_context(scored_on_nodes(context, loop.scorer))
+        opened.enter_context(answered_on_nodes(context, loop.episodes))
         if context.resume_from is not None:
             loop.resume(context.resume_from)
         yield loop
@@ -90,7 +92,7 @@ def build_loop(
     """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
     tokenizer = context.tokenizer()
-    episodes = build_episodes(context, stage.environment, tokenizer)
+    episodes = build_episodes(context, stage.environment, tokenizer, context.check)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length
@@ -146,5 +148,6 @@ def build_loop(
             learner.model,
             make_probe(tokenizer, run.model.max_model_len, [worked(p) for p in problems[:2]]),
             stage.check_sync,
+            learner.source if engine.fetches_weights else None,
         ),
     )

@@ -15,7 +15,7 @@ from posttrain.core.contracts import (
     ToolResult,
     Turn,
 )
-from posttrain.core.rollout.tool_use import ToolUseConfig, answer_of
+from posttrain.core.rollout.tool_use import ANY_NUMBER, ToolUseConfig, answer_of
 from posttrain.core.types import Message, Problem, ToolCall
 
 
@@ -42,6 +42,7 @@ class ToolCallsEnvironment(Environment[ToolCallsConfig]):
 
     name = "tool_calls"
     Config = ToolCallsConfig
+    at_once = ANY_NUMBER
 
     def __init__(self, config: ToolCallsConfig) -> None:
         super().__init__(config)

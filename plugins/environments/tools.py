@@ -15,7 +15,7 @@ from posttrain.core.contracts import (
     ToolResult,
     Turn,
 )
-from posttrain.core.rollout.tool_use import MaxCalls, ToolUseConfig, answer_of
+from posttrain.core.rollout.tool_use import ANY_NUMBER, MaxCalls, ToolUseConfig, answer_of
 from posttrain.core.types import Problem
 
 
@@ -78,6 +78,7 @@ class ToolsEnvironment(Environment[ToolsConfig]):
 
     name = "tools"
     Config = ToolsConfig
+    at_once = ANY_NUMBER
 
     def __init__(self, config: ToolsConfig) -> None:
         super().__init__(config)

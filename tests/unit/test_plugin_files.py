@@ -144,7 +144,7 @@ def test_a_copy_is_the_same_module_and_is_what_workers_read(tmp_path: Path) -> N
     assert type(manager.build(Reward, "my.py:Brief")) is type(reward)
     (spec,) = specs_of([reward])
     assert spec.file == copies["my.py"]
-    assert spec.load() is type(reward)
+    assert spec.load(Reward) is type(reward)
 
 
 def test_a_folder_that_was_on_the_path_stays_there(tmp_path: Path) -> None:

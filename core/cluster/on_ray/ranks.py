@@ -20,8 +20,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from posttrain.core.cluster.group import Answerer, RankLost, first_cause
 from posttrain.core.cluster.messages import decode, encode
 from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
-from posttrain.core.cluster.on_ray.placement import POLL_S, placed
-from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.cluster.on_ray.placement import (
+    POLL_S,
+    no_room,
+    placed,
+    placed_within,
+)
+from posttrain.core.errors import RunError
 from posttrain.core.runtime.startup import bounded_waiting
 
 if TYPE_CHECKING:  # an actor says how many threads there may be before numpy is loaded
@@ -220,19 +225,15 @@ class RayRanks:
             return group
         self.size = min(wanted - 1, room(bundle, nodes()))
         if self.size >= self._resources.least:
-            until = time.monotonic() + FEWER_S
-            if group := placed(bundle, self.size, lambda: time.monotonic() > until, check):
+            if group := placed_within(bundle, self.size, FEWER_S, check):
                 return group
-        each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        free = ray.available_resources()
         least = self._resources.least
         fewer = f", nor for {least}," if least < wanted else ""
-        raise ResourceError(
-            f"the Ray cluster had no room for {wanted} ranks{fewer} with {each} each within "
-            f"{limit:g} s (cluster.ray.start_timeout_s). Its nodes: "
-            f"{', '.join(map(str, nodes())) or 'none'}; free now: {free.get('CPU', 0.0):g} CPUs, "
-            f"{free.get('GPU', 0.0):g} GPUs. Add nodes, end what holds them, or lower "
-            "limits.learner_ranks, cluster.learner.cpus or cluster.learner.gpus"
+        raise no_room(
+            f"{wanted} ranks{fewer}",
+            bundle,
+            limit,
+            "limits.learner_ranks, cluster.learner.cpus or cluster.learner.gpus",
         )
 
     def _lost(self, error: Exception) -> RankLost:

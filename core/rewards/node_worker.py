@@ -1,0 +1,58 @@
+"""A node's part of scoring: a pool of workers there, with the limits and the isolation of any."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.core.contracts.spec import Shipped
+from posttrain.core.errors import ResourceError
+from posttrain.core.rewards.pool import ScorePool
+from posttrain.core.rewards.protocol import PoolSetup
+from posttrain.core.sandbox.required import Isolation
+from posttrain.core.types import RewardSample, Score
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRewards:
+    """What a node's pool is built from; `context` as in `PoolSetup`."""
+
+    rewards: Shipped
+    context: bytes
+    limits: tuple[float, ...]
+    workers: int
+    isolations: tuple[Isolation, ...]
+
+
+def build(setup: NodeRewards) -> ScoringNode:
+    """The pool of this node. Raises where a reward is missing, or a sandbox is too weak."""
+    return ScoringNode(setup)
+
+
+class ScoringNode:
+    """A `NodeWorker` that scores samples."""
+
+    def __init__(self, setup: NodeRewards) -> None:
+        for isolation in setup.isolations:
+            isolation.check()
+        for missing in filter(None, (spec.missing for spec in setup.rewards.specs)):
+            raise ResourceError(f"{missing}: install it on that node as on the others")
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-plugins-")
+        specs = setup.rewards.unpacked(Path(self._folder.name))
+        self._pool = ScorePool(PoolSetup(specs, setup.context), setup.limits, setup.workers)
+        try:
+            self._pool.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, items: Sequence[RewardSample]) -> Sequence[tuple[Score, ...]]:
+        """For each sample its score by each reward."""
+        return list(zip(*self._pool.score(items), strict=True))
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+        self._folder.cleanup()

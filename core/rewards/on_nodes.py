@@ -1,0 +1,103 @@
+"""Rewards scored by the nodes of a cluster, and by this machine where no node is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from posttrain.core.cluster.node_pool import NodePool, Sharing, Unanswered
+from posttrain.core.contracts import Reward
+from posttrain.core.contracts.spec import Shipped
+from posttrain.core.rewards.node_worker import NodeRewards
+from posttrain.core.rewards.pool import RewardPool
+from posttrain.core.rewards.workers import START_LIMIT_S
+from posttrain.core.sandbox.required import isolations
+from posttrain.core.types import RewardSample, Score
+
+WORKER = "posttrain.core.rewards.node_worker"
+PER_WORKER = 8
+"""Samples of a node's smallest batches, for each of its workers."""
+GRACE_S = 30.0
+
+
+def sharing(limits: Sequence[float], workers: int) -> Sharing:
+    """Batches one after another; each sample may take all its time, and the workers may be late."""
+    return Sharing(
+        limit_s=lambda count: 2 * START_LIMIT_S + GRACE_S + count * sum(limits),
+        least=PER_WORKER * workers,
+    )
+
+
+class RewardsOnNodes:
+    """Scores as `local` does, by pools of the same kind on nodes; a context manager.
+
+    A sample whose node is lost is scored on another. Where none is left, `local` scores, after a
+    warning. One that takes processes of nodes with it, the last when alone there, has crashed.
+    """
+
+    def __init__(
+        self,
+        local: RewardPool,
+        nodes: NodePool,
+        workers: int,
+        warn: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.local, self.nodes, self.workers = local, nodes, workers
+        self.samples_per_s = 0.0
+        self._warn, self._check = warn, check
+
+    @property
+    def rewards(self) -> tuple[Reward[Any], ...]:
+        """As of the pool."""
+        return self.local.rewards
+
+    def __enter__(self) -> Self:
+        needed = (isolations(f"reward '{r.name}'", r.config) for r in self.rewards)
+        setup = NodeRewards(
+            Shipped.of(self.local.setup.rewards),
+            self.local.setup.context,
+            tuple(self.local.limits),
+            self.workers,
+            tuple(isolation for found in needed for isolation in found),
+        )
+        try:
+            self.nodes.start(setup, self._check)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the pools; may be called twice."""
+        self.nodes.close()
+        self.local.close()
+
+    def score(self, samples: Sequence[RewardSample]) -> list[list[Score]]:
+        """For each reward its scores of `samples`, in order."""
+        began = time.monotonic()
+        found = self.nodes.map(samples, self._check)
+        left = [
+            place
+            for place, answer in enumerate(found)
+            if isinstance(answer, Unanswered) and not answer.to_blame
+        ]
+        if left:
+            self._warn(
+                f"rewards: {len(left)} of {len(samples)} samples are scored by the run's own "
+                f"machine: {found[left[0]].reason}"
+            )
+            scores = self.local.score([samples[place] for place in left])
+            for place, row in zip(left, zip(*scores, strict=True), strict=True):
+                found[place] = row
+        each = len(self.rewards)
+        rows = [
+            (Score(None, "crashed", row.reason),) * each if isinstance(row, Unanswered) else row
+            for row in found
+        ]
+        self.samples_per_s = each * len(samples) / max(1e-9, time.monotonic() - began)
+        return [[row[reward] for row in rows] for reward in range(each)]
