@@ -27,6 +27,7 @@ from posttrain.core.store import urls
 from posttrain.core.store.locks import locked
 from posttrain.core.store.manifests import MANIFEST, inside, read_manifest, tree_digests
 from posttrain.core.store.mirror import Mirror, mirror_of
+from posttrain.core.store.remote import DamagedObject
 from posttrain.core.types import Artifact as Artifact
 from posttrain.core.types import ArtifactKind
 
@@ -229,9 +230,11 @@ class ArtifactStore:
         if not fetch and not here:
             kept = self.mirror.manifest(folder.name)
             return (None, NEVER) if kept is None else self._read(stage, identity, kept)
-        if fetch and (why := self.mirror.update(folder.name)):
-            return None, why
-        return self._local(stage, identity, compare)
+        try:
+            compared = fetch and self.mirror.update(folder.name)
+        except DamagedObject as error:
+            return None, f"damaged: {error}"
+        return self._local(stage, identity, compare and not compared)
 
     def _local(self, stage: str, identity: str, compare: bool) -> tuple[StageResult | None, str]:
         folder = self.folder(stage, identity)

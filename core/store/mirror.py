@@ -22,7 +22,7 @@ from posttrain.core.store.manifests import (
     tree_digests,
 )
 from posttrain.core.store.pushing import Pusher
-from posttrain.core.store.remote import DamagedObject, Remote, StoreAway
+from posttrain.core.store.remote import Remote, StoreAway
 
 STAGES, MODELS, LEASES = "stages", "models", "leases"
 """Where the store has finished stages, models from outside, and who computes what."""
@@ -73,30 +73,35 @@ class Mirror:
             self._only_here(error)
         return found
 
-    def update(self, name: str) -> str:
-        """Fetch a stage that the store has and this machine has not, or not so; why it cannot be.
+    def update(self, name: str) -> bool:
+        """Fetch a stage that the store has and this machine has not, or not so.
 
-        A stage that only this machine has is pushed.
+        Returns whether it is here and was compared with its digests; one that only this machine has
+        is pushed. Raises `DamagedObject`.
         """
-        if self._mark(name).exists():
-            return ""  # made here, and not pushed yet
-        mine = read_manifest(self.root / name)
         try:
-            kept = self._kept(name)
-            if kept is not None:
-                self._fetch(f"{STAGES}/{name}", kept, self.root / name)
-            elif mine is not None:
-                self.push(name)
+            return self._update(name)
         except StoreAway as error:
             self._only_here(error)
-        except DamagedObject as error:
-            return f"damaged: {error}"
-        return ""
+            return False
+
+    def _update(self, name: str) -> bool:
+        if self._mark(name).exists():
+            return False  # made here, and not pushed yet
+        kept = self._kept(name)
+        if kept is not None:
+            self._fetch(f"{STAGES}/{name}", kept, self.root / name)
+        elif (self.root / name / MANIFEST).is_file():
+            self.push(name)
+        return kept is not None
 
     def fetched(self, name: str) -> Path:
-        """The folder of the stage `name`, brought here if only the store has it."""
-        if not (self.root / name / MANIFEST).is_file() and (why := self.update(name)):
-            raise RunError(f"{name} in the store {self.url} is {why}; run its config again")
+        """The folder of the stage `name`, brought here if only the store has it.
+
+        Raises `StoreAway`, or `DamagedObject`.
+        """
+        if not (self.root / name / MANIFEST).is_file():
+            self._update(name)
         return self.root / name
 
     def push(self, name: str) -> None:

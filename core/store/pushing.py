@@ -1,7 +1,7 @@
 """What is sent to a store with a URL in the background: nothing waits for it, nothing is lost.
 
 One thread sends one thing after another. While the store is away it tries again; what the store
-refuses is told and left out.
+refuses is reported and left out.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Remote:
                 return None
 
     def get_json(self, key: str) -> Any:  # Any: JSON
-        """The JSON object, or None where there is none or it is no JSON."""
+        """The JSON object, or None where there is none, or something else."""
         try:
             return json.loads(self.get(key) or b"null")
         except ValueError:
@@ -121,7 +121,7 @@ class Remote:
         """
         for relative, digest in files.items():
             if not _DIGEST.fullmatch(digest):
-                raise DamagedObject(f"'{digest}' of {relative} in {self.url}/{key} is no digest")
+                raise DamagedObject(f"'{digest}' of {relative} in {self.url}/{key} is not a digest")
             try:
                 target = inside(folder, relative)
             except ValueError as error:
@@ -138,7 +138,7 @@ class Remote:
                 raise DamagedObject(f"{self.url}/{key}/{digest} ({relative}) has another digest")
 
     def remove(self, keys: list[str]) -> None:
-        """Remove objects; those that are gone are no error."""
+        """Remove objects; some may be gone."""
         for key in keys:
             with self._explained(f"remove {key}"):
                 try:

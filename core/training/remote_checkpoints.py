@@ -1,7 +1,7 @@
 """A stage's checkpoints in a store with a URL, where another machine can go on from them.
 
 `checkpoints/STAGE/` has the files of all of a stage's checkpoints by digest, and for each complete
-one `step-000010.json`, written last. With a checkpoint goes what lies beside it: the answers that
+one `step-000010.json`, written last. With a checkpoint goes what lies next to it: the answers that
 the stage learns from, the record and the evidence of its steps.
 """
 
@@ -35,11 +35,11 @@ _MANIFEST = re.compile(r"step-([0-9]{6,})\.json")
 
 
 class _Saved(BaseModel):
-    """The files of a checkpoint, of what lies beside it, and pieces that ranks have put there."""
+    """The files of a checkpoint, of what lies next to it, and pieces that ranks have put there."""
 
     step: int
     files: dict[str, str]
-    beside: dict[str, str]
+    extras: dict[str, str]
     pieces: list[str]
 
 
@@ -53,10 +53,10 @@ class RemoteCheckpoints:
 
     def push(self, folder: Path) -> None:
         """Send a checkpoint that was just written, in the background; then drop older ones."""
-        beside = self._beside()
-        self._mirror.pusher.add(f"checkpoint {folder.name}", partial(self._push, folder, beside))
+        extras = self._extras()
+        self._mirror.pusher.add(f"checkpoint {folder.name}", partial(self._push, folder, extras))
 
-    def _beside(self) -> dict[str, Path | bytes]:
+    def _extras(self) -> dict[str, Path | bytes]:
         """Files next to the checkpoints. Lines are still added to some: they are read now."""
         found: dict[str, Path | bytes] = {}
         for path in sorted(self._root.rglob("*")) if self._root.is_dir() else ():
@@ -67,19 +67,19 @@ class RemoteCheckpoints:
                 found[relative.as_posix()] = path.read_bytes() if grows else path
         return found
 
-    def _push(self, folder: Path, beside: Mapping[str, Path | bytes]) -> None:
+    def _push(self, folder: Path, extras: Mapping[str, Path | bytes]) -> None:
         try:
             files = tree_digests(folder)
-            named = {name: _digest(source) for name, source in beside.items()}
+            named = {name: _digest(source) for name, source in extras.items()}
             sources = {digest: folder / name for name, digest in files.items()}
-            sources_beside = {named[name]: source for name, source in beside.items()}
-            self._remote.put_files(f"{self.key}/files", {**sources_beside, **sources})
+            sources_of_extras = {named[name]: source for name, source in extras.items()}
+            self._remote.put_files(f"{self.key}/files", {**sources_of_extras, **sources})
         except FileNotFoundError:
             return  # a newer one has taken its place
         if not folder.is_dir():
             return
         pieces = [digest for path in folder.rglob(PIECES) for digest in read_pieces(path).values()]
-        saved = _Saved(step=step_of(folder), files=files, beside=named, pieces=pieces)
+        saved = _Saved(step=step_of(folder), files=files, extras=named, pieces=pieces)
         self._remote.put_json(f"{self.key}/{folder.name}.json", saved.model_dump())
         self._trim()
 
@@ -123,13 +123,13 @@ class RemoteCheckpoints:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
         try:
-            whole, beside = partial_folder / "whole", partial_folder / "beside"
-            for folder, files in ((whole, saved["files"]), (beside, saved["beside"])):
+            whole, extras = partial_folder / "whole", partial_folder / "extras"
+            for folder, files in ((whole, saved["files"]), (extras, saved["extras"])):
                 folder.mkdir()
                 self._remote.get_files(f"{self.key}/files", files, folder)
-            for name in saved["beside"]:
+            for name in saved["extras"]:
                 (self._root / name).parent.mkdir(parents=True, exist_ok=True)
-                (beside / name).replace(self._root / name)
+                (extras / name).replace(self._root / name)
             put_in_place(whole, step_folder(self._root, step))
         except DamagedObject as error:
             self._warn(f"the checkpoint of step {step} in the store is damaged ({error})")
@@ -156,4 +156,4 @@ def _digests(saved: Mapping[str, Any] | None) -> set[str]:
     """What a checkpoint holds; nothing of one that cannot be read."""
     if saved is None:
         return set()
-    return {*saved["files"].values(), *saved["beside"].values(), *saved["pieces"]}
+    return {*saved["files"].values(), *saved["extras"].values(), *saved["pieces"]}

@@ -28,7 +28,7 @@ from tests.helpers.pipeline import (
 )
 
 SCRIPT = Path(__file__).parents[2] / "infra/slurm/posttrain.sbatch"
-# The first argument that is no option is the command; which node it was for is noted.
+# Options come first, then the command; which node it was for is noted.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$SRUN_LOG"
 while [ "${1#-}" != "$1" ]; do shift; done
