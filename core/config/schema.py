@@ -166,6 +166,8 @@ def _adapter(kind: str, cls: type[StageBase]) -> TypeAdapter[dict[str, StageBase
     return TypeAdapter(dict[str, cls])  # type: ignore[valid-type]
 
 
+SERVERS = "vllm_server"
+"""The engine whose servers `cluster.engines` starts."""
 PLACES = ("name", "seed", "task", "date")
 RUN_NAME_HELP = "what can be filled in is {name}, {seed}, {task} and {date}"
 
@@ -199,7 +201,7 @@ class RunConfig(Section):
     limits: LimitsSection = LimitsSection()
     cluster: ClusterSection | None = Field(
         default=None,
-        description="a Ray cluster for the learner's ranks, rewards and environments; not set = "
+        description="a Ray cluster for ranks, engines, rewards and environments; not set = "
         "this machine",
     )
     keep: KeepSection = KeepSection()
@@ -240,6 +242,24 @@ class RunConfig(Section):
             raise ValueError(
                 f"cluster.learner.shard_size is {copy}, expected a divisor of limits.learner_ranks "
                 f"({self.limits.learner_ranks})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_of_the_cluster(self) -> Self:
+        if self.cluster is None or self.cluster.engines is None:
+            return self
+        name = self.engine if isinstance(self.engine, str) else self.engine.name
+        if name != SERVERS:
+            raise ValueError(
+                f"cluster.engines starts servers of engine {SERVERS}, and engine is {name}: set "
+                f"engine: {SERVERS}, or remove cluster.engines"
+            )
+        fields = {} if isinstance(self.engine, str) else self.engine.fields()
+        if own := [name for name in ("urls", "replicas", "gpus") if fields.get(name)]:
+            raise ValueError(
+                f"cluster.engines starts the servers on the cluster's nodes, and engine.{own[0]} "
+                "is set: remove one of them"
             )
         return self
 

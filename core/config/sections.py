@@ -451,6 +451,20 @@ class LearnerSection(Section):
     )
 
 
+class EnginesSection(Section):
+    """vLLM servers on the nodes of a cluster."""
+
+    replicas: int = Field(default=1, ge=1, le=10_000, description="servers")
+    cpus: int = Field(default=1, ge=1, le=10_000, description="CPUs of a server")
+    gpus: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000,
+        description="GPUs of a server, which are its tensor parallel size; not set = one where "
+        "nodes have some, unless model.device is cpu",
+    )
+
+
 class NodePoolSection(Section):
     """Processes on nodes of the cluster, one on each."""
 
@@ -491,6 +505,11 @@ class ClusterSection(Section):
 
     ray: RaySection = RaySection()
     learner: LearnerSection = LearnerSection()
+    engines: EnginesSection | None = Field(
+        default=None,
+        description="servers of engine vllm_server on the cluster's nodes; not set = on this "
+        "machine",
+    )
     rewards: RewardNodesSection | None = Field(
         default=None, description="score rewards on nodes; not set = on the run's machine"
     )

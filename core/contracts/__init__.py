@@ -137,5 +137,6 @@ __all__ = [
     "Turn",
     "ValueAdvantage",
     "ValueConfig",
+    "WeightSource",
     "WeightedConfig",
 ]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # rewards run in processes that must stay small
     import torch
     from torch import Tensor
 
+    from posttrain.core.cluster.shared import ServerPlaces, SharedWeights
+
 
 class Task(Plugin[ConfigT]):
     """A source of problems with a verifier. The two splits are disjoint by construction."""
@@ -161,6 +163,8 @@ class EngineSetup:
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
     seed: int
+    places: ServerPlaces | None = None
+    """Where an engine of servers has them, if not on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,19 @@ class DrawnToken:
     prompt: int
     generation: int
     token: int
+
+
+class WeightSource(Protocol):
+    """A policy that is trained in other processes than this one."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """All weights, brought here, named as in the model's state dict."""
+
+    def shared(self, dtype: torch.dtype, leave_out: frozenset[str]) -> SharedWeights:
+        """All weights but `leave_out`, as `dtype`, in the memory of the cluster of its ranks."""
+
+    def check(self) -> None:
+        """Raises to stop; to be called while something is waited for."""
 
 
 class RolloutEngine(Plugin[ConfigT]):
@@ -203,6 +220,13 @@ class RolloutEngine(Plugin[ConfigT]):
     @abstractmethod
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Replace all weights by (name, tensor) pairs named as in the model's state dict."""
+
+    fetches_weights: bool = False
+    """Whether `sync_from` lets the engine's servers fetch weights, and brings none here."""
+
+    def sync_from(self, source: WeightSource, policy_version: int) -> None:
+        """Replace all weights by those of `source`, and drop an adapter, as `sync_weights`."""
+        self.sync_weights(source.tensors(), policy_version)
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, ...] | None:
         """Names of those of `weights` that are not, bit for bit, what the engine computes with.

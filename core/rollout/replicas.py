@@ -1,4 +1,4 @@
-"""Replicas of one model behind HTTP: their health, their load, and requests over all of them.
+"""Replicas of one model behind servers: their health, their load, and requests over all of them.
 
 A request goes to the replica with the least in flight. When it fails, it is sent again, to another
 replica where there is one; when a replica is gone, all that it had goes to the others. An answer is
@@ -14,52 +14,68 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
+from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.processes import ServerProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Json = dict[str, Any]  # Any: JSON
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.25
 # Characters of a server's answer that an error repeats.
 SHOWN = 500
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
-    """One server. `failures` counts failed requests since its last good one."""
+    """One server. `failures` counts failed requests since its last good one.
 
-    url: str
-    process: ServerProcess | None = None  # None: given by URL, not ours
+    `restarts` counts how often it was started again, `returning` says that it is being.
+    """
+
+    server: Server
+    index: int = 0
     alive: bool = True
     in_flight: int = 0
     failures: int = 0
     last_failure: str = ""
+    restarts: int = 0
+    returning: bool = False
+    on_loss: Callable[[Replica], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.server.name
 
     def lose(self, reason: str) -> None:
-        """Use it no more. A server of ours is ended, so that it holds no memory."""
+        """Send it nothing more; to be called in the loop of its requests."""
         if not self.alive:
             return
         self.alive, self.last_failure = False, reason
-        logger.warning("vLLM server %s is lost: %s", self.url, reason)
-        if self.process is not None:
-            self.process.begin_stop()
+        logger.warning("vLLM server %s is lost: %s", self.name, reason)
+        if self.on_loss is not None:
+            self.on_loss(self)
 
-    def obituary(self) -> str:
+    async def obituary(self) -> str:
         """What is known of its end: the last failure, exit code and end of its log."""
-        said = f"{self.url}: {self.last_failure or 'no answer'}"
-        if self.process is None:
-            return said
-        code = self.process.exit_code
-        ended = "" if code is None else f"; exit code {code}"
-        return f"{said}{ended}; last lines of {self.process.log}:\n{self.process.log_tail()}"
+        said = f"{self.name}: {self.last_failure or 'no answer'}"
+        words = await self.server.last_words()
+        return f"{said}; {words}" if words else said
+
+
+async def obituaries(replicas: Sequence[Replica]) -> str:
+    return "\n".join(await asyncio.gather(*(replica.obituary() for replica in replicas)))
+
+
+def nothing_to_check() -> None:
+    """A check that never stops anything."""
 
 
 class LoopThread:
@@ -73,10 +89,19 @@ class LoopThread:
         self._thread.start()
         self.client: httpx.AsyncClient = self.run(_client(timeout_s, connections))
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:  # Any: send and yield types
+    def run(
+        self, work: Coroutine[Any, Any, T], check: Callable[[], None] = nothing_to_check
+    ) -> T:  # Any: send and yield types
+        """The result of `work`; `check` is called while it is waited for, and raises to stop."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            while True:
+                check()
+                try:
+                    return future.result(POLL_S)
+                except NotYet:
+                    if future.done():  # its own, not that of the wait
+                        raise
         except BaseException:
             future.cancel()
             raise
@@ -98,74 +123,56 @@ class LoopThread:
 
 
 async def _client(timeout_s: float, connections: int) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_s, connect=HEALTH_TIMEOUT_S, pool=None),
-        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-        trust_env=False,  # a proxy between us and the loopback address helps nobody
-    )
+    return make_client(timeout_s, connections)
 
 
-async def is_healthy(client: httpx.AsyncClient, replica: Replica) -> bool:
+async def is_healthy(replica: Replica) -> bool:
     try:
-        answer = await client.get(f"{replica.url}/health", timeout=HEALTH_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL):
+        reply = await replica.server.ask("/health", limit_s=HEALTH_TIMEOUT_S)
+    except Unreachable:
         return False
-    return answer.status_code == 200
+    return reply.status == 200
 
 
-async def wait_until_ready(
-    client: httpx.AsyncClient, replicas: Sequence[Replica], timeout_s: float
-) -> None:
+async def wait_until_ready(replicas: Sequence[Replica], timeout_s: float) -> None:
     """Return when all are healthy. Raises `ResourceError` as soon as one cannot become so."""
     end = time.monotonic() + timeout_s
     waiting = list(replicas)
     while waiting:
-        for replica in waiting:
-            process = replica.process
-            if process is not None and process.exit_code is not None:
-                raise ResourceError(f"a vLLM server ended while it started: {replica.obituary()}")
-        healthy = await asyncio.gather(*(is_healthy(client, replica) for replica in waiting))
+        ended = await asyncio.gather(*(replica.server.has_ended() for replica in waiting))
+        for replica, gone in zip(waiting, ended, strict=True):
+            if gone:
+                words = await replica.obituary()
+                raise ResourceError(f"a vLLM server ended while it started: {words}")
+        healthy = await asyncio.gather(*map(is_healthy, waiting))
         waiting = [r for r, fine in zip(waiting, healthy, strict=True) if not fine]
         if waiting and time.monotonic() > end:
             replica = waiting[0]
-            ours = replica.process is not None
+            ours = replica.server.is_ours
             raise ResourceError(
-                f"no vLLM server answered at {replica.url}/health within {timeout_s:g} s: "
+                f"no vLLM server answered at {replica.name}/health within {timeout_s:g} s: "
                 + ("raise startup_timeout_s" if ours else "check the URL and the server")
-                + (f"; {replica.obituary()}" if ours else "")
+                + (f"; {await replica.obituary()}" if ours else "")
             )
         await asyncio.sleep(POLL_S if waiting else 0)
 
 
-async def post(client: httpx.AsyncClient, replica: Replica, path: str, body: Json) -> Json:
-    """The JSON answer. Raises `RunError` with the server's words when it is not 200."""
+async def post(replica: Replica, path: str, body: Json) -> Json:
+    """The JSON answer; one that is not JSON stands under `answer`.
+
+    Raises `RunError` with the server's words when it is not 200.
+    """
     try:
-        answer = await client.post(f"{replica.url}{path}", json=body)
-    except httpx.HTTPError as error:
-        raise RunError(f"{replica.url}{path}: {type(error).__name__} {error}") from error
-    if answer.status_code != 200:
-        raise RunError(f"{replica.url}{path} answered {answer.status_code}: {shown(answer.text)}")
-    found = (
-        answer.json()
-        if answer.headers.get("content-type", "").startswith("application/json")
-        else {}
-    )
+        reply = await replica.server.ask(path, body)
+    except Unreachable as error:
+        raise RunError(f"{replica.name}{path}: {error}") from error
+    if reply.status != 200:
+        raise RunError(f"{replica.name}{path} answered {reply.status}: {shown(reply.text)}")
+    try:
+        found = json.loads(reply.text)
+    except json.JSONDecodeError:
+        found = reply.text
     return found if isinstance(found, dict) else {"answer": found}
-
-
-async def post_to_all(
-    client: httpx.AsyncClient, replicas: Sequence[Replica], path: str, body: Json
-) -> list[Json | RunError]:
-    """What each replica answered, in order; a failure is returned, so that all are waited for."""
-    answers = await asyncio.gather(
-        *(post(client, replica, path, body) for replica in replicas), return_exceptions=True
-    )
-    found: list[Json | RunError] = []
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, RunError):
-            raise answer
-        found.append(answer)
-    return found
 
 
 def shown(text: str) -> str:
@@ -197,15 +204,14 @@ class Outcome:
 
 
 async def serve_all(
-    client: httpx.AsyncClient,
-    replicas: Sequence[Replica],
-    path: str,
-    requests: Sequence[Json],
-    limits: Limits,
+    replicas: Sequence[Replica], path: str, requests: Sequence[Json], limits: Limits
 ) -> list[Json]:
-    """The answers of `requests`, in order."""
+    """The answers of `requests`, in order.
+
+    Without a living replica it waits for those that are started again.
+    """
     answers: list[Json | None] = [None] * len(requests)
-    tries: list[list[str]] = [[] for _ in requests]  # URLs where each request failed
+    tries: list[list[Replica]] = [[] for _ in requests]  # where each request failed
     queue = deque(range(len(requests)))
     running: set[asyncio.Task[Outcome]] = set()
     try:
@@ -213,18 +219,26 @@ async def serve_all(
             while queue and (replica := _choose(replicas, tries[queue[0]], limits)):
                 index = queue.popleft()
                 replica.in_flight += 1
-                work = _try(client, replica, path, requests[index], index)
+                work = _try(replica, path, requests[index], index)
                 running.add(asyncio.create_task(work))
+            returning = any(replica.returning for replica in replicas)
+            if not running and not returning:
+                raise RunError(await _none_left(replicas, len(queue), len(requests)))
             if not running:
-                raise RunError(_none_left(replicas, len(queue), len(requests)))
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(POLL_S)
+                continue
+            done, running = await asyncio.wait(
+                running,
+                return_when=asyncio.FIRST_COMPLETED,
+                timeout=POLL_S if returning else None,
+            )
             for outcome in (task.result() for task in done):
                 outcome.replica.in_flight -= 1
                 if outcome.answer is not None:
                     outcome.replica.failures = 0
                     answers[outcome.index] = outcome.answer
                     continue
-                await _note_failure(client, outcome, tries[outcome.index], limits)
+                await _note_failure(outcome, tries[outcome.index], limits)
                 queue.appendleft(outcome.index)
     finally:
         for task in running:
@@ -235,54 +249,52 @@ async def serve_all(
     return [answer for answer in answers if answer is not None]
 
 
-def _choose(replicas: Sequence[Replica], failed_at: list[str], limits: Limits) -> Replica | None:
+def _choose(
+    replicas: Sequence[Replica], failed_at: Sequence[Replica], limits: Limits
+) -> Replica | None:
     """The least loaded living replica with room, one where the request has not failed if any."""
     alive = [replica for replica in replicas if replica.alive]
-    fresh = [replica for replica in alive if replica.url not in failed_at]
+    fresh = [replica for replica in alive if replica not in failed_at]
     open_to_it = [r for r in fresh or alive if r.in_flight < limits.max_concurrency]
     return min(open_to_it, key=lambda replica: replica.in_flight, default=None)
 
 
-async def _try(
-    client: httpx.AsyncClient, replica: Replica, path: str, request: Json, index: int
-) -> Outcome:
+async def _try(replica: Replica, path: str, request: Json, index: int) -> Outcome:
     try:
-        response = await client.post(f"{replica.url}{path}", json=request)
-        if response.status_code == 200:
-            return Outcome(index, replica, answer=response.json())
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        return Outcome(index, replica, failure=f"{type(error).__name__} {error}".strip())
-    failure = f"it answered {response.status_code}: {shown(response.text)}"
-    return Outcome(index, replica, failure=failure, refused=response.status_code < 500)
+        reply = await replica.server.ask(path, request)
+        if reply.status == 200:
+            return Outcome(index, replica, answer=json.loads(reply.text))
+    except (Unreachable, json.JSONDecodeError) as error:
+        return Outcome(index, replica, failure=str(error))
+    failure = f"it answered {reply.status}: {shown(reply.text)}"
+    return Outcome(index, replica, failure=failure, refused=reply.status < 500)
 
 
-async def _note_failure(
-    client: httpx.AsyncClient, outcome: Outcome, failed_at: list[str], limits: Limits
-) -> None:
+async def _note_failure(outcome: Outcome, failed_at: list[Replica], limits: Limits) -> None:
     """Give up the replica if it is gone, the run if the request can have no answer."""
     replica = outcome.replica
     if outcome.refused:
         raise RunError(
-            f"the vLLM server {replica.url} refused a request: {outcome.failure}: its version or "
+            f"the vLLM server {replica.name} refused a request: {outcome.failure}: its version or "
             "its options do not fit; docs/engines.md has the command that starts one"
         )
-    failed_at.append(replica.url)
+    failed_at.append(replica)
     replica.failures += 1
     replica.last_failure = outcome.failure
     if replica.alive and (
-        replica.failures >= MAX_FAILURES_IN_A_ROW or not await is_healthy(client, replica)
+        replica.failures >= MAX_FAILURES_IN_A_ROW or not await is_healthy(replica)
     ):
         replica.lose(outcome.failure)
     if replica.alive and len(failed_at) > limits.max_retries:
         raise RunError(
             f"a request failed {len(failed_at)} times at vLLM servers that say they are healthy, "
-            f"last at {replica.obituary()}"
+            f"last at {await replica.obituary()}"
         )
 
 
-def _none_left(replicas: Sequence[Replica], unfinished: int, total: int) -> str:
-    ends = "\n".join(replica.obituary() for replica in replicas)
+async def _none_left(replicas: Sequence[Replica], unfinished: int, total: int) -> str:
     return (
         f"no vLLM server is left ({len(replicas)} at the start), {unfinished} of {total} responses "
-        f"are unfinished: fix what ended them and start the run again, which resumes\n{ends}"
+        "are unfinished: fix what ended them and start the run again, which resumes\n"
+        f"{await obituaries(replicas)}"
     )

@@ -250,12 +250,22 @@ def checked_weights(
         if name in given:
             raise RunError(f"weight sync: '{name}' came twice; the engine keeps its old weights")
         given[name] = tensor
+    check_shapes({name: tensor.shape for name, tensor in given.items()}, expected, tied)
+    return {name: given[name] for name in expected}
+
+
+def check_shapes(
+    given: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    tied: frozenset[str],
+) -> None:
+    """As `checked_weights`, of the weights' shapes."""
     missing = sorted(set(expected) - set(given))
     unknown = sorted(set(given) - set(expected) - tied)
     misshaped = [
-        f"'{name}' {list(given[name].shape)} instead of {list(shape)}"
+        f"'{name}' {list(given[name])} instead of {list(shape)}"
         for name, shape in sorted(expected.items())
-        if name in given and list(given[name].shape) != list(shape)
+        if name in given and list(given[name]) != list(shape)
     ]
     for what, names in (("missing", missing), ("unknown", unknown), ("misshaped", misshaped)):
         if names:
@@ -265,4 +275,3 @@ def checked_weights(
                 f"expected the {len(expected)} of the engine's model: sync the whole state dict of "
                 "a model of the same architecture (the engine keeps its old weights)"
             )
-    return {name: given[name] for name in expected}

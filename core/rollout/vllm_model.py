@@ -190,4 +190,8 @@ class VllmWorker:
             equal = count_loaded(model, path)
         except Exception as error:  # vLLM's code runs here; see the class
             return {"error": f"{type(error).__name__}: {error}"}
-        return {"equal": equal} if equal else {"error": "no weight could be compared with its file"}
+        return (
+            {"equal": equal, "digest": found}
+            if equal
+            else {"error": "no weight could be compared with its file"}
+        )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import torch
 
+from posttrain.core.cluster.servers import Json, Unreachable
 from posttrain.core.contracts import EngineSetup
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.rollout.replicas import Json, Replica
+from posttrain.core.rollout.replicas import Replica
 from posttrain.core.rollout.sampling import ENTROPY_TOKENS, top_entropy
 from posttrain.core.types import Completion, FinishReason, SamplingParams
 
@@ -49,12 +47,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
-def server_command(setup: EngineSetup, options: ServerOptions, port: int) -> list[str]:
+def server_arguments(
+    setup: EngineSetup, options: ServerOptions, tensor_parallel: int = 1
+) -> list[str]:
+    """Those of Python, without the address to listen on."""
     on_cpu = setup.device.type == "cpu"
     eager = on_cpu if options.enforce_eager is None else options.enforce_eager
     cache_gb = options.kv_cache_gb or (1.0 if on_cpu else None)
     command = [
-        *(sys.executable, "-c", ENTRY, "--host", "127.0.0.1", "--port", str(port)),
+        *("-c", ENTRY),
         *("--model", str(setup.model_dir), "--served-model-name", MODEL_NAME),
         *("--dtype", dtype_name(setup.dtype), "--max-model-len", str(setup.max_model_len)),
         *("--max-num-seqs", str(options.max_num_seqs), "--seed", str(setup.seed)),
@@ -63,6 +64,9 @@ def server_command(setup: EngineSetup, options: ServerOptions, port: int) -> lis
         *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", WORKER),
         *("--disable-uvicorn-access-log", "--disable-log-stats"),
     ]
+    if tensor_parallel > 1:
+        command += ["--tensor-parallel-size", str(tensor_parallel)]
+        command += ["--distributed-executor-backend", "mp"]  # not Ray, whose actor starts it
     if cache_gb is not None:
         command += ["--kv-cache-memory-bytes", str(int(cache_gb * 2**30))]
     if eager:
@@ -79,10 +83,8 @@ def server_command(setup: EngineSetup, options: ServerOptions, port: int) -> lis
     return [*command, *options.extra_args]
 
 
-def server_environment(
-    setup: EngineSetup, options: ServerOptions, gpus: str | None
-) -> dict[str, str]:
-    """This process's environment, with what the server needs; no secret is added."""
+def server_variables(setup: EngineSetup, options: ServerOptions) -> dict[str, str]:
+    """What a server needs in its environment; no secret is among it."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # `/collective_rpc` and `/reset_prefix_cache`; on loopback
         "VLLM_CONFIGURE_LOGGING": "1",  # the engine in process turns it off for itself
@@ -98,9 +100,7 @@ def server_environment(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas take the same cores
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the executor be `uni`: one process less
         }
-    if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpus
-    return {**os.environ, **env}
+    return env
 
 
 ADVICE = "start it as docs/engines.md says"
@@ -116,34 +116,29 @@ ARCHITECTURE = (
 )
 
 
-async def get_json(client: httpx.AsyncClient, replica: Replica, path: str) -> Json:
+async def get_json(replica: Replica, path: str) -> Json:
     """The JSON object at `path`. Raises `ResourceError` when there is none."""
     try:
-        answer = await client.get(f"{replica.url}{path}")
-        found = answer.json() if answer.status_code == 200 else None
-        reason = f"it answered {answer.status_code}"
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        found, reason = None, f"{type(error).__name__} {error}"
+        reply = await replica.server.ask(path)
+        found = json.loads(reply.text) if reply.status == 200 else None
+        reason = f"it answered {reply.status}"
+    except (Unreachable, json.JSONDecodeError) as error:
+        found, reason = None, str(error)
     if not isinstance(found, dict):
         raise ResourceError(
-            f"{replica.url}{path} could not be read ({reason}): is it a vLLM server with "
+            f"{replica.name}{path} could not be read ({reason}): is it a vLLM server with "
             f"VLLM_SERVER_DEV_MODE=1? {ADVICE}"
         )
     return found
 
 
-async def check_given_servers(
-    client: httpx.AsyncClient,
-    replicas: Sequence[Replica],
-    setup: EngineSetup,
-    lora: bool,
-) -> None:
+async def check_given_servers(replicas: Sequence[Replica], setup: EngineSetup, lora: bool) -> None:
     """Raise `ResourceError` for a server whose samples or weights would not be what a run needs."""
     for replica in replicas:
-        info = await get_json(client, replica, "/server_info?config_format=json")
+        info = await get_json(replica, "/server_info?config_format=json")
         problems = list(_problems(info["vllm_config"], setup, lora))
         if problems:
-            raise ResourceError(f"vLLM server {replica.url}: {'; '.join(problems)}: {ADVICE}")
+            raise ResourceError(f"vLLM server {replica.name}: {'; '.join(problems)}: {ADVICE}")
 
 
 def _problems(config: Json, setup: EngineSetup, lora: bool) -> list[str]:
@@ -174,7 +169,7 @@ def check_architecture(replica: Replica, served: Json, setup: EngineSetup) -> No
     ]
     if other:
         raise ResourceError(
-            f"vLLM server {replica.url} serves another model: {'; '.join(other)}: {ADVICE}"
+            f"vLLM server {replica.name} serves another model: {'; '.join(other)}: {ADVICE}"
         )
 
 

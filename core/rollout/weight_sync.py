@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from posttrain.core.cluster.servers import SentFiles
+from posttrain.core.cluster.shared import SharedFiles, SharedWeights
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.linear import When, can_pack, pack, widen
@@ -108,21 +109,13 @@ def _same_bits(*pair: Tensor) -> bool:
 SHARD_BYTES = 2 * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """A complete folder of `*.safetensors` and the digest over their contents."""
-
-    folder: Path
-    digest: str
-
-
 def digest_of(folder: Path) -> str:
     return combine_digests({p.name: file_digest(p) for p in sorted(folder.glob("*.safetensors"))})
 
 
 def write_weights(
     parent: Path, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> WeightFiles:
+) -> SentFiles:
     """Write `weights`, in `dtype`, to the folder `parent/name`; it replaces one of that name."""
     from safetensors.torch import save_file
 
@@ -140,20 +133,46 @@ def write_weights(
             f"weights for the servers cannot be written to {final}: {error}; free some space, or "
             "set engine.sync_dir to a folder that all servers can read"
         ) from error
-    return WeightFiles(final, digest)
+    return SentFiles(digest, folder=final)
 
 
-def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
+def share_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> SharedWeights:
+    """Put `weights`, in `dtype`, into the object store of the cluster that was joined."""
+    from safetensors.torch import save
+
+    from posttrain.core.cluster.on_ray.objects import put_files  # Ray is an extra
+
+    files = put_files(
+        (f"model-{number:05d}.safetensors", save(shard))
+        for number, shard in enumerate(_shards(weights, dtype))
+    )
+    return SharedWeights(files, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+
+
+def share_folder(folder: Path) -> SentFiles:
+    """Put the files in `folder` into the object store of the cluster that was joined."""
+    from posttrain.core.cluster.on_ray.objects import put_files  # Ray is an extra
+
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return sent(put_files((path.name, path.read_bytes()) for path in paths))
+
+
+def sent(files: SharedFiles) -> SentFiles:
+    """`files` with the digest that `digest_of` finds in a folder with them."""
+    return SentFiles(combine_digests(files.digests), shared=files)
+
+
+def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights.items():
         copy = tensor.detach().to("cpu", dtype).contiguous()
         if size and size + copy.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = copy
+            yield shard
+            shard, size = {}, 0
+        shard[name] = copy
         size += copy.nbytes
-    return shards
+    yield shard
 
 
 def send_policy(engine: RolloutEngine[Any], model: PreTrainedModel, policy_version: int) -> None:

@@ -40,6 +40,7 @@ from posttrain.core.training.updates import (
     Check,
     KlGuard,
     Progress,
+    RemotePolicy,
     UpdateResult,
     UpdateSettings,
     no_check,
@@ -54,6 +55,8 @@ class Learner:
     pre-training term; `guard` bounds how far one batch may move the policy. Of several `ranks` each
     has a learner, and all are called alike.
     """
+
+    source: RemotePolicy | None = None
 
     def __init__(
         self,

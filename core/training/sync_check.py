@@ -27,6 +27,7 @@ from posttrain.core.models.lora import is_adapted
 from posttrain.core.models.sharded import compute_dtype
 from posttrain.core.rollout.weight_sync import takes_adapter, weights_sent
 from posttrain.core.training.forward import forward_only
+from posttrain.core.training.updates import RemotePolicy
 
 When = Literal["every", "first", "never"]
 
@@ -92,6 +93,7 @@ TELLING_MOVE = 2.0
 class SyncCheck:
     """Compares `engine` with `model` on the `probe` after each sync.
 
+    With `source`, the trainer is there, and `model` is a copy whose weights may be old ones.
     `trusted` is the last pair of answers after which the engine was known to have followed.
     """
 
@@ -99,6 +101,7 @@ class SyncCheck:
     model: PreTrainedModel
     probe: Sequence[Sequence[int]]
     when: When = "every"
+    source: RemotePolicy | None = None
     start: Answers | None = None
     trusted: Answers | None = None
     _num_syncs: int = -1  # the stage's start is not a sync
@@ -138,6 +141,8 @@ class SyncCheck:
 
     def _compare_weights(self, event: str) -> bool:
         """Whether all that the engine computes with is known to be the trainer's, bit for bit."""
+        if self.source is not None:
+            return False  # its servers have compared digests, of what keeps its form in them
         weights = dict(weights_sent(self.engine, self.model))
         differing = self.engine.differing_weights(weights.items())
         if not differing:
@@ -201,7 +206,10 @@ class SyncCheck:
             pad_token_id=0,
             problems=(),
         )
-        values = forward_only(self.model, batch, len(self.probe), 1.0).logprobs
+        if self.source is None:
+            values = forward_only(self.model, batch, len(self.probe), 1.0).logprobs
+        else:
+            values = self.source.logprobs(batch)
         return values[batch.response_mask.bool()].double()
 
     def _engine_logprobs(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import WeightSource
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.finite import note_suspects
@@ -82,12 +83,23 @@ class UpdateResult:
     first_pass: tuple[Tensor, ResponseForward] | None = None
 
 
+class RemotePolicy(WeightSource, Protocol):
+    """A policy in other processes than this one, on a cluster."""
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Its log-probs [B, T] at temperature 1."""
+
+
 class PolicyLearner(Protocol):
     """The policy that an RL stage trains."""
 
     @property
     def model(self) -> PreTrainedModel:
         """The policy in this process, as it was after the last update."""
+
+    @property
+    def source(self) -> RemotePolicy | None:
+        """The policy's weights, if they are on a cluster and no adapter is trained."""
 
     @property
     def reference(self) -> PreTrainedModel | None:

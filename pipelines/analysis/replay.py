@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -131,7 +131,8 @@ class Replay:
             with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
                 _bring_answers(source, Path(folder))
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
-                with joined_cluster(made.run, Path(folder)), suppress(Reached):
+                joined = joined_cluster(made.run, Path(folder))
+                with joined, closing(engines), suppress(Reached):
                     _compute(made, step)
         finally:
             engines.close()

@@ -77,7 +77,7 @@ def planned(
     Reads only; a model is not downloaded.
     """
     from posttrain.core.estimate.tokens import RunData
-    from posttrain.pipelines.run.cluster import placement
+    from posttrain.pipelines.run.placement import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
@@ -19,6 +20,7 @@ from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.data.preference import Pair
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.training.forward import forward_only
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import PreferenceLearner, Rows
 from posttrain.core.training.preference_objective import (
@@ -63,8 +65,12 @@ def rl(inputs: StageInputs) -> Trained:
             loss.load_state(state)
         return learner.update(batch, step, kl_coef), [loss.state() for loss in losses]
 
+    def probe(batch: RolloutBatch) -> Tensor:
+        return forward_only(learner.model, batch, len(batch), 1.0).logprobs
+
     methods: dict[str, Callable[..., Any]] = {
         "update": update,
+        "probe": probe,
         "policy": learner.policy_pass,
         "reference": learner.reference_logprobs,
         "sum_pi_squared": learner.sum_pi_squared,

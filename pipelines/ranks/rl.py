@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.cluster.shared import SharedWeights
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sampled_outputs import SampledOutputs
@@ -22,9 +26,10 @@ from posttrain.pipelines.stage.trained import start_training
 class RankedLearner:
     """A `PolicyLearner` whose passes and steps are those of the ranks.
 
-    `model` is a copy of theirs as it was after the last update: what engines are given, and what is
-    saved. Its forward passes are not used, and the reference is in the ranks. `RankTrainer` checks
-    for stops, and nothing that sampling computed reaches the ranks.
+    `model` is a copy of theirs: what engines are given that fetch no weights themselves, and what
+    is saved. It is brought up to date when it is asked for, while there are ranks. Its forward
+    passes are not used, and the reference is in the ranks. `RankTrainer` checks for stops, and
+    nothing that sampling computed reaches the ranks.
     """
 
     reference = None
@@ -32,15 +37,28 @@ class RankedLearner:
     def __init__(
         self, trainer: RankTrainer, stage: StageInputs, section: RlStage, model: PreTrainedModel
     ) -> None:
-        self.model, self._trainer, self._section = model, trainer, section
+        self._model, self._trainer, self._section = model, trainer, section
+        self._is_behind = False
+        adapted = section.lora is not None
+        self.source = None if adapted or not trainer.on_cluster else RankWeights(trainer, self)
         self.objective = build_objective(stage, section)
         self.settings = update_settings(stage, section)
 
     @property
     def stored(self) -> StoredOptimizer:
         """As in `PolicyLearner`."""
-        section, trainer = self._section.optimizer, self._trainer
-        return RankedOptimizer(trainer, "policy", section, lambda: trainer.refresh(self.model))
+        return RankedOptimizer(self._trainer, "policy", self._section.optimizer, self._moved)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """As in `PolicyLearner`."""
+        if self._is_behind:
+            self._trainer.refresh(self._model)
+            self._is_behind = False
+        return self._model
+
+    def _moved(self) -> None:
+        self._is_behind = True
 
     def update(
         self,
@@ -57,7 +75,7 @@ class RankedLearner:
         )
         for loss, state in zip(losses, states, strict=True):
             loss.load_state(state)
-        self._trainer.refresh(self.model)
+        self._moved()
         assert isinstance(result, UpdateResult)
         result.metrics["memory/rank_peak_gb"] = self._trainer.call("peak_memory_gb")
         return result
@@ -82,6 +100,31 @@ class RankedLearner:
     def refresh_reference(self) -> None:
         """As in `PolicyLearner`."""
         self._trainer.call("refresh_reference")
+
+
+class RankWeights:
+    """The policy's weights where they are: in the ranks, which are on a cluster."""
+
+    def __init__(self, trainer: RankTrainer, learner: RankedLearner) -> None:
+        self._trainer, self._learner = trainer, learner
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """As in `WeightSource`."""
+        return self._learner.model.state_dict().items()
+
+    def shared(self, dtype: torch.dtype, leave_out: frozenset[str]) -> SharedWeights:
+        """As in `WeightSource`: rank 0 gathers them, then puts them into the object store."""
+        found: SharedWeights = self._trainer.call("share", dtype, leave_out)
+        return found
+
+    def check(self) -> None:
+        """As in `WeightSource`."""
+        self._trainer.stage.check()
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """As in `sync_check.RemotePolicy`."""
+        found: Tensor = self._trainer.call("probe", batch.bare())
+        return found
 
 
 class RankedCritic:
@@ -113,6 +156,5 @@ def on_ranks(
     """Learner and critic of an RL stage whose models are in the ranks of `trainer`."""
     model = load_policy(stage.model_dir, stage.runtime)
     start_training(stage, model, section.lora)
-    trainer.refresh(model)
     learner = RankedLearner(trainer, stage, section, model)
     return learner, None if section.critic is None else RankedCritic(trainer, section)

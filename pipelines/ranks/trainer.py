@@ -156,6 +156,11 @@ class RankTrainer:
             raise
 
     @property
+    def on_cluster(self) -> bool:
+        """Whether the ranks are actors of a cluster."""
+        return self._ranks.folder is None
+
+    @property
     def stored(self) -> StoredOptimizer:
         """As in `Trainer`."""
         section: OptimizerBase = self.stage.stage.optimizer  # type: ignore[attr-defined]

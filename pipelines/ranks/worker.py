@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.cluster.processes import serve
+from posttrain.core.cluster.shared import SharedWeights
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, is_cuda, peak_memory_gb, set_threads
 from posttrain.core.models.sharded import mesh_of, put_away, whole
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.weight_sync import share_weights
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
@@ -67,6 +69,10 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
         if found := weights(dtype):
             save_file(found, path)
 
+    def share(dtype: torch.dtype, leave_out: frozenset[str]) -> SharedWeights | None:
+        found = whole_weights(trained.model, dtype, leave_out, keep=ranks.rank == 0)
+        return share_weights(found, dtype) if ranks.rank == 0 else None
+
     def blocks(of: str, step: int) -> dict[str, Block]:
         return gather_blocks(trained.optimizers[of].weights(), step, ranks)
 
@@ -86,6 +92,7 @@ def _common(trained: Trained, ranks: Ranks) -> Methods:
     return {
         "trained_weights": weights,
         "export": export,
+        "share": share,
         "blocks": blocks,
         "write": write,
         "read": read,
@@ -106,6 +113,24 @@ def trained_weights(model: PreTrainedModel, dtype: torch.dtype, keep: bool) -> d
             tensor = whole(parameter.detach())
             if keep:
                 weights[name] = tensor.to("cpu", dtype).contiguous()
+    return weights
+
+
+@torch.no_grad()
+def whole_weights(
+    model: PreTrainedModel, dtype: torch.dtype, leave_out: frozenset[str], keep: bool
+) -> dict[str, Tensor]:
+    """The state dict as `dtype` on the CPU, without `leave_out`; see `trained_weights`.
+
+    All is gathered before anything is sent: a rank that sends while others gather can stop both.
+    """
+    put_away(model)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if name not in leave_out:
+            gathered = whole(tensor.detach())
+            if keep:
+                weights[name] = gathered.to("cpu", dtype).contiguous()
     return weights
 
 

@@ -202,7 +202,10 @@ class RlLoop:
 
     def sync_weights(self, step: int) -> tuple[None, Metrics]:
         """Give the engine the policy of version `step`."""
-        send_policy(self.engine, self.learner.model, policy_version=step)
+        if (source := self.learner.source) is not None:
+            self.engine.sync_from(source, policy_version=step)
+        else:
+            send_policy(self.engine, self.learner.model, policy_version=step)
         return None, {}
 
     def check_sync(self, event: str) -> tuple[None, Metrics]:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -128,6 +128,7 @@ def _execute(
         with (
             sparing_what_is_loaded(),
             joined_cluster(pipeline.config, options.home),
+            closing(pipeline.engines),  # servers on the cluster end before it is left
             pipeline.watchdog,
         ):
             _run_flow(pipeline, owns_process=options.owns_process)

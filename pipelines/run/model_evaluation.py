@@ -167,12 +167,9 @@ def _settings(
         changed["max_model_len"] = max_model_len
     batch = {"batch_size": options.batch_size}
     evaluation: EvaluationSection = config.evaluation.model_copy(update=batch)
-    return (
-        config.model_copy(
-            update={"model": config.model.model_copy(update=changed), "evaluation": evaluation}
-        ),
-        manager,
-    )
+    update = {"model": config.model.model_copy(update=changed), "evaluation": evaluation}
+    # On this machine, wherever the run was.
+    return config.model_copy(update=update | {"cluster": None}), manager
 
 
 def _keep(

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from posttrain.core.cluster.shared import ServerPlaces
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.stages import PreferenceStage
@@ -73,6 +74,19 @@ def engine_fields(config: RunConfig, manager: PluginManager, name: str) -> dict[
     return fields
 
 
+def engine_places(config: RunConfig) -> ServerPlaces | None:
+    """Where servers run if not on this machine. Reads the nodes of the cluster that was joined."""
+    if config.cluster is None or config.cluster.engines is None:
+        return None
+    section, gpus = config.cluster.engines, config.cluster.engines.gpus
+    if gpus is None:
+        from posttrain.core.cluster.on_ray.connection import nodes  # Ray is an extra
+
+        gpus = int(config.model.device != "cpu" and any(node.gpus for node in nodes()))
+    limit = config.cluster.ray.start_timeout_s
+    return ServerPlaces(section.replicas, section.cpus, gpus, limit)
+
+
 class EnginePool:
     """Lends the run's engine to one stage at a time."""
 
@@ -130,6 +144,7 @@ class EnginePool:
                 stop_token_ids=tokenizer.end_token_ids,
                 pad_token_id=tokenizer.pad_token_id,
                 seed=derive_seed(self.config.seed, "engine") % 2**31,
+                places=engine_places(self.config),
             )
         )
         return engine

@@ -50,10 +50,11 @@ def run_rl(context: StageContext) -> StageOutput:
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
         run_steps(context.name, loop)
+        model = loop.learner.model  # before ranks end that trained it
         loop.learner.stored.close()
         if loop.critic is not None:
             loop.critic.stored.close()
-    save_trained(context, loop.learner.model, loop.tokenizer, "model")
+    save_trained(context, model, loop.tokenizer, "model")
     title, record = f"{context.run.name}: {context.name}", loop.recorder
     plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
     for path in plots:
@@ -147,5 +148,6 @@ def build_loop(
             learner.model,
             make_probe(tokenizer, run.model.max_model_len, [worked(p) for p in problems[:2]]),
             stage.check_sync,
+            learner.source if engine.fetches_weights else None,
         ),
     )

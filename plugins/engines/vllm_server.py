@@ -10,23 +10,29 @@ import importlib.util
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine
+from posttrain.core.cluster.servers import SentFiles, Server
+from posttrain.core.cluster.shared import ServerPlaces
+from posttrain.core.contracts import EngineSetup, PluginConfig, RolloutEngine, WeightSource
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.models.lora import check_adapter
-from posttrain.core.rollout.replicas import Limits
+from posttrain.core.rollout.replicas import Limits, nothing_to_check
 from posttrain.core.rollout.sampling import (
     check_request,
+    check_shapes,
     checked_weights,
     response_seeds,
     token_limits,
 )
-from posttrain.core.rollout.vllm_fleet import FleetLimits, VllmFleet
+from posttrain.core.rollout.vllm_fleet import FleetLimits, VllmFleet, local_server
 from posttrain.core.rollout.vllm_model import (
     MISSING,
     adaptable,
@@ -43,9 +49,14 @@ from posttrain.core.rollout.vllm_server import (
     read_scores,
     sampling_request,
     scoring_request,
+    server_arguments,
+    server_variables,
 )
-from posttrain.core.rollout.weight_sync import write_weights
+from posttrain.core.rollout.weight_sync import sent, share_folder, share_weights, write_weights
 from posttrain.core.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from posttrain.core.cluster.on_ray.servers import RayServers
 
 
 class VllmServerConfig(PluginConfig):
@@ -91,6 +102,12 @@ class VllmServerConfig(PluginConfig):
     )
     max_lora_rank: int | None = Field(
         default=None, ge=1, le=512, description="largest rank of a LoRA adapter; null = no adapters"
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        le=1_000,
+        description="how often a server that the run started is started again after it was lost",
     )
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, le=1, description="fraction of a GPU's memory, per server"
@@ -145,7 +162,9 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
     _fleet: VllmFleet | None = None
     _shapes: dict[str, list[int]]
     _tied: frozenset[str] = frozenset()
-    _base_name: str = ""
+    _servers: RayServers | None = None
+    _kept: SentFiles | None = None
+    _adapter: SentFiles | None = None
     _syncs: int = 0
     _unknown_weights: str = ""
 
@@ -167,26 +186,58 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             raise ResourceError(reason)
         check_model_dir(setup.model_dir)
         self._shapes, self._tied = checkpoint_shapes(setup.model_dir)
+        places = setup.places
+        count = places.replicas if places else len(config.urls) or config.replicas or 1
         sequences = config.max_num_seqs or setup.max_batch_size
         requests = Limits(config.max_concurrency or sequences, config.max_retries)
-        limits = FleetLimits(config.startup_timeout_s, config.request_timeout_s, requests)
-        self._fleet = VllmFleet(config.urls, limits, config.sync_dir)
+        limits = FleetLimits(
+            config.startup_timeout_s, config.request_timeout_s, requests, config.restarts
+        )
+        self._fleet = VllmFleet(count, limits, dtype_name(setup.dtype), config.sync_dir)
         self._setup, self.policy_version, self._unknown_weights = setup, 0, ""
+        self.fetches_weights = places is not None
         try:
             if config.urls:
-                self._fleet.accept_given(setup, lora=config.max_lora_rank is not None)
-                self._base_name = self._fleet.model_name
+                self._fleet.use_given(config.urls, setup, config.max_lora_rank is not None)
                 self.sync_weights(stored_weights(setup.model_dir), 0)
+            elif places is not None:
+                self._start_on_cluster(self._fleet, setup, sequences, places)
             else:
-                count = config.replicas or 1
-                options = self._options(sequences, count)
-                self._fleet.start_servers(count, setup, options, config.gpus)
-                self._base_name = self._fleet.model_name
+                self._start_here(self._fleet, setup, sequences, count)
         except BaseException:
             self.close()
             raise
 
-    def _options(self, sequences: int, count: int) -> ServerOptions:
+    def _start_here(self, fleet: VllmFleet, setup: EngineSetup, sequences: int, count: int) -> None:
+        options = self._options(sequences, max(1, (os.cpu_count() or 1) // count))
+        env = {**os.environ, **server_variables(setup, options)}
+        gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in self.config.gpus] or [{}] * count
+        arguments = server_arguments(setup, options)
+        start = local_server(arguments, [{**env, **gpu} for gpu in gpus], fleet)
+        fleet.start_servers(count, start)
+
+    def _start_on_cluster(
+        self, fleet: VllmFleet, setup: EngineSetup, sequences: int, places: ServerPlaces
+    ) -> None:
+        from posttrain.core.cluster.on_ray.servers import RayServers  # Ray is an extra
+
+        setup = replace(setup, device=torch.device("cuda" if places.gpus else "cpu"))
+        options = self._options(sequences, places.cpus)
+        arguments = server_arguments(setup, options, tensor_parallel=places.gpus)
+        variables = server_variables(setup, options)
+        limits = fleet.limits
+        self._servers = RayServers(
+            places, limits.request_timeout_s, 4 + limits.requests.max_concurrency
+        )
+        self._servers.place(nothing_to_check)
+        servers = self._servers
+
+        async def start(index: int) -> Server:
+            return await servers.start(index, arguments, variables)
+
+        fleet.start_servers(places.replicas, start)
+
+    def _options(self, sequences: int, threads: int) -> ServerOptions:
         config = self.config
         return ServerOptions(
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -195,7 +246,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
             max_num_seqs=sequences,
             max_lora_rank=config.max_lora_rank,
             lora_modules=lora_modules(self._shapes),
-            num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // count),
+            num_threads=config.num_threads or threads,
             extra_args=config.extra_args,
         )
 
@@ -242,53 +293,77 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Give all servers the same weights, through files, and drop the adapter.
 
-        Raises `RunError` on a missing, unknown or misshaped weight, before any server hears of it.
-        When a server does not take them, the engine answers no more until a sync succeeds.
+        Raises `RunError` on a missing, unknown or misshaped weight, before any server hears of it,
+        and when no server takes them: then the engine answers no more until a sync succeeds.
         """
         with self._lock:
             fleet, setup = self._started()
             given = checked_weights(weights, self._shapes, self._tied)
             self._syncs += 1
-            files = write_weights(fleet.folder, f"weights-{self._syncs}", given, setup.dtype)
-            self._unknown_weights = "the last weight sync failed"
-            try:
-                self._forget_adapter(fleet)
-                fleet.load_weights(files, dtype_name(setup.dtype))
-            finally:
-                shutil.rmtree(files.folder, ignore_errors=True)
-            self.policy_version, self._unknown_weights = policy_version, ""
+            if self.fetches_weights:
+                files = sent(share_weights(given, setup.dtype).files)
+            else:
+                files = write_weights(fleet.folder, f"weights-{self._syncs}", given, setup.dtype)
+            self._load(fleet, files, policy_version, nothing_to_check)
+
+    def sync_from(self, source: WeightSource, policy_version: int) -> None:
+        """As `sync_weights`; servers on a cluster fetch what the ranks have put there."""
+        if not self.fetches_weights:
+            super().sync_from(source, policy_version)
+            return
+        with self._lock:
+            fleet, setup = self._started()
+            shared = source.shared(setup.dtype, self._tied)
+            check_shapes(shared.shapes, self._shapes, self._tied)
+            self._load(fleet, sent(shared.files), policy_version, source.check)
+
+    def _load(
+        self, fleet: VllmFleet, files: SentFiles, policy_version: int, check: Callable[[], None]
+    ) -> None:
+        self._unknown_weights = "the last weight sync failed"
+        try:
+            fleet.load_weights(files, check)
+        except BaseException:
+            _remove(files)
+            raise
+        self.policy_version, self._unknown_weights = policy_version, ""
+        # A server that is started again reads them; one that was given never is.
+        _remove(files if self.config.urls else self._kept)
+        _remove(self._adapter)
+        self._kept, self._adapter = files, None
 
     def sync_adapter(self, folder: Path, policy_version: int) -> None:
         """Load a copy of the adapter under a new name at all servers; see the contract."""
         with self._lock:
-            fleet, setup = self._ready()
+            fleet, _ = self._ready()
             if self.config.max_lora_rank is None:
                 raise RunError("the servers take no adapters: set engine.max_lora_rank")
             check_adapter(folder, adaptable(self._shapes), self.config.max_lora_rank)
             self._syncs += 1
-            name, before = f"adapter-{self._syncs}", fleet.model_name
-            copy = fleet.folder / name
-            shutil.copytree(folder, copy)
+            name = f"adapter-{self._syncs}"
+            if self.fetches_weights:
+                files = share_folder(folder)
+            else:
+                copy = fleet.folder / name
+                shutil.copytree(folder, copy)
+                files = SentFiles("", folder=copy)
             try:
-                fleet.load_adapter(name, copy, dtype_name(setup.dtype))
+                fleet.load_adapter(name, files)
             except RunError:
-                fleet.model_name = before
+                _remove(files)
                 raise
-            if before != self._base_name:
-                fleet.unload_adapter(before)
-                shutil.rmtree(fleet.folder / before, ignore_errors=True)
-            self.policy_version = policy_version
-
-    def _forget_adapter(self, fleet: VllmFleet) -> None:
-        if fleet.model_name != self._base_name:
-            fleet.unload_adapter(fleet.model_name)
-            fleet.model_name = self._base_name
+            _remove(self._adapter)
+            self._adapter, self.policy_version = files, policy_version
 
     def close(self) -> None:
         """Stop the servers that were started here; may be called twice."""
         fleet, self._fleet, self._setup = self._fleet, None, None
+        self._kept = self._adapter = None
         if fleet is not None:
             fleet.close()
+        if self._servers is not None:
+            self._servers.close()
+            self._servers = None
 
     def _started(self) -> tuple[VllmFleet, EngineSetup]:
         if self._fleet is None or self._setup is None:
@@ -300,3 +375,8 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         if self._unknown_weights:
             raise RunError(f"the vLLM servers cannot be used: {self._unknown_weights}")
         return fleet, setup
+
+
+def _remove(files: SentFiles | None) -> None:
+    if files is not None and files.folder is not None:
+        shutil.rmtree(files.folder, ignore_errors=True)

@@ -21,6 +21,7 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
+from posttrain.core.cluster.servers import HttpServer
 from posttrain.core.contracts import (
     Environment,
     NoConfig,
@@ -33,6 +34,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, DataError, ResourceError, RunError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.replicas import Replica
 from posttrain.core.rollout.vllm_fleet import VllmFleet
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.types import Message, Problem, SamplingParams
@@ -480,9 +482,13 @@ def servers_of(running: Running) -> VllmFleet:
     return running.engine._fleet
 
 
-def kill_server(process: ServerProcess | None) -> None:
+def process_of(replica: Replica) -> ServerProcess:
+    assert isinstance(replica.server, HttpServer) and replica.server.process is not None
+    return replica.server.process
+
+
+def kill_server(process: ServerProcess) -> None:
     """SIGKILL to the whole group of a server, not to its guard."""
-    assert process is not None
     (server,) = psutil.Process(process.pid).children()
     os.killpg(server.pid, signal.SIGKILL)
 
@@ -499,10 +505,10 @@ def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
         deadline = time.monotonic() + 60
         while not first.in_flight and time.monotonic() < deadline:
             time.sleep(0.005)
-        kill_server(first.process)
+        kill_server(process_of(first))
         assert_same(running, future.result(timeout=300), whole)
     assert (first.alive, second.alive) == (False, True)
-    assert f"vLLM server {first.url} is lost" in caplog.text
+    assert f"vLLM server {first.name} is lost" in caplog.text
     # One that is left takes weights and gives samples as before.
     running.engine.sync_weights(running.other.state_dict().items(), policy_version=5)
     after = running.engine.generate(running.prompts, SamplingParams(2, max_tokens=8, seed=20))
@@ -511,7 +517,7 @@ def test_a_server_killed_at_work_loses_no_sample_and_doubles_none(
 
 def test_when_no_server_is_left_the_error_has_the_end_of_their_logs(running: Running) -> None:
     fleet = servers_of(running)
-    processes = [replica.process for replica in fleet.replicas if replica.alive]
+    processes = [process_of(replica) for replica in fleet.replicas if replica.alive]
     params = SamplingParams(num_generations=40, max_tokens=40, seed=21)
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(running.engine.generate, running.prompts, params)
@@ -535,7 +541,7 @@ def test_an_engine_closes_twice_and_starts_again(running: Running) -> None:
     params = SamplingParams(num_generations=2, max_tokens=8, seed=14)
     fleet = running.engine._fleet if isinstance(running.engine, VllmServerEngine) else None
     before = [] if fleet else running.engine.generate(running.prompts, params)
-    guards = [replica.process.pid for replica in fleet.replicas if replica.process] if fleet else []
+    guards = [process_of(replica).pid for replica in fleet.replicas] if fleet else []
     running.engine.close()
     assert not any(map(psutil.pid_exists, guards))
     running.engine.close()

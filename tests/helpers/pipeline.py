@@ -145,9 +145,11 @@ def journal_lines(home: Path, stage: str) -> list[str]:
     return [line for journal in journals for line in journal.read_text().splitlines()]
 
 
-def wait_for_step(home: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(
+    home: Path, step: int, process: subprocess.Popen[str], seconds: float = 240
+) -> None:
     """Until the RL stage has recorded `step`."""
-    end = time.monotonic() + 240  # on a busy machine the start alone takes half a minute
+    end = time.monotonic() + seconds  # on a busy machine the start alone takes half a minute
     while time.monotonic() < end:
         if any(json.loads(line)["step"] >= step for line in journal_lines(home, "rl") if line):
             return

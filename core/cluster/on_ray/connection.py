@@ -175,9 +175,20 @@ def nodes() -> list[Node]:
 
 
 def room(bundle: Mapping[str, float], found: Sequence[Node]) -> int:
-    """How many ranks that take `bundle` (of CPU and GPU) each fit, when nothing else runs there."""
+    """How many actors fit that take `bundle` (of CPU and GPU) each, where nothing else runs."""
     each = ({"CPU": node.cpus, "GPU": node.gpus} for node in found)
     return sum(min(int(has[name] // takes) for name, takes in bundle.items()) for has in each)
+
+
+def without(bundle: Mapping[str, float], count: int, found: Sequence[Node]) -> list[Node]:
+    """What is left of the nodes when `count` actors take `bundle` each, node after node."""
+    left = []
+    for node in found:
+        here = min(count, room(bundle, [node]))
+        count -= here
+        cpus, gpus = (here * bundle.get(name, 0.0) for name in ("CPU", "GPU"))
+        left.append(Node(node.address, node.cpus - cpus, node.gpus - gpus))
+    return left
 
 
 def _require_answer(address: str) -> None:

@@ -19,11 +19,11 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.core.cluster.group import Answerer, RankLost, first_cause
-from posttrain.core.cluster.messages import decode, encode
+from posttrain.core.cluster.messages import decode, decode_beside, encode, encode_beside
 from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
-from posttrain.core.cluster.on_ray.placement import POLL_S, placed
+from posttrain.core.cluster.on_ray.placement import POLL_S, no_room, placed, placed_within
 from posttrain.core.cluster.on_ray.watch import hold, is_gone, require_cluster
-from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.errors import RunError
 from posttrain.core.runtime.startup import bounded_waiting
 
 if TYPE_CHECKING:  # an actor says how many threads there may be before numpy is loaded
@@ -55,6 +55,14 @@ class RankResources:
         """In Ray's words, without what is not needed."""
         amounts = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
         return {name: amount for name, amount in amounts.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A rank's answer, and Ray's references in it: Ray must see whose they are."""
+
+    data: NDArray[np.uint8]
+    references: list[Any]  # Any: `ray.ObjectRef`, which is not typed
 
 
 class RankActor:
@@ -109,11 +117,13 @@ class RankActor:
         build = importlib.import_module(self._worker).build
         self._answerer = Answerer(build, rank)
 
-    def answer(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def answer(self, message: NDArray[np.uint8]) -> Coded:
         """As `Answerer.answer`, of and into encoded messages."""
         import numpy as np
 
-        return np.frombuffer(encode(self._answerer.answer(decode(message))), dtype=np.uint8)
+        answer = self._answerer.answer(decode(message))
+        data, references = encode_beside(answer, ray.ObjectRef)
+        return Coded(np.frombuffer(data, dtype=np.uint8), references)
 
 
 def _interface_of(address: str) -> str:
@@ -193,8 +203,6 @@ class RayRanks:
         The other ranks wait in vain for one that has failed: whoever has not answered by the next
         look is not waited for.
         """
-        import numpy as np
-
         found: dict[int, Any] = {}
         waiting = {reference: index for index, reference in enumerate(references)}
         failures: list[Exception] = []
@@ -214,8 +222,8 @@ class RayRanks:
                     continue
                 except ray.exceptions.RayError as error:
                     raise self._lost(error) from error
-                if isinstance(found[index], np.ndarray):  # the answer to a call
-                    failure, found[index] = decode(found[index])
+                if isinstance(coded := found[index], Coded):  # the answer to a call
+                    failure, found[index] = decode_beside(coded.data, coded.references)
                     failures += [] if failure is None else [failure]
         if failures:
             cause = first_cause(failures)
@@ -240,19 +248,15 @@ class RayRanks:
             return group
         self.size = min(wanted - 1, room(bundle, nodes()))
         if self.size >= self._resources.least:
-            until = time.monotonic() + FEWER_S
-            if group := placed(bundle, self.size, lambda: time.monotonic() > until, check):
+            if group := placed_within(bundle, self.size, FEWER_S, check):
                 return group
-        each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        free = ray.available_resources()
         least = self._resources.least
         fewer = f", nor for {least}," if least < wanted else ""
-        raise ResourceError(
-            f"the Ray cluster had no room for {wanted} ranks{fewer} with {each} each within "
-            f"{limit:g} s (cluster.ray.start_timeout_s). Its nodes: "
-            f"{', '.join(map(str, nodes())) or 'none'}; free now: {free.get('CPU', 0.0):g} CPUs, "
-            f"{free.get('GPU', 0.0):g} GPUs. Add nodes, end what holds them, or lower "
-            "limits.learner_ranks, cluster.learner.cpus or cluster.learner.gpus"
+        raise no_room(
+            f"{wanted} ranks{fewer}",
+            bundle,
+            limit,
+            "limits.learner_ranks, cluster.learner.cpus or cluster.learner.gpus",
         )
 
     def _lost(self, error: Exception) -> RankLost:
