@@ -407,9 +407,10 @@ class RaySection(Section):
 
     address: str = Field(
         default="local",
-        pattern=r"^(local|[^\s:/]+:[0-9]{1,5})$",
+        pattern=r"^(local|env|[^\s:/]+:[0-9]{1,5})$",
         description="HOST:PORT of a cluster of which this machine is a node (`posttrain cluster "
-        "up`, `ray start`), or local: one of this machine, for the run alone",
+        "up`, `ray start`), or env: the one that POSTTRAIN_RAY_ADDRESS names, or local: one of "
+        "this machine, for the run alone",
     )
     start_timeout_s: float = Field(
         default=120.0, gt=0, le=1_000_000, description="what the cluster has to find room, seconds"

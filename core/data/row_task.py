@@ -29,7 +29,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.math.answers import is_number, only_number_after
 from posttrain.core.math.splits import split_of, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, NotJson, loads
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.manifests import combine_digests, file_digest
 from posttrain.core.types import Message, Problem, Split, ToolSchema, Verdict
 
 Format = Literal["auto", "plain", "trl", "verl"]

@@ -32,7 +32,7 @@ from posttrain.core.runtime.json_files import (
     stream_json,
     stream_json_lines,
 )
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.manifests import combine_digests, file_digest
 
 EXAMPLE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 HUB = "hub:"

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection, ModelSection
 from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, converted_folder
-from posttrain.core.store.artifacts import file_digest
+from posttrain.core.store.manifests import file_digest
 
 
 @dataclass(frozen=True, slots=True)

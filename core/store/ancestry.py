@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.store.artifacts import MANIFEST, read_manifest
+from posttrain.core.store.artifacts import ArtifactStore
 
 _INPUT, _PLUGIN = "input ", "plugin "
 
@@ -67,13 +67,10 @@ class Ancestor:
 
 class Family:
     def __init__(self, store: Path) -> None:
-        self.stages: list[Made] = []
-        for path in store.glob(f"*/{MANIFEST}"):
-            manifest = read_manifest(path.parent)
-            if manifest is not None:
-                self.stages.append(_made(path.parent, manifest))
         # Of two stages that made the same bytes the newest is listed.
-        self.stages.sort(key=lambda made: (made.folder / MANIFEST).stat().st_mtime)
+        self.stages = [
+            _made(folder, found) for folder, found, _ in ArtifactStore(store).manifests()
+        ]
         self._by_digest = {digest: made for made in self.stages for digest in made.artifacts}
 
     def by_identity(self, identity: str) -> Made | None:

@@ -3,35 +3,35 @@
 A stage writes into a private `.partial-*` folder. The manifest, with a digest for every file, is
 written last and the folder is renamed into place, so a folder with its final name is complete.
 One process at a time computes a stage of one identity; others wait for what it makes.
+
+The folder of a store with a URL is this machine's cache of it: finished stages are pushed from
+there in the background, and fetched when they are looked up.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
 from posttrain.core.errors import ResourceError, RunError
-from posttrain.core.runtime.files import WrongContent, put_in_place, read_json
+from posttrain.core.runtime.files import put_in_place
 from posttrain.core.runtime.processes import hold, is_left_behind, owner
+from posttrain.core.store import urls
 from posttrain.core.store.locks import locked
+from posttrain.core.store.manifests import MANIFEST, inside, read_manifest, tree_digests
+from posttrain.core.store.mirror import Mirror, mirror_of
+from posttrain.core.store.remote import DamagedObject
 from posttrain.core.types import Artifact as Artifact
 from posttrain.core.types import ArtifactKind
 
-MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
-ADAPTER = "adapter"
-"""Where the adapter of a trained model lies, in the model's folder."""
-ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
 
 NEVER = "never computed"
 _PARTIAL = ".partial-"
@@ -78,57 +78,6 @@ class RunResult:
     """The evaluation that another one is compared with, by the other's name."""
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def tree_digests(folder: Path) -> dict[str, str]:
-    """sha256 of every file below `folder` but the manifest, by relative path."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
-
-
-def inside(folder: Path, relative: str) -> Path:
-    """`folder / relative`; raises `ValueError` for a path that leaves the folder.
-
-    That is an absolute one, one with `..`, and one that is, goes through or holds a symbolic link.
-    """
-    path = Path(relative)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"'{relative}' is not a path below {folder}")
-    found = folder / path
-    steps = [folder / Path(*path.parts[: n + 1]) for n in range(len(path.parts))]
-    below = found.rglob("*") if found.is_dir() and not found.is_symlink() else ()
-    link = next((step for step in (*steps, *below) if step.is_symlink()), None)
-    if link is not None:
-        raise ValueError(f"{link} is a symbolic link, which could lead out of {folder}")
-    return found
-
-
-def digests_below(files: Mapping[str, str], path: str) -> dict[str, str]:
-    """The part of `files` (of `tree_digests`) that is the file or folder at relative `path`."""
-    if path in files:
-        return {Path(path).name: files[path]}
-    start = f"{path}/"
-    return {n.removeprefix(start): digest for n, digest in files.items() if n.startswith(start)}
-
-
-def combine_digests(digests: Mapping[str, str]) -> str:
-    """One sha256 over names and digests, independent of their order."""
-    lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def model_digest(files: Mapping[str, str]) -> str:
-    """The digest of a model from those of its files.
-
-    An adapter's config is left out: it says where its base lies, which every home has in another
-    place.
-    """
-    return combine_digests({n: digest for n, digest in files.items() if n != ADAPTER_CONFIG})
-
-
 def check_free_disk(folder: Path, needed_bytes: float, reserve_gb: float, what: str) -> None:
     """Raise `ResourceError` unless `needed_bytes` fit on `folder`'s disk in addition to the
     reserve.
@@ -164,6 +113,7 @@ class ArtifactStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._held: dict[Path, int | None] = {}
+        self.mirror: Mirror | None = mirror_of(root)
 
     def folder(self, stage: str, identity: str) -> Path:
         folder = self.root / f"{stage}-{identity[:16]}"
@@ -180,9 +130,16 @@ class ArtifactStore:
         waits: Callable[[str], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Be the only process that computes this stage; `waits` and `check` as of `locked`."""
-        lock = self.root / f".lock-{stage}-{identity[:16]}"
-        with locked(lock, waits=waits, check=check):
+        """Be the only process that computes this stage; `waits` and `check` as of `locked`.
+
+        With a URL, of all machines, as well as a lease can do it (`core.store.lease`).
+        """
+        name = self.folder(stage, identity).name
+        with ExitStack() as held:
+            held.enter_context(locked(self.root / f".lock-{name}", waits=waits, check=check))
+            if self.mirror is not None:
+                told = waits or (lambda _: None)
+                held.enter_context(self.mirror.leased(name, told, check))
             yield
 
     def begin(self, stage: str) -> Path:
@@ -192,6 +149,7 @@ class ArtifactStore:
         """
         folder = self.root / f"{_PARTIAL}{stage}-{uuid.uuid4().hex[:8]}@{owner()}"
         make_folder(self.root)
+        urls.mark(self.root)
         self._held[folder] = hold(_lock_of(folder))
         folder.mkdir()
         return folder
@@ -253,21 +211,50 @@ class ArtifactStore:
         # In place of one that `--no-cache` computed again, or whose files are damaged.
         put_in_place(partial, final)
         self._let_go(partial)
+        if self.mirror is not None:
+            self.mirror.push(final.name)
         return final
 
     def lookup(
-        self, stage: str, identity: str, *, compare: bool = True
+        self, stage: str, identity: str, *, compare: bool = True, fetch: bool = True
     ) -> tuple[StageResult | None, str]:
         """The finished stage of this identity, or None and why it cannot be used.
 
-        Unless `compare` is false every file is read and compared with its digest.
+        Unless `compare` is false every file is read and compared with its digest. Of a store with a
+        URL the stage is fetched, unless `fetch` is false: then its files may not be here.
         """
+        folder = self.folder(stage, identity)
+        here = (folder / MANIFEST).is_file()
+        if self.mirror is None or (here and not compare):
+            return self._local(stage, identity, compare)
+        if not fetch and not here:
+            kept = self.mirror.manifest(folder.name)
+            return (None, NEVER) if kept is None else self._read(stage, identity, kept)
+        try:
+            compared = fetch and self.mirror.update(folder.name)
+        except DamagedObject as error:
+            return None, f"damaged: {error}"
+        return self._local(stage, identity, compare and not compared)
+
+    def _local(self, stage: str, identity: str, compare: bool) -> tuple[StageResult | None, str]:
         folder = self.folder(stage, identity)
         if not (folder / MANIFEST).is_file():
             return None, NEVER
         manifest = read_manifest(folder)
         if manifest is None:
             return None, f"damaged: {folder / MANIFEST} is not what was written"
+        found, why = self._read(stage, identity, manifest)
+        if found is not None and compare and tree_digests(folder) != manifest["files"]:
+            return None, f"damaged: files under {folder} differ from their digests"
+        return found, why
+
+    def _read(
+        self,
+        stage: str,
+        identity: str,
+        manifest: Mapping[str, Any],  # Any: JSON
+    ) -> tuple[StageResult | None, str]:
+        folder = self.folder(stage, identity)
         if manifest.get("version") != MANIFEST_VERSION or manifest.get("identity") != identity:
             return None, "its manifest is of another version"
         try:
@@ -275,8 +262,6 @@ class ArtifactStore:
             paths = [str(inside(folder, item["uri"])) for item in manifest["artifacts"]]
         except ValueError as error:
             return None, f"damaged: {error}"
-        if compare and tree_digests(folder) != manifest["files"]:
-            return None, f"damaged: files under {folder} differ from their digests"
         artifacts = tuple(
             Artifact(**(item | {"uri": path, "parents": tuple(item["parents"])}))
             for path, item in zip(paths, manifest["artifacts"], strict=True)
@@ -296,40 +281,38 @@ class ArtifactStore:
 
     def previous_parts(self, stage: str) -> list[dict[str, str]]:
         """The named identity parts of all finished runs of this stage, newest first."""
-        folders = sorted(
-            self.root.glob(f"{stage}-*/{MANIFEST}"), key=lambda p: p.stat().st_mtime, reverse=True
-        )
-        manifests = (read_manifest(path.parent) for path in folders)
-        return [m["parts"] for m in manifests if m is not None and m.get("stage") == stage]
+        found = reversed(self.manifests(f"{stage}-"))
+        return [m["parts"] for _, m, _ in found if m.get("stage") == stage]
 
+    def manifests(self, start: str = "") -> list[tuple[Path, dict[str, Any], float]]:
+        """All finished stages whose names begin with `start`, the oldest first.
 
-class _Row(BaseModel):
-    kind: ArtifactKind
-    uri: str
-    digest: str
-    stage: str
-    parents: list[str]
-    mlflow_run_id: str
-    mlflow_model_id: str
+        Each with its folder, its manifest, and when that was written (seconds). With a URL a folder
+        need not be here: `fetched` brings it.
+        """
+        found = {}
+        for path in self.root.glob(f"{start}*/{MANIFEST}"):
+            if (manifest := read_manifest(path.parent)) is not None:
+                found[path.parent] = (path.parent, manifest, path.stat().st_mtime)
+        if self.mirror is not None:
+            for name, manifest, written in self.mirror.manifests(start):
+                found.setdefault(self.root / name, (self.root / name, manifest, written))
+        return sorted(found.values(), key=lambda row: row[2])
 
+    def fetched(self, stage: str, identity: str) -> Path:
+        """As `folder`, brought to this machine if only the URL has it."""
+        folder = self.folder(stage, identity)
+        return folder if self.mirror is None else self.mirror.fetched(folder.name)
 
-class _Manifest(BaseModel):
-    version: int
-    identity: str
-    parts: dict[str, str]
-    stage: str
-    kind: str
-    metrics: dict[str, float]
-    seconds: float
-    mlflow_run_id: str
-    artifacts: list[_Row]
-    files: dict[str, str]
+    def push_waiting(self) -> None:
+        """Push what earlier runs on this machine could not."""
+        if self.mirror is not None:
+            self.mirror.push_waiting()
 
+    def news(self) -> list[str]:
+        """What the user has to know of the URL's end, since the last call."""
+        return [] if self.mirror is None else self.mirror.news()
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:  # Any: JSON
-    """The manifest of a finished stage, or None when it is not one."""
-    try:
-        found: dict[str, Any] = read_json(folder / MANIFEST, _Manifest)
-    except WrongContent:
-        return None
-    return found
+    def settle(self, patience_s: float) -> str:
+        """Wait until all is pushed; a sentence if the URL was away for `patience_s`."""
+        return "" if self.mirror is None else self.mirror.settle(patience_s)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import posttrain.core
 from posttrain.core.errors import ConfigError
-from posttrain.core.store.artifacts import combine_digests, file_digest, tree_digests
+from posttrain.core.store.manifests import combine_digests, file_digest, tree_digests
 from posttrain.core.types import RUN_SECTIONS
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request_safe
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.store.artifacts import MANIFEST
 from posttrain.core.store.locks import locked
+from posttrain.core.store.manifests import MANIFEST
+from posttrain.core.store.mirror import mirror_of
 from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.mlflow_operations import Sender
 from posttrain.core.tracking.spool import ABOUT, Spool, lock_path
@@ -74,6 +75,8 @@ def write_real_ids(artifacts: Path, ids: Mapping[str, str]) -> None:
             partial = artifacts / f".ids-{uuid.uuid4().hex}"  # in the stage it would be damage
             partial.write_text(text)
             partial.replace(path)
+            if (mirror := mirror_of(artifacts)) is not None:
+                mirror.push(path.parent.name)
 
 
 def probe_of(client: MlflowClient, uri: str, experiment_id: str) -> Callable[[], bool]:

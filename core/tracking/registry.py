@@ -21,7 +21,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import of_shape
-from posttrain.core.store.artifacts import model_digest, tree_digests
+from posttrain.core.store.manifests import model_digest, tree_digests
 from posttrain.core.tracking import mlflow_store as store
 
 TAG_DIGEST = "digest"

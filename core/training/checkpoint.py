@@ -28,7 +28,8 @@ from torch.nn import Module
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.files import WrongContent, of_shape, put_in_place, read_json
-from posttrain.core.store.artifacts import file_digest
+from posttrain.core.store.manifests import file_digest
+from posttrain.core.store.remote import StoreAway
 
 if TYPE_CHECKING:
     from posttrain.core.training.optim import StoredOptimizer
@@ -288,12 +289,17 @@ class Checkpoints:
     def write(self, step: int, save: Callable[[Path], None]) -> Path | None:
         """Let `save` write the checkpoint of `step` into a folder, then drop older ones.
 
-        None where the disk has no room for one that only the time asked for: training goes on.
+        None where the disk has no room for one that only the time asked for, or the store that
+        ranks write to is away: training goes on.
         """
         began, folder = self._clock(), step_folder(self._root, step)
         written: Path | None = folder
         try:
             save(folder)
+        except StoreAway as error:  # ranks put their pieces there
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+            self._warn(f"no checkpoint after step {step}, and training goes on: {error}")
+            written = None
         except (OSError, SafetensorError) as error:
             if self._by_number(step) or "no space left" not in str(error).lower():
                 raise

@@ -37,6 +37,7 @@ from posttrain.core.models.sharded import whole
 from posttrain.core.training.adamw import AdamW
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite, all_finite, not_finite
+from posttrain.core.training.pieces import with_pieces
 
 Kinds = dict[str, dict[str, Tensor]]
 """Tensors by their kind ("master", "exp_avg"), then by the number of their parameter."""
@@ -339,7 +340,7 @@ class MasterOptimizer:
         write_kinds(kinds, folder)
 
     def read(self, folder: Path, step_count: int) -> None:
-        kinds = read_kinds(folder, lambda number: self._masters[int(number)])
+        kinds = read_kinds(with_pieces(folder), lambda number: self._masters[int(number)])
         masters = kinds.pop(_MASTER)
         state: dict[int, dict[str, Any]] = {}
         groups = self.optimizer.state_dict()["param_groups"]

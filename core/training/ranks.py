@@ -7,7 +7,7 @@ loss is divided by what one process alone would divide it by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,12 @@ class ProcessGroup:
             assert one is not None
             merged.merge(one)
         return merged
+
+    def collect(self, value: object) -> list[Any]:  # Any: pickled
+        """The `value` of each rank, in order, on all of them."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._cpu)
+        return found
 
 
 def in_place(rows: Sequence[Tensor], parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -28,7 +28,8 @@ from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.source import obtain
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.store.artifacts import Artifact, ArtifactStore, file_digest, read_manifest
+from posttrain.core.store.artifacts import Artifact, ArtifactStore
+from posttrain.core.store.manifests import file_digest, read_manifest
 from posttrain.core.store.run_record import RunRecord, find_run
 from posttrain.core.training.checkpoint import (
     DamagedCheckpoint,

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.store.artifacts import Artifact, file_digest, read_manifest
+from posttrain.core.store.artifacts import Artifact
+from posttrain.core.store.manifests import file_digest, read_manifest
 from posttrain.core.training.checkpoint import master_weights, starting_points, step_of
 from posttrain.core.training.digests import Block
 from posttrain.core.training.step_record import (
@@ -106,7 +107,7 @@ def find_steps(run: PastRun, stage: str) -> StepSource:
     """Where the stage's steps were recorded; raises `ResourceError` when they were not."""
     identity, config = run.identity(stage), run.resolved.config
     checkpoints = checkpoint_folder(run.home, stage, identity)
-    result: Path | None = run.store.folder(stage, identity)
+    result: Path | None = run.store.fetched(stage, identity)
     assert result is not None
     folder = result / FOLDER
     if read_manifest(result) is None:  # not done, or taken away

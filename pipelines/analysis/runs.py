@@ -32,7 +32,7 @@ from posttrain.core.evaluation.suites import (
     SuiteMetric,
     read_suites,
 )
-from posttrain.core.store.artifacts import read_manifest
+from posttrain.core.store.manifests import read_manifest
 from posttrain.core.tracking.journal import journal_path, read_journal
 from posttrain.core.training.step_record import FOLDER, read_record
 from posttrain.pipelines.analysis.past_run import PastRun
@@ -107,7 +107,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
     name = run.training_stage(stage)
     rows, source = step_rows(run, name)
     evaluation, outcomes, notes = _evaluation(run, name)
-    manifest = read_manifest(run.store.folder(name, run.record.stages[name]))
+    manifest = read_manifest(run.store.fetched(name, run.record.stages[name]))
     return RunResults(
         run_id=run.record.run_id,
         name=run.record.name,
@@ -139,7 +139,7 @@ def suite_results(
     folders = sorted((run.home / EVALUATIONS).glob("[!.]*"))
     stages = run.resolved.config.stages
     folders = [
-        run.store.folder(name, run.record.stages[name]) / SUITES
+        run.store.fetched(name, run.record.stages[name]) / SUITES
         for name in run.resolved.order
         if name in run.record.stages and stages[name].inputs.get("model") == trained
     ] + folders
@@ -159,7 +159,7 @@ def step_rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]],
         rows[row.step] = {**rows.get(row.step, {}), **row.metrics}
     if rows:
         return rows, "journal"
-    record = run.store.folder(stage, identity) / FOLDER
+    record = run.store.fetched(stage, identity) / FOLDER
     rows = {step: found.metrics for step, found in read_record(record).items()}
     if rows:
         return rows, "record of steps in the store"

@@ -63,7 +63,8 @@ def run(
     `config` is the path of a YAML file, the name of a shipped config, a mapping as the YAML would
     hold, or several of these, merged from left to right. `overrides` are `{"stages.rl.steps": 3}`
     or `["stages.rl.steps=3"]`. `home` is by default `$POSTTRAIN_HOME` or `.posttrain`, `store`
-    `$POSTTRAIN_STORE` or the home's own. `plugins` are classes in addition to the installed ones.
+    `$POSTTRAIN_STORE` or the home's own: a folder or a URL
+    such as `s3://bucket/prefix`. `plugins` are classes in addition to the installed ones.
     `fresh` starts again instead of continuing an interrupted run, `no_cache` computes every stage.
     `approve` and `reject` answer gates, by stage or `all`. The same call continues an interrupted
     run.
@@ -302,7 +303,7 @@ def _places(home: Folder, store: Folder) -> tuple[Path, Path]:
     """Home and store as absolute paths."""
     return folders(
         default_home() if home is None else Path(home),
-        shared_store() if store is None else Path(store),
+        shared_store() if store is None else store,
     )
 
 

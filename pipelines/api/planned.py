@@ -29,7 +29,8 @@ class Plan:
     where there are some: `seconds`, `memory_gb`, `disk_gb`, `step_s`. `estimates` has those of the
     whole run, `total`, with the `model` and the `notes` they are based on. `round` says which new
     rows the run would take, for a config with a `new_data` stage; `cluster`, for one with a Ray
-    cluster, which nodes there are and whether the ranks fit.
+    cluster, which nodes there are and whether the ranks fit; `store`, for one with a URL, whether
+    it answers.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Plan:
     estimates: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     round: str = ""
     cluster: str = ""
+    store: str = ""
 
     @property
     def todo(self) -> tuple[str, ...]:
@@ -51,16 +53,17 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """As `posttrain plan --json` prints it."""
-        cluster = {"cluster": self.cluster} if self.cluster else {}
+        places = {"cluster": self.cluster, "store": self.store}
+        found = {name: text for name, text in places.items() if text}
         rows = [dict(row) for row in self.stages]
-        return {"name": self.name, **self.estimates, **cluster, "stages": rows}
+        return {"name": self.name, **self.estimates, **found, "stages": rows}
 
     def __str__(self) -> str:
         lines = [self.round] if self.round else []
         for row in self.stages:
             cached = "cached" if row["cached"] else f"runs: {row['reason']}"
             lines.append(f"{row['stage']} ({row['kind']}), {cached}; {row['arithmetic']}")
-        return "\n".join([*lines, self.cluster] if self.cluster else lines)
+        return "\n".join([*lines, *filter(None, (self.cluster, self.store))])
 
 
 def planned(
@@ -80,6 +83,7 @@ def planned(
     from posttrain.pipelines.run.placement import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
+    from posttrain.pipelines.run.store import described
 
     begun = look(resolved, manager, home, store=store)
     config, order = begun.resolved.config, begun.resolved.order
@@ -92,7 +96,7 @@ def planned(
     each: Mapping[str, Mapping[str, Any]] = found.pop("stages", {})
     rows = [row | dict(each.get(str(row["stage"]), {})) for row in rows]
     news, cluster = begun.nothing_new or begun.reported, placement(config, home)
-    return Plan(config.name, tuple(rows), found, news, cluster)
+    return Plan(config.name, tuple(rows), found, news, cluster, described(store))
 
 
 def stage_rows(

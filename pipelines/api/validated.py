@@ -52,7 +52,9 @@ def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: 
     from posttrain.core.store.artifacts import check_free_disk
     from posttrain.pipelines.run.model_reference import find_base
     from posttrain.pipelines.run.rounds import with_model
+    from posttrain.pipelines.run.store import require_store
 
+    require_store(store)
     found = find_base(resolved.config.model, home, store)
     local = with_model(resolved, found.section)
     inputs = check_inputs(local, manager)

@@ -25,6 +25,7 @@ import typer
 
 from posttrain.core.errors import PosttrainError, ResourceError
 from posttrain.core.redaction import redact_error, redacted
+from posttrain.core.store import urls
 from posttrain.pipelines.cli import complete
 from posttrain.pipelines.run.checks import (
     DEFAULT_HOME,
@@ -59,11 +60,12 @@ HomeOption = Annotated[
     ),
 ]
 StoreOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--store",
         envvar=STORE_VARIABLE,
-        help="Folder of finished stages, which several homes may share.  "
+        help="Folder or URL (s3://BUCKET/PREFIX) of finished stages, which several homes may "
+        "share.  "
         "\\[default: HOME/artifacts]",
         show_default=False,
     ),
@@ -107,7 +109,9 @@ LOG_WIDTH = 160
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
-    """What the common options say; `home` and `store` are absolute paths."""
+    """What the common options say; `home` and `store` are absolute paths.
+
+    With a URL, `store` is the folder of this machine that its stages are fetched into."""
 
     home: Path
     store: Path
@@ -120,7 +124,7 @@ class CommandContext:
         """The options that another command needs to use the same home and store."""
         home = [] if self.home == DEFAULT_HOME.resolve() else ["--home", str(self.home)]
         own = self.store == self.home / "artifacts"
-        return home if own else [*home, "--store", str(self.store)]
+        return home if own else [*home, "--store", urls.shown(self.store)]
 
     def console(self) -> Console:
         """Where people read: standard output, or stderr when that one belongs to JSON."""
@@ -213,13 +217,18 @@ def _option(name: str, annotation: object, default: object) -> inspect.Parameter
 def _context(
     *,
     home: Path | None = None,
-    store: Path | None = None,
+    store: str | None = None,
     as_json: bool = False,
     debug: bool = False,
 ) -> CommandContext:
     if home is None:
         home = default_home()
-    return CommandContext(*folders(home, store), as_json, debug)
+    try:
+        return CommandContext(*folders(home, store), as_json, debug)
+    except PosttrainError as error:  # before there is a boundary
+        with Boundary(as_json=as_json, debug=debug):
+            raise error
+        raise
 
 
 class Boundary(contextlib.AbstractContextManager[None]):

@@ -42,13 +42,13 @@ class Finding:
     fix: str = ""
 
 
-@command()
+@command(store=True)
 def doctor(context: CommandContext) -> Result:
     """Check versions, devices, memory, disk, engines, plugins, ports and the model."""
     from rich.markup import escape
     from rich.table import Table
 
-    findings = examine(context.home)
+    findings = examine(context.home, context.store)
     table = Table(show_lines=False)
     for heading in ("", "what", "found", "fix"):
         table.add_column(heading, overflow="fold")
@@ -68,7 +68,7 @@ def doctor(context: CommandContext) -> Result:
     )
 
 
-def examine(home: Path) -> list[Finding]:
+def examine(home: Path, store: Path) -> list[Finding]:
     """All findings for a home on this machine: what is wrong, warnings, then the rest."""
     looks: list[Callable[[], Iterator[Finding]]] = [
         python_version,
@@ -82,6 +82,7 @@ def examine(home: Path) -> list[Finding]:
         ports,
         lambda: services(home),
         lambda: ray_cluster(home),
+        lambda: url_store(store),
         model_source,
     ]
     found = [finding for look in looks for finding in look()]
@@ -330,3 +331,18 @@ def ray_cluster(home: Path) -> Iterator[Finding]:
     detail = f"{shape.address}: {', '.join(map(str, nodes)) or 'no node answers'}"
     fix = "" if whole else f"{shape.nodes} were started: posttrain cluster down, then up"
     yield Finding("cluster", "ok" if whole else "warn", detail, fix)
+
+
+def url_store(store: Path) -> Iterator[Finding]:
+    """A store with a URL: its packages, credentials and rights, and that it answers."""
+    from posttrain.core.store.urls import shown, url_of
+    from posttrain.pipelines.run.store import require_store
+
+    if not url_of(store):
+        return
+    try:
+        require_store(store)
+    except ResourceError as error:
+        yield Finding("store", "bad", str(error), "see docs/scale-out.md, A store with a URL")
+    else:
+        yield Finding("store", "ok", f"{shown(store)} takes, gives and removes objects")

@@ -74,6 +74,8 @@ def plan(
         print_estimates(made, console)
     if made.cluster:
         console.print(made.cluster, markup=False)
+    if made.store:
+        console.print(made.store, markup=False)
     return Result(made.to_json())
 
 

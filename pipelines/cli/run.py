@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain.core.store import urls
 from posttrain.pipelines.api.calls import given_answers, run_configs
 from posttrain.pipelines.cli.common import (
     EPILOG_CODES,
@@ -33,6 +34,7 @@ EPILOG = (
     "  posttrain run my.yaml --set stages.rl.steps=3 --set stages.rl.algorithm=dr_grpo\n\n"
     "  posttrain run base.yaml more.yaml --home /data/runs --json\n\n"
     "  posttrain run my.yaml --store /shared/stages\n\n"
+    "  posttrain run my.yaml --store s3://bucket/stages\n\n"
     "The same command after an interruption continues the run.\n\n"
     "A stage of kind approve asks on a terminal. Where there is none the run ends with exit code 5 "
     "and says how to answer; the answer continues it:\n\n"
@@ -116,7 +118,8 @@ def _waiting(
 ) -> Result:
     """What the run waits for, and the commands that answer."""
     assert needed.request is not None, "gates raise it with their request"
-    store = None if context.store == context.home / "artifacts" else context.store
+    own = context.store == context.home / "artifacts"
+    store = None if own else urls.shown(context.store)
     stage = needed.request.stage
     commands = answering_command(configs, overrides, context.home, store, stage)
     print(f"waiting: {needed}", file=sys.stderr)
@@ -176,7 +179,7 @@ def answering_command(
     configs: Sequence[Path],
     overrides: Sequence[str] | None,
     home: Path,
-    store: Path | None,
+    store: str | None,
     stage: str,
 ) -> dict[str, str]:
     """The commands that continue this run with an answer, by decision."""
@@ -185,7 +188,7 @@ def answering_command(
         words += ["--set", override]
     words += ["--home", str(home)]
     if store is not None:
-        words += ["--store", str(store)]
+        words += ["--store", store]
     return {
         decision: shlex.join([*words, f"--{decision}", stage, "--reason", "..."])
         for decision in ("approve", "reject")

@@ -19,7 +19,7 @@ EPILOG = (
 )
 
 
-@command()
+@command(store=True)
 def validate(
     context: CommandContext, configs: ConfigsArgument, overrides: SetOption = None
 ) -> Result:

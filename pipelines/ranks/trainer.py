@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,9 +22,14 @@ from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.models.device import is_cuda
 from posttrain.core.store.artifacts import Artifact
+from posttrain.core.store.mirror import mirror_of
+from posttrain.core.store.remote import StoreAway
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.optim import StoredOptimizer, precision_of
+from posttrain.core.training.pieces import PIECES, put_pieces, read_pieces, write_pieces
+from posttrain.core.training.remote_checkpoints import CHECKPOINTS
+from posttrain.pipelines.ranks.far import critic_input, read_plugin_files, sent
 from posttrain.pipelines.ranks.methods import BUILDERS, ONLY, UNTRAINED
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
@@ -44,6 +49,9 @@ class RankSetup:
     stage: str
     inputs: Mapping[str, Artifact]
     args: tuple[Any, ...]  # Any: each kind of stage has its own
+    url: str = ""
+    """The store that inputs come from and checkpoints go to, where ranks see no common files."""
+    plugin_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def wants_ranks(stage: StageInputs) -> bool:
@@ -139,11 +147,25 @@ class RankTrainer:
     def __init__(self, stage: StageContext, *args: object) -> None:
         self.stage = stage
         self._copy: PreTrainedModel | None = None
+        far = stage.run.cluster is not None and stage.store is not None
+        self.mirror = mirror_of(stage.store) if far and stage.store is not None else None
         self._ranks = _ranks(stage)
         try:
             # Ranks have no use for other stages, whose kinds they may not know.
             run = stage.run.model_copy(update={"stages": {stage.name: stage.stage}})
             setup = RankSetup(run, stage.name, dict(stage.inputs), args)
+            if self.mirror is not None:
+                setup = replace(
+                    setup,
+                    inputs=sent(
+                        self.mirror,
+                        {**stage.inputs, **critic_input(stage.stage)},
+                        stage.warn,
+                        stage.check,
+                    ),
+                    url=self.mirror.url,
+                    plugin_files=read_plugin_files(run.plugin_files),
+                )
             self._ranks.start(setup, stage.check)
             if self._ranks.size < run.limits.learner_ranks:
                 ranks = "1 rank" if self._ranks.size == 1 else f"{self._ranks.size} ranks"
@@ -229,12 +251,29 @@ class RankedOptimizer:
         return int(self._trainer.call("step_count", self._of))
 
     def write(self, folder: Path) -> None:
-        """Every rank writes its piece."""
-        self._trainer.call("write", self._of, folder)
+        """Every rank writes its piece, into a store with a URL where there is one."""
+        mirror = self._trainer.mirror
+        if mirror is None:
+            self._trainer.call("write", self._of, folder)
+            return
+        key = f"{CHECKPOINTS}/{self._trainer.stage.checkpoints.name}/files"
+        files, away = self._trainer.call("put", self._of, key)
+        if away:
+            raise StoreAway(away)
+        write_pieces(folder, mirror.url, key, files)
 
     def read(self, folder: Path, step_count: int) -> None:
         """Every rank reads its piece, whatever number of ranks wrote."""
-        self._trainer.call("read", self._of, folder, step_count)
+        mirror = self._trainer.mirror
+        if mirror is None:
+            self._trainer.call("read", self._of, folder, step_count)
+        else:
+            key = f"{CHECKPOINTS}/{self._trainer.stage.checkpoints.name}/files"
+            if (folder / PIECES).is_file():
+                files = read_pieces(folder / PIECES)
+            else:  # of a run whose ranks saw this folder
+                files = put_pieces(mirror, key, folder)
+            self._trainer.call("get", self._of, key, files, step_count)
         self._after_read()
 
     def weights(self, step: int) -> Mapping[str, Tensor | Block]:

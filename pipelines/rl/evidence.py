@@ -8,7 +8,8 @@ from pathlib import Path
 from posttrain.core.analysis.evidence import FOLDER, steps_in
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.errors import ConfigError, ResourceError, nearest
-from posttrain.core.store.artifacts import ArtifactStore, read_manifest
+from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.manifests import read_manifest
 from posttrain.core.store.run_record import RunRecord
 from posttrain.pipelines.stage.files import checkpoint_folder
 
@@ -50,7 +51,7 @@ def find_evidence(
             f"stage '{name}' never began in run {run.run_id[:12]}; the same `posttrain run` "
             "command goes on with the run"
         )
-    folder = store.folder(name, identity)
+    folder = store.fetched(name, identity)
     if read_manifest(folder) is None:  # not done, or taken away
         folder = checkpoint_folder(home, name, identity)
     folder = folder / FOLDER

@@ -71,6 +71,7 @@ def assemble(
     engines = EnginePool(config, manager, runtime)
     store = ArtifactStore(store_root or home / "artifacts")
     store.remove_partial()
+    store.push_waiting()
     title = config.title(datetime.now(UTC).date())
     recorded = with_copies(resolved)
     tracker = start_tracking(

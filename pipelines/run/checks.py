@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.store import urls
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
@@ -31,16 +32,22 @@ def default_home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
 
 
-def shared_store() -> Path | None:
+def shared_store() -> str | None:
     """The store that the environment names, for runs that no command line starts."""
-    named = os.environ.get(STORE_VARIABLE)
-    return Path(named) if named else None
+    return os.environ.get(STORE_VARIABLE) or None
 
 
-def folders(home: Path, store: Path | None) -> tuple[Path, Path]:
-    """Home and store as absolute paths; the store is the home's own unless another is named."""
+def folders(home: Path, store: str | Path | None) -> tuple[Path, Path]:
+    """Home and store as absolute paths; the store is the home's own unless another is named.
+
+    Of a store with a URL it is the folder of this machine that stages are fetched into.
+    """
     home = home.expanduser().resolve()
-    return home, (home / "artifacts" if store is None else store.expanduser().resolve())
+    if store is None:
+        return home, home / "artifacts"
+    if urls.is_url(str(store)):
+        return home, urls.cached(str(store))
+    return home, Path(store).expanduser().resolve()
 
 
 def resolve_configs(

@@ -26,6 +26,8 @@ def close_run(
     pipeline: Pipeline, status: Literal["FINISHED", "FAILED", "KILLED"], log: FileReporter
 ) -> None:
     """Write the summary of what finished and the run's log, then end the run with `status`."""
+    if status != "KILLED" and (left := pipeline.store.settle(PATIENCE_S)):
+        pipeline.warn(left)
     log.close()
     try:
         pipeline.tracker.log_file(log.path)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import ClusterSection, NodePoolSection
+from posttrain.core.errors import ResourceError
 from posttrain.pipelines.services.cluster import require_ray, token_file
+
+ADDRESS_VARIABLE = "POSTTRAIN_RAY_ADDRESS"
+
+
+def address_of(config: RunConfig) -> str:
+    """HOST:PORT of the run's cluster, or `local`. Raises `ResourceError` where neither is known."""
+    assert config.cluster is not None
+    address = config.cluster.ray.address
+    if address != "env":
+        return address
+    named = os.environ.get(ADDRESS_VARIABLE, "")
+    if not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", named):
+        raise ResourceError(
+            f"cluster.ray.address is env, and the variable {ADDRESS_VARIABLE} is "
+            f"{named or 'not set'}: expected HOST:PORT, as infra/slurm and infra/kubernetes set it"
+        )
+    return named
 
 
 @contextmanager
@@ -24,7 +44,7 @@ def joined_cluster(config: RunConfig, home: Path) -> Iterator[None]:
     cpus = config.limits.learner_ranks * section.learner.cpus
     cpus += sum(pool.cpus for _, pool in pools_of(section))  # one node has one of each
     cpus += section.engines.replicas * section.engines.cpus if section.engines else 0
-    connection.join(config.cluster.ray.address, token if token.is_file() else None, cpus)
+    connection.join(address_of(config), token if token.is_file() else None, cpus)
     try:
         yield
     finally:

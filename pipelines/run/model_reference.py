@@ -20,8 +20,10 @@ from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.data.cursor import PinnedModel
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError, nearest
 from posttrain.core.runtime.files import put_in_place
+from posttrain.core.store import urls
 from posttrain.core.store.ancestry import Family, Made
-from posttrain.core.store.artifacts import ArtifactStore, combine_digests, tree_digests
+from posttrain.core.store.artifacts import ArtifactStore
+from posttrain.core.store.manifests import combine_digests, tree_digests
 from posttrain.core.store.run_record import RunRecord, find_run
 
 if TYPE_CHECKING:
@@ -298,9 +300,9 @@ def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> 
         policies = [name for name in models if "model" in kinds[name]]
         if not models:
             raise ResourceError(
-                f"run {short} has made no model yet, or not in {store} (it began with stages "
-                f"{list(record.stages)}): the same `posttrain run` command goes on with it, and "
-                "--store says where its stages are"
+                f"run {short} has made no model yet, or not in {urls.shown(store)} (it began "
+                f"with stages {list(record.stages)}): the same `posttrain run` command goes on with "
+                "it, and --store says where its stages are"
             )
         stage = (policies or models)[-1]
     if stage not in record.stages:
@@ -311,8 +313,8 @@ def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> 
     found = made[stage]
     if found is None:
         raise ResourceError(
-            f"'{given}': stage '{stage}' of run {short} is not done, or not in {store} ({listed}); "
-            "the same `posttrain run` command goes on with the run"
+            f"'{given}': stage '{stage}' of run {short} is not done, or not in "
+            f"{urls.shown(store)} ({listed}); the same `posttrain run` command goes on with the run"
         )
     if not kinds[stage]:
         raise ConfigError(

@@ -32,11 +32,9 @@ from posttrain.core.store.artifacts import (
     RunResult,
     StageResult,
     check_free_disk,
-    digests_below,
-    model_digest,
-    tree_digests,
 )
 from posttrain.core.store.identity import identity_of
+from posttrain.core.store.manifests import digests_below, model_digest, tree_digests
 from posttrain.core.store.provenance import environment, with_plugins
 from posttrain.core.store.run_record import RunRecorder
 from posttrain.core.tracking.mlflow_run import FinalStatus, KnownModel
@@ -199,8 +197,8 @@ class Pipeline:
         self.reporter.warn(text)
 
     def report_outages(self) -> None:
-        """Say that MLflow went away, or came back."""
-        for sentence in self.tracker.news():
+        """Say that MLflow or the store went away, or came back."""
+        for sentence in (*self.tracker.news(), *self.store.news()):
             self.warn(sentence)
 
     def check(self) -> None:
@@ -386,7 +384,7 @@ class Pipeline:
 
     def _files(self, name: str, identity: str) -> StageFiles:
         root = checkpoint_folder(self.home, name, identity)
-        return StageFiles(root, self.config.keep, self.warn)
+        return StageFiles(root, self.config.keep, self.warn, self.store.mirror)
 
     def _say_why(self, name: str, stage: StageBase, parts: Mapping[str, str]) -> None:
         """In one line, why the stage runs although it did before."""
@@ -441,7 +439,7 @@ class Pipeline:
                     tracker.log_model_input(artifact.mlflow_model_id)
             recorder = self._recorder(name, files, newest) if stage.takes_steps else None
             context = self._context(
-                name, stage, inputs, out, files.root, tracker, answer, newest, recorder
+                name, stage, inputs, out, files, tracker, answer, newest, recorder
             )
             with kept_evidence(files, newest, kind) as evidence:
                 output = self.manager.stage(stage).run(replace(context, evidence=evidence))
@@ -477,7 +475,7 @@ class Pipeline:
         stage: StageBase,
         inputs: Mapping[str, Artifact],
         out: Path,
-        checkpoints: Path,
+        files: StageFiles,
         tracker: StageTracker,
         answer: Answer | None = None,
         resume_from: Path | None = None,
@@ -489,7 +487,7 @@ class Pipeline:
             stage=stage,
             inputs=inputs,
             out=out,
-            checkpoints=checkpoints,
+            checkpoints=files.root,
             resume_from=resume_from,
             steps=steps,
             manager=self.manager,
@@ -504,6 +502,8 @@ class Pipeline:
             announce=lambda event, payload: self.announce(event, name, payload),
             answer=answer,
             rows=self.rows,
+            push=files.push,
+            store=self.store.root,
         )
 
     def _tell_listeners(self, name: str, status: str, metrics: Mapping[str, float]) -> None:

@@ -117,7 +117,9 @@ def _plan(
         if waits_for:
             plans.append(StagePlan(name, False, _until(store, name, stage, parts, waits_for)))
             continue
-        found, reported = store.lookup(name, identity_of(parts))
+        # What a gate was answered is read below; other stages are fetched by the run.
+        is_gate = isinstance(stage, ApproveStage)
+        found, reported = store.lookup(name, identity_of(parts), fetch=is_gate)
         reason = Reason(reported)
         if found is not None and no_longer_true(found, inputs):
             found, reason = None, Reason("its promotion was taken back")

@@ -39,9 +39,15 @@ def _to_nobody(event: str, payload: Mapping[str, Any]) -> None:
     """Where no run is informed of what happens, as in a replay."""
 
 
+def _nowhere(checkpoint: Path) -> None:
+    """Where checkpoints stay on this machine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext(StageInputs):
-    """Everything a stage may use. `out` is its private folder.
+    """Everything a stage may use. `out` is its private folder, `store` that of finished stages.
+
+    `push` gives a checkpoint to other machines, where there is a way.
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
@@ -62,6 +68,8 @@ class StageContext(StageInputs):
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
     evidence: EvidenceKeeper | None = None
+    push: Callable[[Path], None] = _nowhere
+    store: Path | None = None
     reported: set[str] = field(default_factory=set)
 
     @property
@@ -179,6 +187,7 @@ class StageContext(StageInputs):
         """
         if folder is None:
             return
+        self.push(folder)
         self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
         if leaving := self._leaving():
             raise RankLost(

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from posttrain.core.analysis import evidence
 from posttrain.core.config.sections import KeepSection
+from posttrain.core.store.mirror import Mirror
 from posttrain.core.training import step_record
 from posttrain.core.training.checkpoint import newest_whole, read_step, settle
+from posttrain.core.training.remote_checkpoints import RemoteCheckpoints
 from posttrain.core.training.step_record import StepRecorder
 
 OWN_ANSWERS = "own_answers.json"
@@ -27,11 +29,22 @@ class StageFiles:
     over.
     """
 
-    def __init__(self, root: Path, keep: KeepSection, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: KeepSection,
+        warn: Callable[[str], None],
+        mirror: Mirror | None = None,
+    ) -> None:
         self.root, self.keep, self._warn = root, keep, warn
+        self._remote: RemoteCheckpoints | None = None
+        if mirror is not None:
+            self._remote = RemoteCheckpoints(mirror, root, keep.checkpoints, warn)
 
     def forget(self) -> None:
         """Remove what an interrupted run left: the stage starts again."""
+        if self._remote is not None:
+            self._remote.forget()
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if path.name == "kept":
                 continue  # of a run that is done
@@ -41,8 +54,18 @@ class StageFiles:
                 path.unlink()
 
     def resume_from(self) -> Path | None:
-        """The checkpoint to go on from, if there is one; raises `RunError` if all are damaged."""
+        """The checkpoint to go on from, if there is one; raises `RunError` if all are damaged.
+
+        One that another machine pushed to a store with a URL is fetched if it is newer.
+        """
+        if self._remote is not None:
+            self._remote.bring()
         return newest_whole(self.root, self._warn)
+
+    def push(self, checkpoint: Path) -> None:
+        """Give a new checkpoint to a store with a URL, in the background."""
+        if self._remote is not None:
+            self._remote.push(checkpoint)
 
     def recorder(self, found: Path | None, environment: Mapping[str, str]) -> StepRecorder | None:
         """Records the steps that come after `found`, unless the run wants none."""
@@ -75,6 +98,8 @@ class StageFiles:
     def settle(self) -> None:
         """The stage is done: only what a replay starts from stays."""
         settle(self.root, self.keep, extra=(OWN_ANSWERS,))
+        if self._remote is not None:
+            self._remote.forget()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from posttrain.core.models.lora import (
     save_adapter,
 )
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.store.artifacts import ADAPTER
+from posttrain.core.store.manifests import ADAPTER
 from posttrain.core.training.forward import check_passes
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.pipelines.stage.inputs import StageInputs

@@ -34,7 +34,7 @@ from posttrain.core.math.intervals import wilson
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
-from posttrain.core.store.artifacts import file_digest
+from posttrain.core.store.manifests import file_digest
 from posttrain.core.training.preference import BothFallingAlarm, Ranking, Rows
 from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.methods import preference_objective

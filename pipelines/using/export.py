@@ -15,7 +15,8 @@ from posttrain.core.models.gguf_export import GgufType, write_gguf
 from posttrain.core.models.source import MODEL_PATTERNS
 from posttrain.core.redaction import redacted
 from posttrain.core.runtime.files import put_in_place
-from posttrain.core.store.artifacts import ADAPTER, check_free_disk, file_digest
+from posttrain.core.store.artifacts import check_free_disk
+from posttrain.core.store.manifests import ADAPTER, file_digest
 from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.using.model_card import CardFacts, Form, model_card
 from posttrain.pipelines.using.speaker import check_talks

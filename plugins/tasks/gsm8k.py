@@ -18,7 +18,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.math.answers import final_number, is_number, only_number_after, same_number
 from posttrain.core.math.splits import loose_key, text_key, too_few
 from posttrain.core.runtime.json_files import JsonRow, read_json_lines
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.manifests import combine_digests, file_digest
 from posttrain.core.types import Problem, Split, Verdict
 
 MARKER = "####"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.store.artifacts import tree_digests
+from posttrain.core.store.manifests import tree_digests
 from posttrain.core.tracking.journal import read_journal
 from posttrain.pipelines.cli.main import app
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config

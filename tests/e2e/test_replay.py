@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 
 from posttrain.core.kit.tiny import make_tiny_model
-from posttrain.core.store.artifacts import file_digest, tree_digests
+from posttrain.core.store.manifests import file_digest, tree_digests
 from posttrain.core.training.checkpoint import newest_checkpoint
 from tests.helpers.pipeline import (
     Finished,

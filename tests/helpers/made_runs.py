@@ -7,14 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from posttrain.core.store.artifacts import (
-    Artifact,
-    ArtifactKind,
-    ArtifactStore,
-    StageResult,
-    model_digest,
-    tree_digests,
-)
+from posttrain.core.store.artifacts import Artifact, ArtifactKind, ArtifactStore, StageResult
+from posttrain.core.store.manifests import model_digest, tree_digests
 from posttrain.core.store.run_record import RunRecorder
 from tests.helpers.pipeline import tiny_config
 

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.store.artifacts import combine_digests, file_digest
+from posttrain.core.store.manifests import combine_digests, file_digest
 from tests.helpers.listener import Listener
 
 WORDS = 90

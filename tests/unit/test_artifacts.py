@@ -14,16 +14,9 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.processes import Owner
-from posttrain.core.store.artifacts import (
-    MANIFEST,
-    Artifact,
-    ArtifactStore,
-    StageResult,
-    check_free_disk,
-    digests_below,
-    tree_digests,
-)
+from posttrain.core.store.artifacts import Artifact, ArtifactStore, StageResult, check_free_disk
 from posttrain.core.store.identity import identity_of, stage_parts
+from posttrain.core.store.manifests import MANIFEST, digests_below, tree_digests
 from posttrain.core.training.checkpoint import (
     LoopState,
     load_checkpoint,

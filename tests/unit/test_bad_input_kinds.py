@@ -24,7 +24,7 @@ from posttrain.core.errors import ConfigError, DataError, ResourceError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.models.source import check_source
 from posttrain.core.runtime.json_files import read_json_lines
-from posttrain.core.store.artifacts import combine_digests, tree_digests
+from posttrain.core.store.manifests import combine_digests, tree_digests
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.cli.main import app
 from tests.helpers.plugins import MANAGER

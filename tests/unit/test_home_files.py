@@ -25,8 +25,9 @@ from posttrain.core.store.approval import (
     read_answer,
     write_answer,
 )
-from posttrain.core.store.artifacts import MANIFEST, Artifact, ArtifactStore, StageResult
+from posttrain.core.store.artifacts import Artifact, ArtifactStore, StageResult
 from posttrain.core.store.locks import locked
+from posttrain.core.store.manifests import MANIFEST
 from posttrain.core.store.run_record import RECORD, RunRecorder, find_run
 from posttrain.core.tracking.journal import Journal, JournalRow, read_journal
 from posttrain.core.tracking.registry import TAG_ROLLED_BACK, RegisteredVersion

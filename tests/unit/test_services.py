@@ -169,20 +169,43 @@ def places(value: object) -> Iterator[str]:
         yield from re.findall(r"{{ (\w+) }}", value)
 
 
-def test_the_kubernetes_template_uses_variables_that_it_declares() -> None:
-    template: dict[str, Any] = json.loads(
-        (INFRA / "kubernetes" / "base-job-template.json").read_text()
-    )
+@pytest.mark.parametrize("name", ["base-job-template.json", "base-job-template-ray.json"])
+def test_the_kubernetes_template_uses_variables_that_it_declares(name: str) -> None:
+    template: dict[str, Any] = json.loads((INFRA / "kubernetes" / name).read_text())
     declared = set(template["variables"]["properties"])
     assert set(places(template["job_configuration"])) == declared
     pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["terminationGracePeriodSeconds"] >= 60
+    # Prefect's worker refuses a job without them, in this place.
+    assert pod["parallelism"] == pod["completions"] == 1
     kinds = [
         item["kind"]
         for item in yaml.safe_load_all((INFRA / "kubernetes" / "worker.yaml").read_text())
     ]
     assert {"Deployment", "Role", "PersistentVolumeClaim"} <= set(kinds)
+
+
+def test_the_job_of_a_run_sets_what_its_ray_cluster_is_made_from() -> None:
+    template = json.loads((INFRA / "kubernetes" / "base-job-template-ray.json").read_text())
+    pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {item["name"] for item in container["env"]} | {"CLUSTER", "NAMESPACE"}
+    text = (INFRA / "kubernetes" / "ray-cluster.yaml").read_text()
+    assert set(re.findall(r"\$\{(\w+)\}", text)) <= given
+    secrets = [item for item in container["env"] if item["name"] == "RAY_AUTH_TOKEN"]
+    assert [list(item) for item in secrets] == [["name", "valueFrom"]], "by reference"
+    assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
+    made = yaml.safe_load(re.sub(r"\$\{\w+\}", "1", text))
+    groups = [made["spec"]["headGroupSpec"], *made["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        (node,) = group["template"]["spec"]["containers"]
+        variables = {item["name"]: item for item in node["env"]}
+        assert variables["RAY_AUTH_MODE"]["value"] == "token"
+        assert "valueFrom" in variables["RAY_AUTH_TOKEN"]
+    roles = yaml.safe_load_all((INFRA / "kubernetes" / "worker-ray.yaml").read_text())
+    (role,) = [item for item in roles if item["kind"] == "Role"]
+    assert {"create", "delete"} <= set(role["rules"][0]["verbs"])
 
 
 def test_a_request_says_what_is_wrong_with_it() -> None:

@@ -140,7 +140,7 @@ class RayRanks:
     The process must have joined a cluster. With fewer resources than `size` ranks need there are
     fewer of them, at least `resources.least`, once `start_timeout_s` is over, or `REGROUP_S` after
     a node was lost: `size` says how many.
-    Every rank must see the run's home and its models at the same paths.
+    What ranks read and write must be at the same paths for all, or in a store with a URL.
     """
 
     folder: Path | None = None
