@@ -193,7 +193,7 @@ class Loop:
         self._move()
 
 
-def simulate(setting: Setting, costs: Costs, steps: int = 6, seed: int = 0) -> dict[str, float]:
+def simulate(setting: Setting, costs: Costs, steps: int = 4, seed: int = 0) -> dict[str, float]:
     """Seconds a step after the first, and the share of time that the controller is busy."""
     loop = Loop(setting, costs, steps, seed)
     span = loop.ended[-1] - loop.ended[0]
@@ -236,13 +236,10 @@ def sweep(costs: Costs) -> list[dict[str, float]]:
     ]
 
 
-def saturation(rows: list[dict[str, float]], staleness: int) -> float:
-    """The first size whose GPUs do less than 0.8 of what those of the smallest do."""
-    chosen = [r for r in rows if r["staleness"] == staleness and r["sigma"] == SIGMA]
-    best = chosen[0]["responses_per_s_per_gpu"]
-    return next(
-        (r["gpus"] for r in chosen if r["responses_per_s_per_gpu"] < 0.8 * best), float("inf")
-    )
+def half_busy(rows: list[dict[str, float]], staleness: int, sigma: float) -> float | None:
+    """The first size at which the controller is busy for half of the time; None if none is."""
+    chosen = [r for r in rows if r["staleness"] == staleness and r["sigma"] == sigma]
+    return next((r["gpus"] for r in chosen if r["controller_busy"] >= 0.5), None)
 
 
 def check(costs: Costs, sizes: tuple[int, ...] = (2, 4, 8)) -> list[dict[str, float]]:
@@ -266,7 +263,7 @@ def check(costs: Costs, sizes: tuple[int, ...] = (2, 4, 8)) -> list[dict[str, fl
                 costs, token=0.001, places=2, sync=0.0, reward=0.0, update_per_response=0.02
             )
             setting = Setting(2 * size, 0, 0.5, mean_tokens=100, responses_per_gpu=8)
-            predicted = simulate(setting, small)["step_s"]
+            predicted = simulate(setting, small, steps=6)["step_s"]
             group, draw = echoes(size), random.Random(0)
             taken = []
             for step in range(6):
@@ -344,7 +341,10 @@ def main() -> None:
     options = parser.parse_args()
     costs = costs_from(json.loads(options.measured.read_text()))
     found: dict[str, Any] = {"model": True, "costs": asdict(costs), "steps": sweep(costs)}
-    found["saturates_at"] = {k: saturation(found["steps"], k) for k in (0, 1, 4)}
+    found["half_busy_at"] = {
+        f"max_staleness {k}, sigma {sigma}": half_busy(found["steps"], k, sigma)
+        for k, sigma in ((0, 0.0), (0, SIGMA), (1, SIGMA), (4, SIGMA), (0, 1.0))
+    }
     if options.check:
         found["check"] = check(costs)
     if options.plot:
@@ -356,10 +356,7 @@ def main() -> None:
 
     print("A MODEL, not a measurement. Costs:", found["costs"])
     show("steps (model)", found["steps"])
-    print(
-        "\nGPUs from which each does less than 0.8 of what it does among 8, by max_staleness:",
-        found["saturates_at"],
-    )
+    print("\nGPUs at which the controller is busy for half of the time:", found["half_busy_at"])
     if options.check:
         show("the model against toy steps that ran here", found["check"])
 
