@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a rank says what torch may use before it is loaded
@@ -31,6 +32,42 @@ def _tensor(octets: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...
     import torch
 
     return torch.from_numpy(octets).view(dtype).reshape(shape)
+
+
+class _Aside(_Pickler):
+    """Leaves objects of one type out, as their number in `kept`."""
+
+    def __init__(self, stream: io.BytesIO, kind: type) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._kind, self.kept = kind, list[Any]()
+
+    def persistent_id(self, value: Any) -> int | None:  # Any: anything is pickled
+        if type(value) is not self._kind:
+            return None
+        self.kept.append(value)
+        return len(self.kept) - 1
+
+
+class _WithKept(pickle.Unpickler):
+    def __init__(self, data: Any, kept: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:  # Any: what was left out
+        return self._kept[number]
+
+
+def encode_beside(message: object, kind: type) -> tuple[memoryview, list[Any]]:
+    """As `encode`, and the objects of type `kind` in `message`, which travel in another way."""
+    stream = io.BytesIO()
+    pickler = _Aside(stream, kind)
+    pickler.dump(message)
+    return stream.getbuffer(), pickler.kept
+
+
+def decode_beside(data: Any, kept: Sequence[Any]) -> Any:  # Any: as in `decode`
+    """What `encode_beside` was given."""
+    return _WithKept(data, kept).load() if kept else decode(data)
 
 
 def encode(message: object) -> memoryview:

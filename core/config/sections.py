@@ -435,6 +435,13 @@ class LearnerSection(Section):
         description="where limits.learner_ranks do not fit, at the start or after a loss, the "
         "stage goes on with fewer, down to this",
     )
+    peer_timeout_s: float = Field(
+        default=300.0,
+        ge=10,
+        le=86_400,
+        description="a rank that waits so long for another in a collective gives it up as lost, "
+        "seconds: one that hangs, or to which the link is cut where only Ray's head still sees it",
+    )
     shard_size: int | None = Field(
         default=None,
         ge=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -23,8 +24,9 @@ GRACE_S = 30.0
 
 def sharing(limits: Sequence[float], workers: int) -> Sharing:
     """Batches one after another; each sample may take all its time, and the workers may be late."""
+    start = 2 * START_LIMIT_S + GRACE_S
     return Sharing(
-        limit_s=lambda count: 2 * START_LIMIT_S + GRACE_S + count * sum(limits),
+        limit_s=lambda count: start + math.ceil(count / workers) * sum(limits),
         least=PER_WORKER * workers,
     )
 

@@ -256,9 +256,10 @@ TIME_SHARE = 20
 
 
 class Checkpoints:
-    """Which steps of a stage that runs have a checkpoint, by number and by time, and where.
+    """Which steps of a stage that runs have a checkpoint, by number, by time, or since it is asked
+    for, and where.
 
-    Neither changes a result: a stage that is interrupted goes on from any of them alike.
+    None of them changes a result: a stage that is interrupted goes on from any of them alike.
     """
 
     def __init__(
@@ -269,7 +270,9 @@ class Checkpoints:
         keep: KeepSection,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._asked = asked
         self._root, self._total, self._every, self._keep = root, total, checkpoint_every, keep
         self._warn, self._clock = warn, clock
         self._wait_s = 60.0 * keep.checkpoint_minutes
@@ -278,7 +281,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Whether there is to be a checkpoint after `step`."""
         late = bool(self._wait_s) and self._clock() - self._last >= self._wait_s
-        return self._by_number(step) or (late and step < self._total)
+        return self._by_number(step) or (step < self._total and (late or self._asked()))
 
     def _by_number(self, step: int) -> bool:
         return is_due(step, self._total, self._every, self._keep)

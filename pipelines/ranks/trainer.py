@@ -134,7 +134,8 @@ def resources_of_rank(config: RunConfig, nodes: Sequence[Node]) -> RankResources
     gpus = section.gpus
     if gpus is None:
         gpus = float(config.model.device != "cpu" and any(node.gpus for node in nodes))
-    return RankResources(section.cpus, gpus, section.min_ranks, config.cluster.ray.start_timeout_s)
+    limit_s = config.cluster.ray.start_timeout_s
+    return RankResources(section.cpus, gpus, section.min_ranks, limit_s, section.peer_timeout_s)
 
 
 class RankTrainer:

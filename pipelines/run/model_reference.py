@@ -301,8 +301,8 @@ def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> 
         if not models:
             raise ResourceError(
                 f"run {short} has made no model yet, or not in {urls.shown(store)} (it began "
-                f"with stages {list(record.stages)}): the same `posttrain run` command goes on with "
-                "it, and --store says where its stages are"
+                f"with stages {list(record.stages)}): the same `posttrain run` command goes on "
+                "with it, and --store says where its stages are"
             )
         stage = (policies or models)[-1]
     if stage not in record.stages:

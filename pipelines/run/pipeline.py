@@ -59,7 +59,7 @@ MODELS = ("model", "reward_model")
 """Kinds of artifacts that MLflow has an entry of."""
 
 MOST_LOSSES = 3
-"""How often one stage goes on after ranks were lost."""
+"""How often one stage goes on after ranks were lost, without a new checkpoint in between."""
 
 HOLDS = {"model": "config.json", "evaluation": "metrics.json", "dataset": PROBLEMS_FILE}
 """A file that other stages read in an artifact of that kind."""
@@ -350,12 +350,13 @@ class Pipeline:
                 answer = self.gates.answer(name, stage, inputs, identity)
             if self.fresh:
                 files.forget()
-            losses = 0
+            losses, newest = 0, files.resume_from()
             while True:
                 try:
                     return self._compute(name, stage, inputs, identity, parts, files, answer)
                 except RankLost as lost:
-                    losses += 1
+                    reached, newest = newest, files.resume_from()
+                    losses = 1 if newest != reached else losses + 1
                     if self.config.cluster is None or losses > MOST_LOSSES:
                         raise
                     self.warn(f"{name}: goes on from its last checkpoint, because {lost}")

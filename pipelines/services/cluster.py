@@ -45,6 +45,7 @@ HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # a node without a head ends
 }
 MEMORY_SHARE, MOST_MEMORY = 0.3, 2e9
 """Of the machine's memory, what all nodes together have for objects; bytes of one node at most."""
@@ -94,7 +95,10 @@ def shape_of(home: Path) -> Shape | None:
 
 
 def up(home: Path, shape: Shape, say: Say) -> list[Node]:
-    """Start the nodes, and return them once all have joined."""
+    """Start the nodes that do not run, and return all once they have joined.
+
+    Where the first, the head, has ended, the others are of no use: all are started again.
+    """
     require_ray()
     from posttrain.core.cluster.on_ray.connection import write_token
 
@@ -103,27 +107,34 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
     (folder / "running").mkdir(exist_ok=True)
     with locked(folder / ".lock"):
         known = shape_of(home)
-        if known is not None and any(find(_record(home, n)) for n in range(known.nodes)):
-            if known != shape:
-                raise ResourceError(
-                    f"a cluster of this home runs at {known.address} ({known.nodes} nodes with "
-                    f"{known.cpus} CPUs and {known.gpus} GPUs each): `posttrain cluster down` first"
-                )
+        count = known.nodes if known else 0
+        missing = [number for number in range(count) if find(_record(home, number)) is None]
+        if len(missing) < count and known != shape:
+            assert known is not None
+            raise ResourceError(
+                f"a cluster of this home runs at {known.address} ({known.nodes} nodes with "
+                f"{known.cpus} CPUs and {known.gpus} GPUs each): `posttrain cluster down` first"
+            )
+        if count == 0 or 0 in missing:
+            _stop(home, say)
+            check_port(shape.port, "--port", "Ray")
+            write_token(token_file(home))
+            write_text(folder / "shape.json", json.dumps(asdict(shape)))
+            missing = list(range(shape.nodes))
+        if not missing:
             return joined(home)
-        check_port(shape.port, "--port", "Ray")
-        write_token(token_file(home))
-        write_text(folder / "shape.json", json.dumps(asdict(shape)))
         try:
-            for number in range(shape.nodes):
+            for number in missing:
                 launch = _node(home, shape, number)
                 say(f"{launch.service:<9} starting; log: {launch.log}")
                 start(launch, folder)
                 if number == 0:
                     _wait(lambda: _listens(shape.port), launch)
-            last = _node(home, shape, shape.nodes - 1)
-            _wait(lambda: len(joined(home)) == shape.nodes, last)
+            launches = [_node(home, shape, number) for number in missing]
+            _wait(lambda: len(joined(home)) == shape.nodes, *launches, again=folder)
         except BaseException:
-            _stop(home, say)
+            if 0 in missing:  # what ran before goes on
+                _stop(home, say)
             raise
         return joined(home)
 
@@ -177,11 +188,21 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _wait(ready: Callable[[], bool], launch: Launch) -> None:
+def _wait(ready: Callable[[], bool], *launches: Launch, again: Path | None = None) -> None:
+    """Until it is `ready`.
+
+    Ray gives a node 30 s to start, which a busy machine may not manage: with `again`, the folder of
+    the cluster, one that has ended is started a second time, though not the head.
+    """
     deadline = time.monotonic() + START_SECONDS
+    second: set[str] = set()
     while not ready():
+        launch = next((one for one in launches if find(one.record) is None), launches[-1])
         ended = find(launch.record) is None
-        if ended or time.monotonic() > deadline:
+        if ended and again is not None and launch.service not in {"node 0", *second}:
+            second.add(launch.service)
+            start(launch, again)
+        elif ended or time.monotonic() > deadline:
             what = "ended while it started" if ended else f"is not up after {START_SECONDS:.0f} s"
             raise ResourceError(
                 f"{launch.service} of the cluster {what}; its log {launch.log} ends with: "

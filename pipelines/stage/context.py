@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from posttrain.core.analysis.evidence import EvidenceKeeper
+from posttrain.core.cluster.group import RankLost
 from posttrain.core.config.sections import EvaluationSection
 from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.lengths import LengthRule, fitting_prompts
@@ -166,13 +167,34 @@ class StageContext(StageInputs):
     def keeper(self, total: int, checkpoint_every: int) -> Checkpoints:
         """When the stage, of `total` steps, writes checkpoints; its clock starts now."""
         keep = self.run.keep
-        return Checkpoints(self.checkpoints, total, checkpoint_every, keep, self.warn)
+        return Checkpoints(
+            *(self.checkpoints, total, checkpoint_every, keep, self.warn),
+            asked=lambda: bool(self._leaving()),
+        )
+
+    def _leaving(self) -> list[str]:
+        """Nodes with ranks of this run that were asked to leave the cluster."""
+        if self.run.cluster is None:
+            return []
+        from posttrain.core.cluster.on_ray.watch import leaving  # Ray is an extra
+
+        return leaving()
 
     def saved_checkpoint(self, step: int, folder: Path | None) -> None:
-        """Tell automations that the stage can go on from here; None = it was not written."""
-        if folder is not None:
-            self.push(folder)
-            self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
+        """Tell automations that the stage can go on from here; None = it was not written.
+
+        Raises `RankLost` where nodes that have ranks were asked to leave: they are not waited for.
+        """
+        if folder is None:
+            return
+        self.push(folder)
+        self.announce(CHECKPOINT_SAVED, {"step": step, "folder": str(folder)})
+        if leaving := self._leaving():
+            raise RankLost(
+                f"{'nodes' if len(leaving) > 1 else 'a node'} of the learner's ranks were asked to "
+                f"leave the cluster ({', '.join(leaving)}); a checkpoint was written after step "
+                f"{step}"
+            )
 
     def training_problems(self, count: int) -> list[Problem]:
         """As of `StageInputs`, recorded in MLflow."""

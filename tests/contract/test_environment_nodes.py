@@ -17,6 +17,7 @@ from posttrain.core.contracts import Environment, NoConfig, Observation, Opening
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.on_nodes import WORKER, AnswersOnNodes, sharing
+from posttrain.core.runtime.plugin_files import load_file
 from posttrain.core.types import Problem
 from posttrain.plugins.environments.tools import ToolsConfig, ToolsEnvironment
 from tests.helpers.node_tools import Single, Waiting, WaitingConfig
@@ -172,6 +173,40 @@ def test_a_stop_is_heard_while_calls_wait(nodes: TwoNodes) -> None:
                 answers.to(called(["1", "2"]))
             assert time.monotonic() - began < 2.5
             stop.clear()
+
+
+LOCAL = """
+from dataclasses import dataclass
+from posttrain.core.contracts import Environment, NoConfig, Observation, Opening
+
+@dataclass(frozen=True)
+class Seen:
+    texts: tuple = ()
+
+class Remembers(Environment[NoConfig]):
+    "observation = the turns so far."
+    name, Config = "remembers", NoConfig
+
+    def reset(self, problem):
+        return Opening(Seen())
+
+    def step(self, state, turn):
+        state = Seen((*state.texts, turn.text))
+        return Observation(" ".join(state.texts), False, state)
+"""
+
+
+def test_an_environment_in_a_local_file_has_states_of_its_own_classes(
+    nodes: TwoNodes, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(LOCAL)
+    environment = load_file(tmp_path / "mine.py").Remembers(NoConfig())
+    state = environment.reset(Problem("1", "a", "b", "c")).state
+    with on_nodes(AnswersHere(environment, ()), []) as pool:
+        (tmp_path / "mine.py").unlink()
+        (first,) = pool.to([(state, Turn("one", ended=False))])
+        (second,) = pool.to([(first.state, Turn("two", ended=False))])
+    assert second.text == "one two" and type(second.state) is type(state)
 
 
 class Raises(Environment[NoConfig]):

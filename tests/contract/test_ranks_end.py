@@ -9,18 +9,17 @@ import pytest
 from posttrain.core.cluster.group import RankLost
 from posttrain.core.errors import DataError
 from posttrain.core.runtime.processes import process_start
-from tests.helpers.ranks import nothing, started
-from tests.helpers.speed import Options
+from tests.helpers.ranks import LIGHT, nothing, started
 
 
 def test_an_error_of_one_rank_is_the_caller_s(rank_kind: str) -> None:
-    ranks = started(rank_kind)
+    ranks = started(rank_kind, LIGHT)
     with pytest.raises(DataError, match="row 3 does not exist"):
         ranks.call("fail", 1, check=nothing)
 
 
 def test_a_rank_that_dies_is_reported_and_takes_the_others_with_it(rank_kind: str) -> None:
-    ranks = started(rank_kind)
+    ranks = started(rank_kind, LIGHT)
     pid = ranks.call("pid", check=nothing)
     with pytest.raises(RankLost, match="the learner"):
         ranks.call("die", 1, check=nothing)
@@ -29,14 +28,14 @@ def test_a_rank_that_dies_is_reported_and_takes_the_others_with_it(rank_kind: st
 
 
 def test_a_stop_ends_them(rank_kind: str) -> None:
-    ranks = started(rank_kind)
+    ranks = started(rank_kind, LIGHT)
     pid = ranks.call("pid", check=nothing)
 
     def stop() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ranks.call("gradient", "llama", Options(), check=stop)
+        ranks.call("wait", 5.0, check=stop)
     ranks.close()
     assert_gone(pid)
 

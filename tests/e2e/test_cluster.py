@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from safetensors.torch import load_file
 
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.runtime.processes import free_ports
+from tests.helpers.cluster import RANKS, Cluster, running_cluster
 from tests.helpers.pipeline import (
     Finished,
     prepared,
     run_command,
-    start_command,
     tiny_config,
-    wait_for_step,
     write_config,
 )
 
@@ -35,64 +33,15 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
 ]
 
-RANKS = ("--set", "limits.learner_ranks=2")
 STEPS = 6
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster of two nodes, of one CPU each, and how runs of other homes get there."""
-
-    home: Path
-    port: int
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        return (*RANKS, "--set", f"cluster.ray.address=127.0.0.1:{self.port}")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"RAY_AUTH_TOKEN_PATH": str(self.home / "cluster" / "token")}
-
-    def change(self, *command: str) -> Finished:
-        return run_command("cluster", *command, "--home", str(self.home), "--json")
-
-    def up(self) -> None:
-        done = self.change("up", "--nodes", "2", "--port", str(self.port))
-        assert done.code == 0 and len(done.result["nodes"]) == 2, done.text
-
-    def run(self, config: Path, home: Path, *more: str) -> Finished:
-        given = (*self.given, *more, "--home", str(prepared(home)), "--json")
-        return run_command("run", str(config), *given, variables=self.variables)
-
-    def start(self, config: Path, home: Path) -> subprocess.Popen[str]:
-        """A run that has recorded its third step."""
-        given = (*self.given, "--home", str(prepared(home)), "--json")
-        process = start_command("run", str(config), *given, variables=self.variables)
-        wait_for_step(home, 3, process)
-        return process
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    (port,) = free_ports(1)
-    cluster = Cluster(tmp_path_factory.mktemp("cluster") / "home", port)
-    cluster.up()
-    yield cluster
-    status = cluster.change("status")
-    assert cluster.change("down").code == 0
-    assert status.result["up"], status.text
-    assert not named(str(cluster.home), "ray"), "nothing of it is left"
-
-
-def named(*words: str) -> list[psutil.Process]:
-    """The processes with all of these words in their command line."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            found += [process] if all(word in command for word in words) else []
-    return found
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "home") as cluster:
+        yield cluster
+        status = cluster.change("status")
+        assert status.result["up"], status.text
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +147,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(
     cluster: Cluster, config: Path, local: Finished, tmp_path: Path
 ) -> None:
     process = cluster.start(config, tmp_path / "home")
-    ranks = named("ray::RankActor")
+    ranks = cluster.actors()
     assert len(ranks) == 2
     ranks[1].kill()
     result = finished(process)
@@ -213,7 +162,7 @@ def test_ranks_end_with_a_run_that_is_killed(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
     process = cluster.start(config, tmp_path / "home")
-    ranks = named("ray::RankActor")
+    ranks = cluster.actors()
     assert len(ranks) == 2
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -256,15 +205,11 @@ def test_a_run_goes_on_with_one_rank_after_a_node_was_lost(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:
     process = cluster.start(config, tmp_path / "home")
-    (record,) = (cluster.home / "cluster" / "running").glob("node-1.json")
-    node = psutil.Process(json.loads(record.read_text())["pid"])
-    for one in [*node.children(recursive=True), node]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+    cluster.end_node(1)
     result = finished(process)
     assert result["status"] == "completed", result
     assert result["stages"]["rl"]["status"] == "resumed"
     assert any("1 rank, not 2" in text for text in result["warnings"]), result["warnings"]
     assert not cluster.change("status").result["up"]
-    cluster.change("down")
     cluster.up()
+    assert cluster.change("status").result["up"], "the node that ended runs again"

@@ -15,7 +15,7 @@ class WaitingConfig(PluginConfig):
     """Settings of `waiting`."""
 
     seconds: float = Field(default=0.0, description="what each call takes")
-    folder: Path = Field(default=Path("."), description="where calls leave marks")
+    folder: Path | None = Field(default=None, description="where calls leave marks")
 
 
 class Waiting(Tool[WaitingConfig]):
@@ -28,20 +28,24 @@ class Waiting(Tool[WaitingConfig]):
 
     def call(self, arguments: str) -> ToolResult:
         time.sleep(self.config.seconds)
-        mark = self.config.folder / arguments
         if arguments == "exit":
             os._exit(3)
-        if arguments.startswith("once"):
-            if not mark.exists():
-                mark.touch()
-                raise OSError("not this time")
+        if arguments.startswith("once") and self._mark(arguments) == 1:
+            raise OSError("not this time")
         if arguments == "never":
-            with mark.open("a") as file:
-                file.write(f"{os.getpid()}\n")
+            self._mark(arguments)
             raise OSError("never")
         if arguments == "pid":
             return ToolResult(str(os.getpid()))
         return ToolResult(arguments * 2)
+
+    def _mark(self, name: str) -> int:
+        """Note this call; how many there were by now."""
+        if self.config.folder is None:
+            return 0
+        with (self.config.folder / name).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return len((self.config.folder / name).read_text().splitlines())
 
 
 class Single(Waiting):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from posttrain.core.cluster.group import Methods
 from posttrain.core.cluster.processes import serve
-from posttrain.core.errors import DataError
 from posttrain.core.models.sharded import mesh_of, shard, whole
 from posttrain.core.training.digests import Block
 from posttrain.core.training.finite import NonFinite
@@ -61,16 +59,6 @@ def build(setup: int | None) -> Methods:
         cut = distribute_tensor(tensor, mesh, parts)
         return gather_blocks({"cut": cut, "whole": tensor}, step, ranks)
 
-    def fail(rank: int) -> None:
-        if rank == ranks.rank:
-            raise DataError("row 3 does not exist")
-
-    def die(rank: int) -> None:
-        if rank == ranks.rank:
-            sys.stdout.flush()
-            os._exit(9)
-        ranks.add(torch.ones(1))  # waits for the one that is gone
-
     return {
         "gradient": gradient,
         "start": start,
@@ -81,9 +69,6 @@ def build(setup: int | None) -> Methods:
         "blocks_of": blocks_of,
         "write": lambda folder: kept["learner"].optimizer.write(folder),
         "read": lambda folder, count: kept["learner"].optimizer.read(folder, count),
-        "fail": fail,
-        "die": die,
-        "pid": os.getpid,
     }
 
 

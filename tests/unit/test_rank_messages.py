@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.core.cluster.messages import decode, encode
+from posttrain.core.cluster.messages import decode, decode_beside, encode, encode_beside
 from posttrain.core.training.digests import Block
 
 
@@ -20,6 +20,25 @@ def test_views_of_one_large_tensor_are_sent_without_it() -> None:
     found = decode(bytes(message))
     assert found.keys() == blocks.keys()
     assert all(torch.equal(found[name].values, block.values) for name, block in blocks.items())
+
+
+def test_what_travels_in_another_way_is_left_out_and_put_back() -> None:
+    class Reference:
+        """Cannot be pickled, as a reference of Ray's must not be."""
+
+        def __reduce__(self) -> str:
+            raise AssertionError("it was pickled")
+
+    one, other = Reference(), Reference()
+    data, kept = encode_beside(
+        (None, {"files": (one, other, one), "bytes": torch.ones(3)}), Reference
+    )
+    assert kept == [one, other, one]
+    failure, found = decode_beside(bytes(data), kept)
+    assert failure is None and found["files"] == (one, other, one)
+    assert torch.equal(found["bytes"], torch.ones(3))
+    data, kept = encode_beside((None, 5), Reference)
+    assert decode_beside(bytes(data), kept) == (None, 5)
 
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8)

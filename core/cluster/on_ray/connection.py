@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 
+from posttrain.core.cluster.on_ray import watch
 from posttrain.core.errors import ResourceError
 
 MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
@@ -109,6 +110,8 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
     wanted = {MODE: "token"}
     if token is not None and (address == LOCAL or TOKEN_PATH not in os.environ):
         wanted[TOKEN_PATH] = str(token)
+    if address != LOCAL:  # whose processes would inherit it, and outlive their head for as long
+        wanted |= watch.PATIENCE
     _joined.before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     _read_environment()
@@ -129,6 +132,7 @@ def join(address: str, token: Path | None = None, cpus: int = 0) -> None:
             f"(Ray {ray.__version__}), and this machine must be one of its nodes"
         ) from error
     _joined.address = address
+    watch.begin()
 
 
 def leave() -> None:
@@ -145,6 +149,7 @@ def leave() -> None:
     if _joined.folder is not None:
         shutil.rmtree(_joined.folder, ignore_errors=True)
     _joined.address, _joined.folder, _joined.lost, _joined.before = "", None, False, {}
+    watch.forget()
 
 
 def _read_environment() -> None:
@@ -155,7 +160,8 @@ def _read_environment() -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are alive, ordered by address."""
+    """The nodes that are alive and were not asked to leave, ordered by address."""
+    leaving = watch.draining()
     found = [
         Node(
             str(node["NodeManagerAddress"]),
@@ -163,7 +169,7 @@ def nodes() -> list[Node]:
             float(node["Resources"].get("GPU", 0.0)),
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node["NodeID"] not in leaving
     ]
     return sorted(found, key=lambda node: node.address)
 

@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from posttrain.core.cluster.on_ray.connection import nodes
+from posttrain.core.cluster.on_ray.watch import require_cluster
 from posttrain.core.errors import ResourceError
 
 POLL_S = 0.2
@@ -21,10 +22,12 @@ def placed(
     check: Callable[[], None],
 ) -> PlacementGroup | None:
     """A placement group with `count` bundles; None where it is not there when `is_over`."""
+    require_cluster(wait=True)
     group: PlacementGroup = placement_group([dict(bundle)] * count, strategy="PACK")
     try:
         while not group.wait(POLL_S):
             check()
+            require_cluster()
             if is_over():
                 remove_placement_group(group)
                 return None

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from posttrain.core.cluster.node_pool import Batch, NodeWorker, Sharing, Work
 from posttrain.core.cluster.on_ray.connection import first_line, nodes, note_loss
 from posttrain.core.cluster.on_ray.placement import POLL_S
+from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
 
 LANES = 32
@@ -31,6 +32,8 @@ REGROW_S = 15.0
 """How long a pool that has lost its last node waits for room on another."""
 REFILL_S = 1.0
 CLOSE_S = 5.0
+MOST_STARTS = 3
+"""Processes that may end on one node while they start."""
 MOST_LOSSES = 40
 """Actors that may be lost in one call of `map`: an item that kills one takes a dozen to find."""
 
@@ -139,6 +142,7 @@ class RayNodes:
         self._setup = b""
         self._nodes: list[_Node] = []
         self._refused: dict[str, str] = {}  # nodes that are not fit, and why
+        self._starts_lost: dict[str, int] = {}
         self._wanted = 1
         self._refilled = 0.0
         self._lost_all = False
@@ -156,16 +160,15 @@ class RayNodes:
         try:
             while not self._has_enough(time.monotonic() - began):
                 check()
-                if time.monotonic() - began > limit:
+                late = time.monotonic() - began > limit
+                if late and all(node.ready for node in self._nodes):
                     break
-                self._grow(self._resources.nodes)
+                if not late:
+                    self._grow(self._resources.nodes)
                 self._take_in_started(POLL_S)
         except BaseException:
             self.close()
             raise
-        for node in [node for node in self._nodes if not node.ready]:
-            self._warn(f"{self._resources.section}: {node.label} did not start within {limit:g} s")
-            self._drop(node)
         self._wanted = len(self._nodes)
         if not self._nodes or self._wanted < (self._resources.nodes or 1):
             self.close()
@@ -202,6 +205,7 @@ class RayNodes:
 
     def _grow(self, most: int | None) -> None:
         """Start actors on nodes with room that have none, up to `most` of them."""
+        require_cluster(wait=True)
         used = {node.id for node in self._nodes} | set(self._refused)
         free = available_resources_per_node()
         path = [folder or os.getcwd() for folder in sys.path]
@@ -230,7 +234,8 @@ class RayNodes:
         if not starting:
             time.sleep(timeout)
             return
-        ready, _ = ray.wait(list(starting), num_returns=1, timeout=timeout)
+        require_cluster()
+        ready, waiting = ray.wait(list(starting), num_returns=1, timeout=timeout)
         for reference in ready:
             node = starting[reference]
             try:
@@ -240,13 +245,26 @@ class RayNodes:
                 continue
             except ray.exceptions.RayError as error:
                 note_loss()
-                refusal = f"its process ended while it started ({first_line(error)})"
+                lost = self._starts_lost.get(node.id, 0) + 1
+                self._starts_lost[node.id] = lost
+                if lost < MOST_STARTS:
+                    self._drop(node)
+                    continue
+                refusal = f"its process ended while it started, {lost} times ({first_line(error)})"
             if refusal:
-                self._refused[node.id] = f"{node.label}: {refusal}"
-                self._warn(f"{self._resources.section} leaves out {node.label}: {refusal}")
-                self._drop(node)
+                self._refuse(node, refusal)
             else:
                 node.ready = True
+        limit = self._resources.start_timeout_s
+        for node in [starting[reference] for reference in waiting]:
+            if time.monotonic() - node.began > limit:
+                self._refuse(node, f"its process did not start within {limit:g} s")
+
+    def _refuse(self, node: _Node, why: str) -> None:
+        """Use a node no more."""
+        self._refused[node.id] = f"{node.label}: {why}"
+        self._warn(f"{self._resources.section} leaves out {node.label}: {why}")
+        self._drop(node)
 
     def map(self, items: Sequence[Any], check: Callable[[], None]) -> list[Any]:
         """As in `NodePool`."""
@@ -319,6 +337,7 @@ class RayNodes:
         references = {ref: node for node in self._nodes for ref in node.running}
         starting = [node.starting for node in self._nodes if not node.ready]
         waited = [*references, *starting]
+        require_cluster()
         ready, _ = ray.wait(waited, num_returns=1, timeout=POLL_S)
         if ready:  # what else has come by now
             ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
@@ -361,7 +380,7 @@ class RayNodes:
 
     def close(self) -> None:
         """As in `NodePool`."""
-        if ray.is_initialized():
+        if ray.is_initialized() and not is_gone():
             closing = [node.actor.close.remote() for node in self._nodes if node.ready]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)

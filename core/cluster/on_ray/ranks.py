@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.core.cluster.group import Answerer, RankLost, first_cause
-from posttrain.core.cluster.messages import decode, encode
+from posttrain.core.cluster.messages import decode, decode_beside, encode, encode_beside
 from posttrain.core.cluster.on_ray.connection import first_line, has_lost, nodes, note_loss, room
-from posttrain.core.cluster.on_ray.placement import (
-    POLL_S,
-    no_room,
-    placed,
-    placed_within,
-)
+from posttrain.core.cluster.on_ray.placement import POLL_S, no_room, placed, placed_within
+from posttrain.core.cluster.on_ray.watch import hold, is_gone, require_cluster
 from posttrain.core.errors import RunError
 from posttrain.core.runtime.startup import bounded_waiting
 
@@ -38,6 +35,10 @@ REGROUP_S = 15.0
 FEWER_S = 30.0
 """How long fewer ranks wait: a group that was just given up may hold their places for a while."""
 
+INLINE_BYTES = 65_536
+"""A message of this size at most goes with the call to each rank, as Ray allows up to 100 KB: the
+object store takes longer for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankResources:
@@ -47,12 +48,21 @@ class RankResources:
     gpus: float
     least: int
     start_timeout_s: float
+    peer_timeout_s: float = 300.0
 
     @property
     def bundle(self) -> dict[str, float]:
         """In Ray's words, without what is not needed."""
         amounts = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
         return {name: amount for name, amount in amounts.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A rank's answer, and Ray's references in it: Ray must see whose they are."""
+
+    data: NDArray[np.uint8]
+    references: list[Any]  # Any: `ray.ObjectRef`, which is not typed
 
 
 class RankActor:
@@ -65,9 +75,10 @@ class RankActor:
         self._worker = worker
         self._store: Any = None  # a TCPStore: torch is not loaded yet
 
-    def place(self) -> tuple[str, list[str]]:
-        """The address of its node, and which of its GPUs it has."""
-        return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
+    def place(self) -> tuple[str, str, list[str]]:
+        """Address and id of its node, and which of its GPUs it has."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return ray.util.get_node_ip_address(), node_id, [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def open_store(self, size: int) -> tuple[str, int]:
         """Where all ranks meet: a store of this process, on its node's address only."""
@@ -83,7 +94,7 @@ class RankActor:
         )
         return host, port
 
-    def meet(self, rank: int, size: int, host: str, port: int) -> None:
+    def meet(self, rank: int, size: int, host: str, port: int, peer_timeout_s: float) -> None:
         """Join the process group; returns when all ranks have."""
         import torch
         import torch.distributed as dist
@@ -96,15 +107,23 @@ class RankActor:
         if cuda:
             torch.cuda.set_device(0)  # Ray shows a process the GPUs that it has, and no other
         store = self._store or TCPStore(host, port, size, False)
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            timeout=timedelta(seconds=peer_timeout_s),
+            store=store,
+            rank=rank,
+            world_size=size,
+        )
         build = importlib.import_module(self._worker).build
         self._answerer = Answerer(build, rank)
 
-    def answer(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def answer(self, message: NDArray[np.uint8]) -> Coded:
         """As `Answerer.answer`, of and into encoded messages."""
         import numpy as np
 
-        return np.frombuffer(encode(self._answerer.answer(decode(message))), dtype=np.uint8)
+        answer = self._answerer.answer(decode(message))
+        data, references = encode_beside(answer, ray.ObjectRef)
+        return Coded(np.frombuffer(data, dtype=np.uint8), references)
 
 
 def _interface_of(address: str) -> str:
@@ -125,6 +144,7 @@ class RayRanks:
     """
 
     folder: Path | None = None
+    actor_class: type[RankActor] = RankActor
 
     def __init__(
         self, size: int, worker: str, env: Mapping[str, str], resources: RankResources
@@ -138,7 +158,7 @@ class RayRanks:
         """As in `RankGroup`. Raises `ResourceError` where the cluster has no room for the ranks."""
         resources, bundle = self._resources, self._resources.bundle
         self._group = self._place(bundle, check)
-        cls = ray.remote(RankActor)
+        cls = ray.remote(self.actor_class)
         path = [folder or os.getcwd() for folder in sys.path]
         self._actors = [
             cls.options(
@@ -152,11 +172,12 @@ class RayRanks:
             for index in range(self.size)
         ]
         places = self._get([actor.place.remote() for actor in self._actors], check)
+        hold(self, {node_id for _, node_id, _ in places})
         order = sorted(range(self.size), key=lambda index: places[index])
         self._actors = [self._actors[index] for index in order]
         (host, port), *_ = self._get([self._actors[0].open_store.remote(self.size)], check)
         meetings = [
-            actor.meet.remote(rank, self.size, host, port)
+            actor.meet.remote(rank, self.size, host, port, resources.peer_timeout_s)
             for rank, actor in enumerate(self._actors)
         ]
         self._get(meetings, check)
@@ -169,8 +190,11 @@ class RayRanks:
     def _ask(self, message: object, check: Callable[[], None]) -> Any:
         import numpy as np
 
-        reference = ray.put(np.frombuffer(encode(message), dtype=np.uint8))
-        answers = self._get([actor.answer.remote(reference) for actor in self._actors], check)
+        data = encode(message)
+        require_cluster()
+        small = data.nbytes <= INLINE_BYTES
+        given = bytes(data) if small else ray.put(np.frombuffer(data, dtype=np.uint8))
+        answers = self._get([actor.answer.remote(given) for actor in self._actors], check)
         return answers[0]
 
     def _get(self, references: Sequence[Any], check: Callable[[], None]) -> list[Any]:
@@ -179,13 +203,12 @@ class RayRanks:
         The other ranks wait in vain for one that has failed: whoever has not answered by the next
         look is not waited for.
         """
-        import numpy as np
-
         found: dict[int, Any] = {}
         waiting = {reference: index for index, reference in enumerate(references)}
         failures: list[Exception] = []
         while waiting:
             check()
+            require_cluster()
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
             if failures and not ready:
                 break
@@ -199,13 +222,13 @@ class RayRanks:
                     continue
                 except ray.exceptions.RayError as error:
                     raise self._lost(error) from error
-                if isinstance(found[index], np.ndarray):  # the answer to a call
-                    failure, found[index] = decode(found[index])
+                if isinstance(coded := found[index], Coded):  # the answer to a call
+                    failure, found[index] = decode_beside(coded.data, coded.references)
                     failures += [] if failure is None else [failure]
         if failures:
             cause = first_cause(failures)
             if isinstance(cause, RankLost):
-                note_loss()
+                self._settle()
             self.close()
             raise cause
         return [found[index] for index in range(len(references))]
@@ -237,16 +260,22 @@ class RayRanks:
         )
 
     def _lost(self, error: Exception) -> RankLost:
-        note_loss()
+        self._settle()
         self.close()
         return RankLost(
             "a rank of the learner is gone: its process was killed, for memory perhaps, or its "
             f"node left the cluster. Ray says: {first_line(error)}"
         )
 
+    def _settle(self) -> None:
+        """Note that ranks are gone. Raises `ResourceError` where the head is, which explains it."""
+        note_loss()
+        require_cluster(wait=True)
+
     def close(self) -> None:
         """As in `RankGroup`."""
-        if ray.is_initialized():
+        hold(self, ())
+        if ray.is_initialized() and not is_gone():
             for actor in self._actors:
                 ray.kill(actor)
             if self._group is not None:

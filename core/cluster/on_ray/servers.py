@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from posttrain.core.cluster.on_ray.connection import first_line
 from posttrain.core.cluster.on_ray.objects import remove_left_behind, write_files
 from posttrain.core.cluster.on_ray.placement import no_room, placed_within
+from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.cluster.servers import (
     LOOPBACK,
     Json,
@@ -37,6 +39,7 @@ from posttrain.core.cluster.servers import (
     make_client,
 )
 from posttrain.core.cluster.shared import ServerPlaces, SharedFiles
+from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processes import ServerProcess, free_ports
 
 T = TypeVar("T")
@@ -45,6 +48,7 @@ SPARE_S = 5.0
 ACTOR_START_S = 60.0
 """What an actor may take to start once it has its place."""
 STOP_S = 30.0
+LOOK_S = 1.0
 CALLS_AT_ONCE = 100_000
 
 
@@ -141,7 +145,7 @@ class RayServer:
         """As in `Server`."""
         try:
             _, words = await self._call(SPARE_S, "state")
-        except Unreachable as error:
+        except (Unreachable, ResourceError) as error:
             return str(error)
         return str(words)
 
@@ -157,25 +161,26 @@ class RayServer:
 
     async def stop(self) -> None:
         """As in `Server`; to leave the cluster ends the actors of this process as well."""
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(Unreachable, ResourceError):
             await self._call(STOP_S, "stop")
-        if ray.is_initialized():
+        if ray.is_initialized() and not is_gone():
             ray.kill(self._actor)
 
     async def _call(self, limit_s: float, method: str, *args: object) -> Any:  # Any: what it gives
+        """What a method of the actor returns. Raises `ResourceError` where the cluster is gone."""
         if not ray.is_initialized():  # else Ray joins some cluster by itself
             raise ActorGone(f"the cluster of {self.name} was left")
+        require_cluster()
         reference = getattr(self._actor, method).remote(*args)
         future = asyncio.wrap_future(reference.future())
+        until = time.monotonic() + limit_s
         try:
-            # Shielded: Ray gives its answer to the future even if nobody waits for it any more.
-            return await asyncio.wait_for(asyncio.shield(future), limit_s)
-        except TimeoutError as error:
-            _give_up(future, reference)
-            raise Unreachable(f"{self.name} did not answer within {limit_s:g} s") from error
-        except asyncio.CancelledError:
-            _give_up(future, reference)
-            raise
+            # This leaves the future alone: Ray gives its answer to it even if nobody waits.
+            while not (await asyncio.wait([future], timeout=LOOK_S))[0]:
+                require_cluster()
+                if time.monotonic() > until:
+                    raise Unreachable(f"{self.name} did not answer within {limit_s:g} s")
+            return future.result()
         except ray.exceptions.RayTaskError as error:
             raise Unreachable(f"{self.name}: {first_line(error.cause or error)}") from error
         except ray.exceptions.RayError as error:
@@ -183,12 +188,16 @@ class RayServer:
                 f"the actor of {self.name} is gone: it was killed, or its node left the cluster. "
                 f"Ray says: {first_line(error)}"
             ) from error
+        finally:
+            if not future.done():
+                _give_up(future, reference)
 
 
 def _give_up(future: asyncio.Future[Any], reference: Any) -> None:  # Any: as above
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    with contextlib.suppress(Exception):  # it only spares the server a request
-        ray.cancel(reference)
+    if ray.is_initialized() and not is_gone():
+        with contextlib.suppress(Exception):  # it only spares the server a request
+            ray.cancel(reference)
 
 
 class RayServers:
@@ -240,12 +249,13 @@ class RayServers:
         try:
             await server.start(arguments, env, self.places.start_timeout_s + ACTOR_START_S)
         except BaseException:
-            ray.kill(actor)
+            if not is_gone():
+                ray.kill(actor)
             raise
         return server
 
     def close(self) -> None:
         """Give the places back; may be called twice."""
-        if self._group is not None and ray.is_initialized():
+        if self._group is not None and ray.is_initialized() and not is_gone():
             remove_placement_group(self._group)
         self._group = None

@@ -166,6 +166,15 @@ def test_time_and_number_of_steps_go_together(
     assert Clock(tmp_path, keep, every, writing).run() == written
 
 
+def test_one_that_is_asked_for_is_written_after_the_current_step(tmp_path: Path) -> None:
+    asked: list[int] = []
+    checkpoints = Checkpoints(tmp_path, 4, 0, KeepSection(), pytest.fail, asked=lambda: bool(asked))
+    assert not checkpoints.is_due(2)
+    asked.append(1)
+    assert checkpoints.is_due(3)
+    assert not checkpoints.is_due(4), "not after the last: the result itself is kept"
+
+
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), SafetensorError("I/O: No space left (28)")]
 )

@@ -1,0 +1,161 @@
+"""Whole runs on a cluster of three nodes, one of them spare: each fault, and the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from posttrain.core.kit.tiny import make_tiny_model
+from tests.helpers.cluster import RANKS, Cluster, gone, running_cluster
+from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("shared_prefect"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "home", nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps of reinforcement learning."""
+    folder = tmp_path_factory.mktemp("config")
+    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
+    rl = made["stages"]["rl"] | {
+        "inputs": {"model": "base"},
+        "rewards": ["accuracy"],
+        "steps": 10,
+        "checkpoint_every": 2,
+        "evaluate_every": 0,
+    }
+    return write_config(folder / "run.yaml", made | {"stages": {"rl": rl}})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path) -> str:
+    """The weights of the same run with two ranks of this machine."""
+    home = prepared(config.parent / "local")
+    done = run_command("run", str(config), *RANKS, "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    return weights(done.result)
+
+
+def weights(result: dict[str, Any]) -> str:
+    """The digest of the trained model."""
+    made = result["stages"]["rl"]["artifacts"]
+    return str(next(a["digest"] for a in made if a["kind"] == "model"))
+
+
+def ended(process: subprocess.Popen[str]) -> Finished:
+    out, _ = process.communicate(timeout=240)
+    return Finished(process.returncode, out, json.loads(out.strip().splitlines()[-1]))
+
+
+def test_a_run_that_is_killed_ends_its_ranks_and_the_same_command_goes_on(
+    cluster: Cluster, config: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    process, home = cluster.start(config, tmp_path / "home"), tmp_path / "home"
+    ranks = cluster.actors()
+    assert len(ranks) == 2
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    gone(ranks, 30)
+    again = run_command(
+        "run",
+        str(config),
+        *cluster.given,
+        "--home",
+        str(home),
+        "--json",
+        variables=cluster.variables,
+    )
+    assert again.code == 0, again.text
+    assert again.result["stages"]["rl"]["status"] == "resumed"
+    assert weights(again.result) == undisturbed
+
+
+def test_a_run_goes_on_with_a_spare_node_in_the_place_of_one_that_ends(
+    cluster: Cluster, config: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    process = cluster.start(config, tmp_path / "home")
+    number = _other_node(cluster)
+    cluster.end_node(number)
+    done = ended(process)
+    assert done.code == 0, done.text
+    assert done.result["stages"]["rl"]["status"] == "resumed"
+    assert any("goes on from its last checkpoint" in text for text in done.result["warnings"])
+    assert weights(done.result) == undisturbed
+    cluster.up()
+
+
+def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_asked_to_leave(
+    cluster: Cluster, config: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    process = cluster.start(config, home)
+    cluster.drain(_node_id(cluster, _other_node(cluster)))
+    done = ended(process)
+    assert done.code == 0, done.text
+    asked = [text for text in done.result["warnings"] if "were asked to leave the cluster" in text]
+    assert len(asked) == 1 and "a checkpoint was written after step" in asked[0], done.text
+    assert weights(done.result) == undisturbed
+    time.sleep(2)
+    cluster.up()  # a node that was asked to leave ends once nothing runs on it
+
+
+def test_a_run_whose_head_ends_says_so_and_goes_on_when_the_cluster_is_back(
+    cluster: Cluster, config: Path, undisturbed: str, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    process = cluster.start(config, home)
+    ranks = cluster.actors()
+    cluster.end_node(0)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 4, out
+    assert "the head of the Ray cluster at" in out and "Traceback" not in out, out
+    gone(ranks, 60)
+    cluster.up()
+    again = run_command(
+        "run",
+        str(config),
+        *cluster.given,
+        "--home",
+        str(home),
+        "--json",
+        variables=cluster.variables,
+    )
+    assert again.code == 0, again.text
+    assert again.result["stages"]["rl"]["status"] == "resumed"
+    assert weights(again.result) == undisturbed
+
+
+def _other_node(cluster: Cluster) -> int:
+    """A node with a rank that is not the head."""
+    return max(cluster.node_of(rank) for rank in cluster.actors())
+
+
+def _node_id(cluster: Cluster, number: int) -> str:
+    """Ray's name of a node, as in the commands of its processes."""
+    record = cluster.home / "cluster" / "running" / f"node-{number}.json"
+    node = psutil.Process(json.loads(record.read_text())["pid"])
+    for one in node.children(recursive=True):
+        for word in one.cmdline():
+            if word.startswith("--node_id="):
+                return word.removeprefix("--node_id=")
+    raise AssertionError(f"node {number} has no raylet")
