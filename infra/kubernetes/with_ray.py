@@ -101,6 +101,7 @@ def joined(address: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # or what it says comes when it ends
     )
     assert node.stdout is not None
     said = []

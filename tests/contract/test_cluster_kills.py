@@ -1,4 +1,4 @@
-"""A sample of `tests/bench/cluster_kills.py`: ranks killed at random times, and the same weights."""
+"""A sample of `tests/bench/cluster_kills.py`: ranks killed at random times, the same weights."""
 
 from __future__ import annotations
 
