@@ -1,4 +1,4 @@
-"""A sample of `tests/bench/cluster_kills.py`: ranks killed at random times, the same weights."""
+"""A sample of `tests/bench/cluster_kills.py`: ranks are killed, and the weights are the same."""
 
 from __future__ import annotations
 
