@@ -39,14 +39,14 @@ class Kubernetes:
         token = (account / "token").read_text().strip()
         certificate = account / "ca.crt"
         self._client = httpx.Client(
-            base_url=f"{url}/apis/ray.io/v1/namespaces/{self.namespace}/rayclusters",
+            base_url=f"{url}/apis/ray.io/v1/namespaces/{self.namespace}",
             headers={"Authorization": f"Bearer {token}"},
             verify=str(certificate) if certificate.is_file() else True,
             timeout=30.0,
         )
 
     def create(self, cluster: dict[str, Any]) -> None:
-        answer = self._client.post("", json=cluster)
+        answer = self._client.post("/rayclusters", json=cluster)
         if answer.status_code == 404:
             raise SystemExit("error: this Kubernetes has no RayCluster: install KubeRay's operator")
         if answer.is_error:
@@ -59,7 +59,7 @@ class Kubernetes:
     def delete(self, name: str) -> None:
         """Failing that, it goes with this pod."""
         try:
-            self._client.delete(f"/{name}", params={"propagationPolicy": "Foreground"})
+            self._client.delete(f"/rayclusters/{name}", params={"propagationPolicy": "Foreground"})
         except httpx.HTTPError as error:
             print(f"the RayCluster {name} was not removed ({error}): it goes with this pod")
 
@@ -101,6 +101,7 @@ def joined(address: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # or what it says comes when it ends
     )
     assert node.stdout is not None
     said = []

@@ -174,11 +174,12 @@ def local(hidden: Path, config: Path) -> Finished:
     """The run with two ranks of this machine, and no store but a folder."""
     home = prepared(hidden / "local")
     ranks = ("--set", "limits.learner_ranks=2")
-    done = run_command("run", str(config), *ranks, "--home", str(home), "--json")
+    done = run_command("run", str(config), *ranks, "--home", str(home), "--json", timeout=600)
     assert done.code == 0, done.text
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ranks_that_share_no_folder_make_the_same_weights_also_after_one_was_killed(
     hidden: Path,

@@ -110,6 +110,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path / "run.yaml", made | changed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_runs_the_config_on_its_nodes_and_leaves_nothing(
     config: Path, tmp_path: Path

@@ -129,6 +129,7 @@ def test_another_machine_goes_on_where_one_was_killed(
     assert not server.files().find(f"{BUCKET}/killed/checkpoints")
 
 
+@pytest.mark.slow
 def test_a_damaged_object_is_found_and_computed_again(
     config: Path, server: S3Server, undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_damaged_object_is_found_and_computed_again(
     assert files.cat_file(key) == data, "it was replaced"
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_does_not_end_the_training(
     config: Path, server: S3Server, undisturbed: Finished, tmp_path: Path
 ) -> None:
@@ -199,6 +201,7 @@ def test_what_is_wrong_with_a_store_is_one_sentence(
     assert found["status"] == "ok" and "takes, gives and removes" in found["detail"]
 
 
+@pytest.mark.slow
 def test_a_folder_can_be_a_url_too(config: Path, server: S3Server, tmp_path: Path) -> None:
     store = f"file://{tmp_path}/nfs"
     one, other = Machine(tmp_path / "a", server), Machine(tmp_path / "b", server)

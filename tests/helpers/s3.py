@@ -28,30 +28,27 @@ class Link:
         self._to = to
         (self.port,) = free_ports(1)
         self._open: list[socket.socket] = []
-        self._listener: socket.socket | None = None
-        self.mend()
+        self._is_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def mend(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self._listener = listener
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._is_cut = False
 
     def cut(self) -> None:
-        """From now on connections are refused, and those that are open end."""
-        assert self._listener is not None
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        """From now on connections end, those that are open as well as new ones."""
+        self._is_cut = True
         for end in self._open:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            end.close()
         self._open = []
 
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
+    def _accept(self) -> None:
+        with socket.create_server(("127.0.0.1", self.port)) as listener:
             while True:
                 ours, _ = listener.accept()
+                if self._is_cut:
+                    ours.close()
+                    continue
                 theirs = socket.create_connection(("127.0.0.1", self._to))
                 self._open += [ours, theirs]
                 for one, other in ((ours, theirs), (theirs, ours)):
