@@ -45,7 +45,7 @@ def _nowhere(checkpoint: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext(StageInputs):
-    """Everything a stage may use. `out` is its private folder, `store` that of finished stages.
+    """Everything a stage may use. `out` is its private folder.
 
     `push` gives a checkpoint to other machines, where there is a way.
 
@@ -69,7 +69,6 @@ class StageContext(StageInputs):
     rows: Sequence[Problem] = ()
     evidence: EvidenceKeeper | None = None
     push: Callable[[Path], None] = _nowhere
-    store: Path | None = None
     reported: set[str] = field(default_factory=set)
 
     @property

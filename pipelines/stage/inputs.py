@@ -97,7 +97,8 @@ def build_episodes(
 class StageInputs:
     """A stage of a run with what it reads. `check` raises when asked to stop.
 
-    `ranks` and `mesh` are of a rank among several, whose models are sharded over the mesh.
+    `ranks` and `mesh` are of a rank among several, whose models are sharded over the mesh. `store`
+    is the folder of finished stages, of a run's own process.
     """
 
     run: RunConfig
@@ -110,6 +111,7 @@ class StageInputs:
     check: Callable[[], None]
     ranks: Ranks = ALONE
     mesh: DeviceMesh | None = None
+    store: Path | None = None
 
     @property
     def model_dir(self) -> Path:
