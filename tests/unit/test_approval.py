@@ -104,5 +104,5 @@ def test_the_command_that_answers_is_quoted_for_a_shell() -> None:
     assert reported["reject"] == (
         "posttrain run 'my run.yaml' --set 'task={name: a}' --home /h --reject gate --reason ..."
     )
-    shared = answering_command([Path("a.yaml")], None, Path("/h"), Path("/s"), "gate")
+    shared = answering_command([Path("a.yaml")], None, Path("/h"), "/s", "gate")
     assert "--home /h --store /s --approve gate" in shared["approve"]
