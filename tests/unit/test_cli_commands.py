@@ -97,7 +97,7 @@ def test_a_plugin_shows_fields_constraints_source_and_an_algorithm_its_expansion
 
 
 def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None:
-    found = {item.name: item for item in doctor.examine(tmp_path / "home")}
+    found = {item.name: item for item in doctor.examine(tmp_path / "home", tmp_path / "store")}
     assert found["python"].status == "ok"
     assert found["torch"].detail == torch.__version__
     assert found["plugins"].status == "ok"
@@ -109,7 +109,7 @@ def test_doctor_finds_versions_plugins_and_a_port_in_use(tmp_path: Path) -> None
 
 def test_doctor_says_what_is_wrong_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:s3cr3t-Hunter2@127.0.0.1:9")
-    statuses = [item.status for item in doctor.examine(tmp_path)]
+    statuses = [item.status for item in doctor.examine(tmp_path, tmp_path / "store")]
     order = ("bad", "warn", "ok")
     assert statuses == sorted(statuses, key=order.index) and statuses[0] == "bad"
     result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path)])

@@ -15,6 +15,7 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.pipelines.rl.rollouts import Rollout
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.run.pipeline import Pipeline
+from posttrain.pipelines.stage.files import StageFiles
 from posttrain.pipelines.stages.rl import build_loop
 from tests.unit.test_stage_transform import start, write
 
@@ -61,7 +62,8 @@ def loop_of(pipeline: Pipeline, name: str, folder: Path) -> RlLoop:
     assert isinstance(stage, RlStage)
     tracker = pipeline.tracker.stage(name, "rl", {}, resumed_step=None)
     inputs = {"model": pipeline.base}
-    context = pipeline._context(name, stage, inputs, folder / "out", folder / "kept", tracker)
+    files = StageFiles(folder / "kept", pipeline.config.keep, pipeline.warn)
+    context = pipeline._context(name, stage, inputs, folder / "out", files, tracker)
     with pipeline.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine)
     tracker.finish("FINISHED")

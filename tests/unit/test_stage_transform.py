@@ -23,6 +23,7 @@ from posttrain.pipelines.api.planned import stage_rows
 from posttrain.pipelines.run.assembly import assemble
 from posttrain.pipelines.run.pipeline import Pipeline
 from posttrain.pipelines.run.planning import plan_stages
+from posttrain.pipelines.stage.files import StageFiles
 from posttrain.pipelines.stages.rl import build_loop
 
 MANAGER = PluginManager()
@@ -124,7 +125,8 @@ def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
     assert isinstance(stage, RlStage)
     tracker = forms.tracker.stage("rl", "rl", {}, resumed_step=None)
     inputs = {"model": forms.base, "dataset": artifact}
-    context = forms._context("rl", stage, inputs, folder / "out", folder / "kept", tracker)
+    files = StageFiles(folder / "kept", forms.config.keep, forms.warn)
+    context = forms._context("rl", stage, inputs, folder / "out", files, tracker)
     with forms.engines.lease(context.model_dir) as engine:
         loop = build_loop(context, stage, engine)
     problems = [prompt.problem for prompt in loop.rollouts.prompts.prompts]

@@ -139,6 +139,8 @@ def test_no_more_requests_run_at_once_than_allowed() -> None:
 
 def test_requests_start_no_faster_than_allowed(server: JudgeServer) -> None:
     reward = judge(server, requests_per_second=20)
+    reward.score([sample("first")])  # opens the connection, which delays its arrival
+    del server.times[:]
     for part in (range(3), range(3, 5)):  # the pace holds from call to call
         reward.score([sample(f"text {n}") for n in part])
     assert len(server.times) == 5
