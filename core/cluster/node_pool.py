@@ -51,7 +51,7 @@ class NodePool(Protocol):
     """
 
     def start(self, setup: object, check: Callable[[], None]) -> None:
-        """Wait until it has nodes. Raises `ResourceError` where there is no room for any."""
+        """Wait until it has nodes. Raises `ResourceError` where none has room."""
 
     def map(self, items: Sequence[Any], check: Callable[[], None]) -> list[Any]:
         """An answer for each item, in order; `Unanswered` where no node gave one.
@@ -61,6 +61,31 @@ class NodePool(Protocol):
 
     def close(self) -> None:
         """End all processes; may be called twice."""
+
+
+def map_or_here(
+    nodes: NodePool,
+    items: Sequence[Any],
+    check: Callable[[], None],
+    here: Callable[[Sequence[Any]], Sequence[Any]],
+    warn: Callable[[int, str], None],
+) -> list[Any]:
+    """As `map` of `nodes`; `here` answers items that found no node, how many and why is warned.
+
+    `Unanswered` is left where an item took its processes with it.
+    """
+    found = nodes.map(items, check)
+    left = {
+        place: answer.reason
+        for place, answer in enumerate(found)
+        if isinstance(answer, Unanswered) and not answer.to_blame
+    }
+    if left:
+        warn(len(left), next(iter(left.values())))
+        answers = here([items[place] for place in left])
+        for place, answer in zip(left, answers, strict=True):
+            found[place] = answer
+    return found
 
 
 @dataclass(frozen=True, slots=True)

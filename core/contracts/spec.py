@@ -7,16 +7,20 @@ modules of those it was given: loading every installed plugin costs seconds and 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.core.contracts.base import Plugin
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.runtime.plugin_files import file_of, load_file, places
 from posttrain.core.runtime.sources import files_of
+
+if TYPE_CHECKING:  # a reward worker without a sandbox loads none
+    from posttrain.core.sandbox.required import Isolation
 
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
 MOST_SHIPPED = 64 * 2**20
@@ -83,9 +87,10 @@ class Shipped:
 
     specs: tuple[PluginSpec, ...]
     contents: dict[str, bytes]
+    isolations: tuple[Isolation, ...]
 
     @classmethod
-    def of(cls, specs: tuple[PluginSpec, ...]) -> Shipped:
+    def of(cls, specs: Sequence[PluginSpec], isolations: Iterable[Isolation]) -> Shipped:
         """Raises `ConfigError` where the files are too large to be sent along."""
         files = {str(spec.file): spec.file for spec in specs if spec.file is not None}
         placed = places(files)
@@ -106,10 +111,17 @@ class Shipped:
             spec if spec.file is None else replace(spec, file=Path(placed[str(spec.file)]))
             for spec in specs
         )
-        return cls(tuple(moved), contents)
+        return cls(tuple(moved), contents, tuple(isolations))
 
     def unpacked(self, folder: Path) -> tuple[PluginSpec, ...]:
-        """The specs, with their files below `folder`."""
+        """The specs, with their files below `folder`.
+
+        Raises `ResourceError` where this machine lacks a package, or its sandbox is too weak.
+        """
+        for isolation in self.isolations:
+            isolation.check()
+        for missing in filter(None, (spec.missing for spec in self.specs)):
+            raise ResourceError(f"{missing}: install it on that node as on the others")
         for place, content in self.contents.items():
             path = folder / place
             path.parent.mkdir(parents=True, exist_ok=True)

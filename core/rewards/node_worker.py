@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.contracts.spec import Shipped
-from posttrain.core.errors import ResourceError
 from posttrain.core.rewards.pool import ScorePool
 from posttrain.core.rewards.protocol import PoolSetup
-from posttrain.core.sandbox.required import Isolation
 from posttrain.core.types import RewardSample, Score
 
 
@@ -23,7 +21,6 @@ class NodeRewards:
     context: bytes
     limits: tuple[float, ...]
     workers: int
-    isolations: tuple[Isolation, ...]
 
 
 def build(setup: NodeRewards) -> ScoringNode:
@@ -35,13 +32,13 @@ class ScoringNode:
     """A `NodeWorker` that scores samples."""
 
     def __init__(self, setup: NodeRewards) -> None:
-        for isolation in setup.isolations:
-            isolation.check()
-        for missing in filter(None, (spec.missing for spec in setup.rewards.specs)):
-            raise ResourceError(f"{missing}: install it on that node as on the others")
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-plugins-")
-        specs = setup.rewards.unpacked(Path(self._folder.name))
-        self._pool = ScorePool(PoolSetup(specs, setup.context), setup.limits, setup.workers)
+        try:
+            specs = setup.rewards.unpacked(Path(self._folder.name))
+            self._pool = ScorePool(PoolSetup(specs, setup.context), setup.limits, setup.workers)
+        except BaseException:
+            self._folder.cleanup()
+            raise
         try:
             self._pool.wait_ready()
         except BaseException:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Self
 
-from posttrain.core.cluster.node_pool import NodePool, Sharing, Unanswered
+from posttrain.core.cluster.node_pool import NodePool, Sharing, Unanswered, map_or_here
 from posttrain.core.contracts import Reward
 from posttrain.core.contracts.spec import Shipped
 from posttrain.core.rewards.node_worker import NodeRewards
@@ -58,11 +59,10 @@ class RewardsOnNodes:
     def __enter__(self) -> Self:
         needed = (isolations(f"reward '{r.name}'", r.config) for r in self.rewards)
         setup = NodeRewards(
-            Shipped.of(self.local.setup.rewards),
+            Shipped.of(self.local.setup.rewards, chain.from_iterable(needed)),
             self.local.setup.context,
             tuple(self.local.limits),
             self.workers,
-            tuple(isolation for found in needed for isolation in found),
         )
         try:
             self.nodes.start(setup, self._check)
@@ -82,20 +82,16 @@ class RewardsOnNodes:
     def score(self, samples: Sequence[RewardSample]) -> list[list[Score]]:
         """For each reward its scores of `samples`, in order."""
         began = time.monotonic()
-        found = self.nodes.map(samples, self._check)
-        left = [
-            place
-            for place, answer in enumerate(found)
-            if isinstance(answer, Unanswered) and not answer.to_blame
-        ]
-        if left:
-            self._warn(
-                f"rewards: {len(left)} of {len(samples)} samples are scored by the run's own "
-                f"machine: {found[left[0]].reason}"
-            )
-            scores = self.local.score([samples[place] for place in left])
-            for place, row in zip(left, zip(*scores, strict=True), strict=True):
-                found[place] = row
+        found = map_or_here(
+            self.nodes,
+            samples,
+            self._check,
+            lambda rest: list(zip(*self.local.score(rest), strict=True)),
+            lambda count, reason: self._warn(
+                f"rewards: {count} of {len(samples)} samples are scored by the run's own "
+                f"machine: {reason}"
+            ),
+        )
         each = len(self.rewards)
         rows = [
             (Score(None, "crashed", row.reason),) * each if isinstance(row, Unanswered) else row

@@ -12,10 +12,9 @@ from typing import Any
 from posttrain.core.cluster.node_pool import TryElsewhere
 from posttrain.core.contracts import Environment, Observation, Tool
 from posttrain.core.contracts.spec import Shipped
-from posttrain.core.errors import PosttrainError, ResourceError, RunError
+from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.rollout.answers import MOST_THREADS, Step
 from posttrain.core.rollout.tool_use import noting_errors
-from posttrain.core.sandbox.required import Isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,6 @@ class NodeEnvironment:
 
     plugins: Shipped
     at_once: int
-    isolations: tuple[Isolation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +41,6 @@ class AnsweringNode:
     """A `NodeWorker` that makes an environment's steps."""
 
     def __init__(self, setup: NodeEnvironment) -> None:
-        for isolation in setup.isolations:
-            isolation.check()
-        for missing in filter(None, (spec.missing for spec in setup.plugins.specs)):
-            raise ResourceError(f"{missing}: install it on that node as on the others")
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-plugins-")
         try:
             first, *rest = setup.plugins.unpacked(Path(self._folder.name))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Self
 
-from posttrain.core.cluster.node_pool import NodeLost, NodePool, Sharing, Unanswered
+from posttrain.core.cluster.node_pool import NodeLost, NodePool, Sharing, Unanswered, map_or_here
 from posttrain.core.contracts import Observation
 from posttrain.core.contracts.spec import Shipped, spec_of
 from posttrain.core.errors import RunError
@@ -50,9 +51,8 @@ class AnswersOnNodes:
         specs = (spec_of(p, "on nodes", "remove cluster.environments") for p in plugins)
         needed = (isolations(f"{p.kind} '{p.name}'", p.config) for p in plugins)
         setup = NodeEnvironment(
-            Shipped.of(tuple(specs)),
+            Shipped.of(tuple(specs), chain.from_iterable(needed)),
             self.at_once,
-            tuple(isolation for found in needed for isolation in found),
         )
         self.nodes.start(setup, self._check)
         return self
@@ -64,20 +64,16 @@ class AnswersOnNodes:
         """As in `Answers`."""
         if not steps:
             return []
-        found = self.nodes.map(steps, self._check)
-        left = [
-            place
-            for place, answer in enumerate(found)
-            if isinstance(answer, Unanswered) and not answer.to_blame
-        ]
-        if left:
-            self._warn(
-                f"environment: {len(left)} of {len(steps)} turns are answered by the run's own "
-                f"process: {found[left[0]].reason}"
-            )
-            answers = self.here.to([steps[place] for place in left])
-            for place, answer in zip(left, answers, strict=True):
-                found[place] = answer
+        found = map_or_here(
+            self.nodes,
+            steps,
+            self._check,
+            self.here.to,
+            lambda count, reason: self._warn(
+                f"environment: {count} of {len(steps)} turns are answered by the run's own "
+                f"process: {reason}"
+            ),
+        )
         return [self._counted(step, answer) for step, answer in zip(steps, found, strict=True)]
 
     def _counted(self, step: Step, answer: Any) -> Observation:

@@ -199,8 +199,8 @@ def test_a_node_with_a_weaker_sandbox_refuses(nodes: TwoNodes) -> None:
     assert needed.least == "rlimits"
     resources = PoolResources("cluster.rewards", 1, None, 30.0)
     pool = RayNodes(WORKER, resources, sharing([1.0], 1), lambda text: None)
-    rewards = Shipped.of(specs_of([reward]))
-    setup = NodeRewards(rewards, b"", (1.0,), 1, (replace(needed, least="namespaces"),))
+    rewards = Shipped.of(specs_of([reward]), [replace(needed, least="namespaces")])
+    setup = NodeRewards(rewards, b"", (1.0,), 1)
     said = r"node .*: programs of reward 'weak' would run in the sandbox rlimits, .* weaker than"
     with pytest.raises(ResourceError, match=said):
         pool.start(setup, lambda: None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,15 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.runtime.processes import free_ports
-from tests.helpers.cluster import RANKS, Cluster, running_cluster
+from tests.helpers.cluster import (
+    RANKS,
+    Cluster,
+    ended,
+    rl_config,
+    run_here,
+    running_cluster,
+    trained,
+    weights,
+)
 from tests.helpers.pipeline import (
-    Finished,
     prepared,
     run_command,
-    tiny_config,
-    write_config,
 )
 
 pytestmark = [
@@ -46,51 +49,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("config")
-    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
-    rl = made["stages"]["rl"] | {
-        "inputs": {"model": "base"},
-        "rewards": ["accuracy"],
-        "steps": STEPS,
-        "checkpoint_every": 2,
-        "evaluate_every": 0,
-    }
-    return write_config(folder / "run.yaml", made | {"stages": {"rl": rl}})
+    return rl_config(tmp_path_factory.mktemp("config"), STEPS)
 
 
 @pytest.fixture(scope="module")
-def local(config: Path) -> Finished:
-    """The same run with two ranks of this machine."""
-    home = prepared(config.parent / "local")
-    done = run_command("run", str(config), *RANKS, "--home", str(home), "--json")
-    assert done.code == 0, done.text
-    return done
-
-
-def trained(result: dict[str, Any]) -> dict[str, Any]:
-    """The artifact of the trained model."""
-    made = result["stages"]["rl"]["artifacts"]
-    return next(a for a in made if a["kind"] == "model")
-
-
-def weights(result: dict[str, Any]) -> str:
-    """The digest of the trained model."""
-    return str(trained(result)["digest"])
-
-
-def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=240)
-    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-    return result
+def local(config: Path) -> dict[str, Any]:
+    """The result of the same run with two ranks of this machine."""
+    return run_here(config)
 
 
 def test_two_nodes_make_the_weights_of_one_machine(
-    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+    cluster: Cluster, config: Path, local: dict[str, Any], tmp_path: Path
 ) -> None:
     done = cluster.run(config, tmp_path / "home")
     assert done.code == 0, done.text
     assert done.result["stages"]["rl"]["status"] == "ran"
-    assert weights(done.result) == weights(local.result)
+    assert weights(done.result) == weights(local)
     again = run_command("run", str(config), *RANKS, "--home", str(tmp_path / "home"), "--json")
     assert again.result["stages"]["rl"]["status"] == "cached", "where ranks ran changes nothing"
 
@@ -117,11 +91,11 @@ def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
 
 @pytest.mark.slow
 def test_a_copy_of_the_weights_on_each_node_makes_the_same_ones(
-    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+    cluster: Cluster, config: Path, local: dict[str, Any], tmp_path: Path
 ) -> None:
     done = cluster.run(config, tmp_path / "home", "--set", "cluster.learner.shard_size=1")
     assert done.code == 0, done.text
-    paths = [Path(trained(result)["uri"]) for result in (done.result, local.result)]
+    paths = [Path(trained(result)["uri"]) for result in (done.result, local)]
     model, wanted = (load_file(path / "model.safetensors") for path in paths)
     for name, weight in wanted.items():  # the gradient's norm is summed in another order
         torch.testing.assert_close(model[name], weight, rtol=0, atol=1e-6)
@@ -144,17 +118,17 @@ def test_one_rank_on_a_node_makes_the_weights_of_one_process(
 
 
 def test_a_run_goes_on_after_a_rank_was_killed(
-    cluster: Cluster, config: Path, local: Finished, tmp_path: Path
+    cluster: Cluster, config: Path, local: dict[str, Any], tmp_path: Path
 ) -> None:
     process = cluster.start(config, tmp_path / "home")
     ranks = cluster.actors()
     assert len(ranks) == 2
     ranks[1].kill()
-    result = finished(process)
+    result = ended(process).result
     assert result["status"] == "completed", result
     assert any("a rank of the learner is gone" in text for text in result["warnings"]), result
     assert result["stages"]["rl"]["status"] == "resumed"
-    assert weights(result) == weights(local.result), "nothing of the lost step is left"
+    assert weights(result) == weights(local), "nothing of the lost step is left"
 
 
 @pytest.mark.slow
@@ -206,7 +180,7 @@ def test_a_run_goes_on_with_one_rank_after_a_node_was_lost(
 ) -> None:
     process = cluster.start(config, tmp_path / "home")
     cluster.end_node(1)
-    result = finished(process)
+    result = ended(process).result
     assert result["status"] == "completed", result
     assert result["stages"]["rl"]["status"] == "resumed"
     assert any("1 rank, not 2" in text for text in result["warnings"]), result["warnings"]

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from posttrain.core.kit.tiny import make_tiny_model
-from tests.helpers.cluster import RANKS, Cluster, gone, running_cluster
-from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
+from tests.helpers.cluster import (
+    Cluster,
+    ended,
+    gone,
+    rl_config,
+    run_here,
+    running_cluster,
+    weights,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,37 +38,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps of reinforcement learning."""
-    folder = tmp_path_factory.mktemp("config")
-    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
-    rl = made["stages"]["rl"] | {
-        "inputs": {"model": "base"},
-        "rewards": ["accuracy"],
-        "steps": 10,
-        "checkpoint_every": 2,
-        "evaluate_every": 0,
-    }
-    return write_config(folder / "run.yaml", made | {"stages": {"rl": rl}})
+    return rl_config(tmp_path_factory.mktemp("config"), steps=10)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path) -> str:
     """The weights of the same run with two ranks of this machine."""
-    home = prepared(config.parent / "local")
-    done = run_command("run", str(config), *RANKS, "--home", str(home), "--json")
-    assert done.code == 0, done.text
-    return weights(done.result)
-
-
-def weights(result: dict[str, Any]) -> str:
-    """The digest of the trained model."""
-    made = result["stages"]["rl"]["artifacts"]
-    return str(next(a["digest"] for a in made if a["kind"] == "model"))
-
-
-def ended(process: subprocess.Popen[str]) -> Finished:
-    out, _ = process.communicate(timeout=240)
-    return Finished(process.returncode, out, json.loads(out.strip().splitlines()[-1]))
+    return weights(run_here(config))
 
 
 def test_a_run_that_is_killed_ends_its_ranks_and_the_same_command_goes_on(
@@ -76,15 +56,7 @@ def test_a_run_that_is_killed_ends_its_ranks_and_the_same_command_goes_on(
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     gone(ranks, 30)
-    again = run_command(
-        "run",
-        str(config),
-        *cluster.given,
-        "--home",
-        str(home),
-        "--json",
-        variables=cluster.variables,
-    )
+    again = cluster.run_again(config, home)
     assert again.code == 0, again.text
     assert again.result["stages"]["rl"]["status"] == "resumed"
     assert weights(again.result) == undisturbed
@@ -131,15 +103,7 @@ def test_a_run_whose_head_ends_says_so_and_goes_on_when_the_cluster_is_back(
     assert "the head of the Ray cluster at" in out and "Traceback" not in out, out
     gone(ranks, 60)
     cluster.up()
-    again = run_command(
-        "run",
-        str(config),
-        *cluster.given,
-        "--home",
-        str(home),
-        "--json",
-        variables=cluster.variables,
-    )
+    again = cluster.run_again(config, home)
     assert again.code == 0, again.text
     assert again.result["stages"]["rl"]["status"] == "resumed"
     assert weights(again.result) == undisturbed

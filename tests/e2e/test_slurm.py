@@ -37,7 +37,7 @@ exec "$@"
 pytestmark = [
     pytest.mark.usefixtures("shared_prefect"),
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (posttrain[ray])"),
-    pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash"),
+    pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_a_store_that_goes_away_does_not_end_the_training(
         out, _ = process.communicate(timeout=300)
     finally:
         process.kill()
-        server.link.mend()
+        server.link.restore()
     result = json.loads(out.strip().splitlines()[-1])
     assert process.returncode == 0 and result["status"] == "completed", out
     assert weights(result) == weights(undisturbed.result)

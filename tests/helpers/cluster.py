@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.services.processes import marked
 from tests.helpers.pipeline import (
@@ -21,7 +23,9 @@ from tests.helpers.pipeline import (
     prepared,
     run_command,
     start_command,
+    tiny_config,
     wait_for_step,
+    write_config,
 )
 
 RANKS = ("--set", "limits.learner_ranks=2")
@@ -63,6 +67,11 @@ class Cluster:
 
     def run(self, config: Path, home: Path, *more: str) -> Finished:
         given = (*self.given, *more, "--home", str(prepared(home)), "--json")
+        return run_command("run", str(config), *given, variables=self.variables)
+
+    def run_again(self, config: Path, home: Path) -> Finished:
+        """The same command in a home that it has begun in."""
+        given = (*self.given, "--home", str(home), "--json")
         return run_command("run", str(config), *given, variables=self.variables)
 
     def start(self, config: Path, home: Path) -> subprocess.Popen[str]:
@@ -113,6 +122,44 @@ class Cluster:
             capture_output=True,
             env=environment() | self.variables | {"RAY_AUTH_MODE": "token"},
         )
+
+
+def rl_config(folder: Path, steps: int) -> Path:
+    """A config that trains a tiny model by reinforcement learning, and its checkpoints."""
+    made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
+    rl = made["stages"]["rl"] | {
+        "inputs": {"model": "base"},
+        "rewards": ["accuracy"],
+        "steps": steps,
+        "checkpoint_every": 2,
+        "evaluate_every": 0,
+    }
+    return write_config(folder / "run.yaml", made | {"stages": {"rl": rl}})
+
+
+def run_here(config: Path) -> dict[str, Any]:
+    """The result of the run with two ranks of this machine, without any cluster."""
+    home = prepared(config.parent / "local")
+    done = run_command("run", str(config), *RANKS, "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    return done.result
+
+
+def trained(result: dict[str, Any]) -> dict[str, Any]:
+    """The artifact of the trained model."""
+    made = result["stages"]["rl"]["artifacts"]
+    return next(a for a in made if a["kind"] == "model")
+
+
+def weights(result: dict[str, Any]) -> str:
+    """The digest of the trained model."""
+    return str(trained(result)["digest"])
+
+
+def ended(process: subprocess.Popen[str]) -> Finished:
+    """A started command, once it has ended."""
+    out, _ = process.communicate(timeout=240)
+    return Finished(process.returncode, out, json.loads(out.strip().splitlines()[-1]))
 
 
 def _command(process: psutil.Process) -> str:

@@ -31,7 +31,7 @@ class Link:
         self._is_cut = False
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         self._is_cut = False
 
     def cut(self) -> None:

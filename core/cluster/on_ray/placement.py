@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from posttrain.core.cluster.on_ray.connection import nodes
-from posttrain.core.cluster.on_ray.watch import require_cluster
+from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.errors import ResourceError
 
 POLL_S = 0.2
@@ -32,7 +32,8 @@ def placed(
                 remove_placement_group(group)
                 return None
     except BaseException:
-        remove_placement_group(group)
+        if not is_gone():
+            remove_placement_group(group)
         raise
     return group
 

@@ -19,8 +19,8 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.core.cluster.node_pool import Batch, NodeWorker, Sharing, Work
-from posttrain.core.cluster.on_ray.connection import first_line, nodes, note_loss
-from posttrain.core.cluster.on_ray.placement import POLL_S
+from posttrain.core.cluster.on_ray.connection import first_line, note_loss
+from posttrain.core.cluster.on_ray.placement import POLL_S, no_room
 from posttrain.core.cluster.on_ray.watch import is_gone, require_cluster
 from posttrain.core.errors import PosttrainError, ResourceError, RunError
 
@@ -187,20 +187,17 @@ class RayNodes:
 
     def _no_room(self) -> ResourceError:
         section, refused = self._resources.section, "; ".join(self._refused.values())
+        wanted = self._resources.nodes or 1
         if refused:
-            wanted = self._resources.nodes or 1
             return ResourceError(
                 f"{section}: {len(self._refused)} of the cluster's nodes cannot be used, and "
                 f"{wanted} {'is' if wanted == 1 else 'are'} needed: {refused}"
             )
-        free = ray.available_resources().get("CPU", 0.0)
-        wanted = self._resources.nodes or 1
-        return ResourceError(
-            f"the Ray cluster had no room for {section} on {wanted} "
-            f"{'node' if wanted == 1 else 'nodes'} with {self._resources.cpus} CPU each within "
-            f"{self._resources.start_timeout_s:g} s (cluster.ray.start_timeout_s). Its nodes: "
-            f"{', '.join(map(str, nodes())) or 'none'}; free now: {free:g} CPUs. Add nodes, end "
-            f"what holds them, or lower {section}.cpus or {section}.nodes"
+        return no_room(
+            f"{section} on {wanted} {'node' if wanted == 1 else 'nodes'}",
+            {"CPU": self._resources.cpus},
+            self._resources.start_timeout_s,
+            f"{section}.cpus or {section}.nodes",
         )
 
     def _grow(self, most: int | None) -> None:
