@@ -10,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.cluster.processes import Methods, serve
+from posttrain.core.cluster.group import Methods
+from posttrain.core.cluster.processes import serve
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.sharded import shard
 from posttrain.core.runtime.heap import keep_freed_memory

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from posttrain.core.kit.tiny import make_tiny_model
-from posttrain.core.runtime.processes import free_ports
-from tests.e2e.test_cluster import Cluster
+from tests.helpers.cluster import Cluster, running_cluster
 from tests.helpers.pipeline import (
     prepared,
     run_command,
@@ -72,13 +71,8 @@ def test_servers_of_another_engine_or_from_two_places_are_refused(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of two CPUs."""
-    (port,) = free_ports(1)
-    cluster = Cluster(tmp_path_factory.mktemp("cluster") / "home", port)
-    done = cluster.change("up", "--nodes", "2", "--cpus", "2", "--port", str(port))
-    assert done.code == 0, done.text
-    yield cluster
-    assert cluster.change("down").code == 0
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "home", cpus=2) as cluster:
+        yield cluster
 
 
 @pytest.mark.slow

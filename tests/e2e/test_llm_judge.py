@@ -50,7 +50,7 @@ def test_a_vllm_server_of_ours_judges_and_its_replies_are_kept(tmp_path: Path) -
     engine.start(replace(make_setup(folder), max_model_len=1024))
     try:
         fleet, _ = engine._started()
-        where = {"base_url": f"{fleet.alive()[0].url}/v1", "model": MODEL_NAME}
+        where = {"base_url": f"{fleet.replicas[0].name}/v1", "model": MODEL_NAME}
         reward: Reward = MANAGER.build(Reward, "llm_judge", {**judge, **where})  # type: ignore[type-arg]
         reward.setup(RewardContext({}, torch.float32, torch.device("cpu"), "eager", 1))
         found = reward.score(samples)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from posttrain.core.store.artifacts import Artifact, ArtifactKind, ArtifactStore, StageResult
+from posttrain.core.store.artifacts import Artifact, ArtifactStore, StageResult
 from posttrain.core.store.manifests import model_digest, tree_digests
 from posttrain.core.store.run_record import RunRecorder
+from posttrain.core.types import ArtifactKind
 from tests.helpers.pipeline import tiny_config
 
 RUN = "ab12cd34" * 4

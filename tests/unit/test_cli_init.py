@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(name: str) -> str:
     path = Path(f"{name}.jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in DATA[name]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in DATA[name]))  # type: ignore[attr-defined]
     return str(path)
 
 

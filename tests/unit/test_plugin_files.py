@@ -82,7 +82,7 @@ def test_two_files_of_one_name_stay_apart_and_have_clean_labels(tmp_path: Path) 
     write(tmp_path / "b" / "my.py", "limit.VALUE", "import limit")
     (tmp_path / "b" / "limit.py").write_text("VALUE = 2.0\n")
     run = run_of(tmp_path, ["a/my.py:Brief", "b/my.py:Brief"])
-    rewards = run.config.stages["rl"].rewards  # type: ignore[union-attr]
+    rewards = run.config.stages["rl"].rewards  # type: ignore[union-attr,attr-defined]
     assert [r.name for r in rewards] == ["my.py:Brief", "b/my.py:Brief"]
     assert [r.label for r in rewards] == ["brief", "brief_2"]
     manager = PluginManager(load_entry_points=False)
@@ -202,7 +202,7 @@ def test_a_preset_names_files_next_to_its_own(tmp_path: Path) -> None:
         "        return {'advantage': 'algo.py:Mine'}\n"
     )
     run = run_of(tmp_path, ["accuracy"], algorithm="lib/algo.py:Algo")
-    assert run.config.stages["rl"].advantage.name == "algo.py:Mine"  # type: ignore[union-attr]
+    assert run.config.stages["rl"].advantage.name == "algo.py:Mine"  # type: ignore[union-attr,attr-defined]
 
 
 FAULTS = {

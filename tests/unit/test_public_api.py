@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 
 def test_small_numbers_of_overrides_stay_numbers() -> None:
-    from posttrain.core.config.loading import read_value
+    from posttrain.core.config.positions import read_value
     from posttrain.pipelines.api.calls import as_overrides
 
     given = {"a": 1e-5, "b": [1e30, "1e-05", None, True], "c": {"d": "x: y"}, "e": "two\nlines"}

@@ -144,7 +144,7 @@ def test_a_sandbox_that_fails_gives_no_zero(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(self: Sandbox, *arguments: object, **named: object) -> SandboxResult:
         return runner._error(self.level, "the guard ended with -9: ")
 
-    monkeypatch.setattr(unit_tests.Sandbox, "run", broken)
+    monkeypatch.setattr(unit_tests.Sandbox, "run", broken)  # type: ignore[attr-defined]
     for tests in (ADD, PAIRS):
         found = score("def add(a, b): return a + b", tests)
         assert found.value is None and found.status == "error"

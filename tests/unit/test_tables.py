@@ -64,7 +64,7 @@ def test_only_the_columns_that_are_named_are_read_and_no_more_rows_than_asked(
 ) -> None:
     rows = parquet_rows(files / "a.parquet", ("q", "a"), "task.path")
     assert next(rows).values == {"q": "What is 0 + 1?", "a": 1}
-    rows.close()
+    rows.close()  # type: ignore[attr-defined]
     few = build("parquet", files / "a.parquet", limit=30)
     assert (few.available("train") or 0) + (few.available("held_out") or 0) == 30
 

@@ -288,7 +288,7 @@ def test_who_emulates(
     emulates: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wide_products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(wide_products.platform, "machine", lambda: machine)  # type: ignore[attr-defined]
     monkeypatch.setattr(wide_products, "has_bfloat16_instructions", lambda: instructions)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     assert wide_products._cpu_emulates() == emulates

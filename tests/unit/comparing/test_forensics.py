@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from posttrain.core.analysis.forensics import (
-    TOTAL,
     Pattern,
     Response,
     find_patterns,
@@ -15,6 +14,7 @@ from posttrain.core.analysis.forensics import (
     repeated_in_group,
     repetition,
 )
+from posttrain.core.config.rl_stage import TOTAL
 from posttrain.core.types import Score
 
 

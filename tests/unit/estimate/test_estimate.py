@@ -269,7 +269,7 @@ def test_options_that_save_memory_do() -> None:
 def test_what_is_kept_for_the_backward_pass_is_near_what_torch_keeps() -> None:
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         vocab_size=1000, attn_implementation="eager",
     )  # fmt: skip

@@ -241,7 +241,7 @@ def test_validate_reports_what_is_computed_in_a_slower_way(name: str, tmp_path: 
 
 def test_a_model_that_is_not_causal_is_refused_in_a_sentence(tmp_path: Path) -> None:
     sizes = {"vocab_size": 100, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
-    config = CONFIG_MAPPING["xlnet"](**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = CONFIG_MAPPING["xlnet"](**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # type: ignore[call-arg]
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:

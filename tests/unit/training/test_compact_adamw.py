@@ -86,7 +86,7 @@ def test_moments_of_8_bits_are_those_of_the_library_s_own_optimizer() -> None:
     )
     how = OptimizerSection(learning_rate=0.01, weight_decay=0.1, moments="8bit")
     mine = compact_adamw.CompactAdamW(ours, how, 0)
-    other = bitsandbytes.optim.AdamW8bit(theirs, lr=0.01, weight_decay=0.1)
+    other = bitsandbytes.optim.AdamW8bit(theirs, lr=0.01, weight_decay=0.1)  # type: ignore[attr-defined]
     for _ in range(5):
         for left, right in zip(ours, theirs, strict=True):
             left.grad = torch.randn(left.shape, generator=numbers)

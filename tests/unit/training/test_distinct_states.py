@@ -22,7 +22,7 @@ def made(
 ) -> tuple[ResponseForward, dict[str, Tensor], list[int]]:
     """What a pass gives, gradients of a random sum of it, and how many states were projected."""
     projected: list[int] = []
-    whole = forward.cut_logprobs
+    whole = forward.cut_logprobs  # type: ignore[attr-defined]
 
     def counted(hidden: Tensor, *given: object, **options: object) -> object:
         projected.append(len(hidden))

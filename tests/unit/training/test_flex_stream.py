@@ -150,7 +150,7 @@ def test_what_the_kernel_cannot_take_is_computed_by_grids(query: Tensor, reason:
 
 
 def test_forward_mode_derivatives_are_by_grids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_stream.forward_ad, "unpack_dual", lambda query: query)
+    monkeypatch.setattr(flex_stream.forward_ad, "unpack_dual", lambda query: query)  # type: ignore[attr-defined]
     query = OnCuda()
     query.tangent = None  # type: ignore[attr-defined]
     assert flex_stream.why_no_flex(query) is None  # type: ignore[arg-type]
@@ -216,8 +216,8 @@ def test_attention_takes_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stream_attention, "why_no_flex", lambda query: None)
     monkeypatch.setattr(stream_attention, "flex_stream", lambda *given: given)
     layout = stream_of(batch_of("one"), include_last=True).layout
-    tensors = [torch.zeros(1, 2, len(layout.back), 16) for _ in range(3)]
+    query, key, value = (torch.zeros(1, 2, len(layout.back), 16) for _ in range(3))
     out, _ = stream_attention.stream_attention(
-        torch.nn.Module(), *tensors, None, 0.5, stream_layout=layout
+        torch.nn.Module(), query, key, value, None, 0.5, stream_layout=layout
     )
-    assert out == (*tensors, layout, 0.5)  # type: ignore[comparison-overlap]
+    assert out == (query, key, value, layout, 0.5)  # type: ignore[comparison-overlap]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ def test_the_tiny_run_gives_every_figure(monkeypatch: pytest.MonkeyPatch) -> Non
     clock = iter(range(1, 100))
     took: list[float] = []
 
-    def timed(work: mfu.Callable[[], object], device: torch.device) -> float:
+    def timed(work: Callable[[], object], device: torch.device) -> float:
         work()
         took.append(float(next(clock)))
         return took[-1]
