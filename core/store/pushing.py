@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from posttrain.core.errors import PosttrainError
 from posttrain.core.store.remote import StoreAway
 
 TRY_AGAIN_S = 5.0
@@ -78,7 +77,7 @@ class Pusher:
                 self.away = True
                 time.sleep(TRY_AGAIN_S)
                 continue
-            except (PosttrainError, OSError) as error:
+            except Exception as error:  # whatever it is: others wait behind it
                 self.tell(f"{what} was not sent to the store {self._where}: {error}")
             if self.away:
                 self.tell(f"the store {self._where} answers again")

@@ -199,11 +199,7 @@ class Remote:
                 try:
                     self._fs.pipe_file(path, value, IfMatch=version)
                 except OSError as error:
-                    if _code(error) in (
-                        "PreconditionFailed",
-                        "ConditionalRequestConflict",
-                        "NoSuchKey",
-                    ):
+                    if _code(error) in _OTHER_VERSION:
                         return False
                     raise
             return True

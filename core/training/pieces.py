@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -42,20 +43,23 @@ def write_pieces(folder: Path, url: str, key: str, files: Mapping[str, str]) -> 
 
 def read_pieces(path: Path) -> dict[str, str]:
     """The digests in a `pieces.json`, by path."""
+    files: dict[str, str] = _read(path)["files"]
+    return files
+
+
+def _read(path: Path) -> dict[str, Any]:  # Any: as `_Pieces` has it
     try:
-        files: dict[str, str] = read_json(path, _Pieces)["files"]
+        return dict(read_json(path, _Pieces))
     except WrongContent as error:
         raise RunError(f"{path} does not say which pieces a checkpoint has ({error})") from error
-    return files
 
 
 def with_pieces(folder: Path) -> Path:
     """`folder`, or the one on this machine with the pieces that it names."""
     if not (folder / PIECES).is_file():
         return folder
-    files = read_pieces(folder / PIECES)
-    about = json.loads((folder / PIECES).read_bytes())
-    return fetched_pieces(about["url"], about["key"], files)
+    about = _read(folder / PIECES)
+    return fetched_pieces(about["url"], about["key"], about["files"])
 
 
 def fetched_pieces(url: str, key: str, files: Mapping[str, str]) -> Path:

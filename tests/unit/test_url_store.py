@@ -16,6 +16,7 @@ from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.store import lease, urls
 from posttrain.core.store.lease import leased
 from posttrain.core.store.mirror import Mirror, mirror_of
+from posttrain.core.store.pushing import Pusher
 from posttrain.core.store.remote import DamagedObject, Remote, StoreAway
 from posttrain.core.training.checkpoint import newest_checkpoint
 from posttrain.core.training.remote_checkpoints import RemoteCheckpoints
@@ -209,3 +210,16 @@ def test_a_store_that_is_away_or_refuses_is_one_error(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreAway, match="does not answer"):
         Remote(f"s3://{BUCKET}/x").check()
+
+
+def test_what_fails_to_be_sent_is_reported_and_holds_up_nothing() -> None:
+    pusher, sent = Pusher("s3://bucket"), []
+
+    def fail() -> None:
+        raise ValueError("an answer that nobody expected")
+
+    pusher.add("stage sft", fail)
+    pusher.add("stage rl", lambda: sent.append("rl"))
+    assert pusher.wait(5.0) == [] and sent == ["rl"]
+    (news,) = pusher.news()
+    assert news.startswith("stage sft was not sent to the store s3://bucket: an answer that")
