@@ -24,6 +24,7 @@ import yaml
 
 PORT = int(os.environ.get("POSTTRAIN_RAY_PORT", "6379"))
 STARTED = "Ray runtime started"
+ATTEMPTS = 3
 
 
 class Kubernetes:
@@ -94,7 +95,16 @@ def wait_for(host: str, seconds: float) -> None:
 
 
 def joined(address: str) -> subprocess.Popen[str]:
-    """`ray start` in this pod, once it is a node."""
+    """`ray start` in this pod, once it is a node; Ray gives up on a node that starts slowly."""
+    for _ in range(ATTEMPTS):
+        node = started(address, said := [])
+        if node is not None:
+            return node
+    raise SystemExit(f"error: this pod did not join {address}: {''.join(said)[-500:]}")
+
+
+def started(address: str, said: list[str]) -> subprocess.Popen[str] | None:
+    """None if it ended before this pod was a node; `said` has what it wrote."""
     command = ["ray", "start", "--address", address, "--num-cpus", "0", "--num-gpus", "0"]
     node = subprocess.Popen(
         [*command, "--block", "--disable-usage-stats"],
@@ -104,13 +114,13 @@ def joined(address: str) -> subprocess.Popen[str]:
         env=os.environ | {"PYTHONUNBUFFERED": "1"},  # or what it says comes when it ends
     )
     assert node.stdout is not None
-    said = []
     for line in node.stdout:
         said.append(line)
         if STARTED in line:
             threading.Thread(target=node.stdout.read, daemon=True).start()  # so that it can write
             return node
-    raise SystemExit(f"error: this pod did not join {address}: {''.join(said)[-500:]}")
+    node.wait()
+    return None
 
 
 def run(command: list[str]) -> int:

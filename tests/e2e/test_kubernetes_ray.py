@@ -185,6 +185,7 @@ def test_a_command_finds_its_cluster_which_is_removed_after_it(
     assert TOKEN not in json.dumps(kubernetes.cluster), "by reference alone"
 
 
+@pytest.mark.slow  # two nodes start for it
 def test_a_command_that_fails_fails_the_pod_and_the_cluster_goes(
     kubernetes: FakeKubernetes, tmp_path: Path
 ) -> None:
