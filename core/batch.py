@@ -1,7 +1,7 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, K reward components, S scored steps of a response. Prompts are padded on the
+L padded prompt width, K reward components, S scored steps or turns. Prompts are padded on the
 left, responses on the right.
 """
 
@@ -46,6 +46,11 @@ COLUMN_AXES: dict[str, str] = {
     "step_end": "BS",
     "step_score": "BS",
     "node_id": "BT",
+    "episode_id": "B",
+    "turn_end": "BS",
+    "turn_reward": "BS",
+    "state_key": "BS",
+    "obs_mask": "BT",
     "sum_pi_squared": "BT",
     "is_weight": "BT",
     "correction_mask": "BT",
@@ -76,6 +81,13 @@ class RolloutBatch:
     each token; None when they cut nothing, or it is not known yet. Once it is filled,
     `rollout_logprobs` are the engine's plus it: of the untruncated distribution, as `old_logprobs`.
     `samples` are what the rewards saw of each row, `scores` what each of the K rewards said of it.
+
+    Of episodes with an environment: `turn_end` [B, S] the token index that ends each turn of the
+    policy (-1 = none), `turn_reward` [B, S] the environment's reward for it (NaN = none),
+    `state_key` [B, S] a digest of what the policy was shown before it; `obs_mask` [B, T] marks
+    tokens that others wrote. Rows with one `episode_id` [B] are branches of one episode: they share
+    its reward, and each sampled token is in the `response_mask` of one of them. `outcomes` are the
+    environment's own scores, `failures` why an episode is not learned from (empty = it is).
     """
 
     prompt_ids: Tensor
@@ -105,6 +117,11 @@ class RolloutBatch:
     step_end: Tensor | None = None
     step_score: Tensor | None = None
     node_id: Tensor | None = None
+    episode_id: Tensor | None = None
+    turn_end: Tensor | None = None
+    turn_reward: Tensor | None = None
+    state_key: Tensor | None = None
+    obs_mask: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     is_weight: Tensor | None = None
     correction_mask: Tensor | None = None
@@ -115,6 +132,8 @@ class RolloutBatch:
     texts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
     turns: tuple[tuple[str, ...], ...] = ()
+    outcomes: tuple[float | None, ...] = ()
+    failures: tuple[str, ...] = ()
     samples: tuple[RewardSample, ...] = field(default=(), repr=False)
     scores: tuple[tuple[Score, ...], ...] = field(default=(), repr=False)
 
@@ -170,23 +189,28 @@ class RolloutBatch:
 
     def bare(self) -> RolloutBatch:
         """The columns alone, without texts and what rewards said: what models are trained on."""
-        return replace(self, problems=(), texts=(), transcripts=(), turns=(), samples=(), scores=())
+        empty: dict[str, Any] = dict.fromkeys(NOT_COLUMNS, ())
+        return replace(self, **empty)
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """The given rows [N] (int64 indices), in that order, with all filled columns."""
         index = rows.tolist()
         # Any: `replace` checks each field's type, and these are all tensors.
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in self.columns()}
-        return replace(
-            self,
-            **columns,
-            problems=tuple(self.problems[i] for i in index) if self.problems else (),
-            texts=tuple(self.texts[i] for i in index) if self.texts else (),
-            transcripts=tuple(self.transcripts[i] for i in index) if self.transcripts else (),
-            turns=tuple(self.turns[i] for i in index) if self.turns else (),
-            samples=tuple(self.samples[i] for i in index) if self.samples else (),
-            scores=tuple(self.scores[i] for i in index) if self.scores else (),
-        )
+        for name in NOT_COLUMNS:
+            given = getattr(self, name)
+            columns[name] = tuple(given[i] for i in index) if given else ()
+        return replace(self, **columns)
+
+    def first_branches(self) -> Tensor | None:
+        """For each row the first row of its episode [B]; None where every row is an episode."""
+        if self.episode_id is None:
+            return None
+        firsts: dict[int, int] = {}
+        ids = self.episode_id.tolist()
+        for row, episode in enumerate(ids):
+            firsts.setdefault(episode, row)
+        return torch.tensor([firsts[episode] for episode in ids], dtype=torch.int64)
 
     def groups(self) -> Iterator[Tensor]:
         """Row indices [G] of each group, in order of first appearance."""
@@ -199,5 +223,14 @@ class RolloutBatch:
 
 
 # A dataclass field without an entry in COLUMN_AXES would silently escape validation.
-NOT_COLUMNS = {"problems", "texts", "transcripts", "turns", "samples", "scores"}
+NOT_COLUMNS = {
+    "problems",
+    "texts",
+    "transcripts",
+    "turns",
+    "outcomes",
+    "failures",
+    "samples",
+    "scores",
+}
 assert {f.name for f in fields(RolloutBatch)} - NOT_COLUMNS == set(COLUMN_AXES)

@@ -128,6 +128,7 @@ class SamplingParams:
     is kept. With `entropy`, each completion carries the entropy of every draw: of the model's own
     next-token distribution at temperature 1, before top-k and top-p. `max_tokens_each` is a limit
     for each prompt in addition to `max_tokens`, the largest of them; empty = the same for all.
+    `seeds_each` stands in the place of `seed` for each prompt.
     """
 
     num_generations: int = 1
@@ -139,6 +140,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     entropy: bool = False
     max_tokens_each: tuple[int, ...] = ()
+    seeds_each: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,15 @@ class Completion:
     policy sampled it (empty = all); the others are observations, with log-prob and entropy 0.
     `node_ids` name the tree node that made each token, in responses that share prefixes. `counts`
     are what its episode counted, by name (`turns`, `calls`, `failed`).
+
+    Of an episode with an environment, `turn_ends` are the tokens after which each turn of the
+    policy ended, `turn_rewards` what the environment gave for it (None = nothing), `state_keys`
+    digests of what the policy was shown before it. `reward` is the environment's own score of the
+    whole episode; `failed` says why the episode is not to be learned from (empty = it is).
+
+    Responses of one `episode` (a number within the group; -1 = this response alone) are branches
+    of it, the one with its last turn first. `prompt_ids` are the response's own where they are not
+    the group's. `elsewhere` marks tokens that an earlier branch learns from (empty = none).
     """
 
     token_ids: tuple[int, ...]
@@ -170,6 +181,14 @@ class Completion:
     sampled: tuple[bool, ...] = ()
     node_ids: tuple[int, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float | None, ...] = ()
+    state_keys: tuple[int, ...] = ()
+    reward: float | None = None
+    failed: str = ""
+    episode: int = -1
+    prompt_ids: tuple[int, ...] = ()
+    elsewhere: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +199,7 @@ class RewardSample:
     the last one, what the policy said after the last observation (empty when an observation is the
     end), so that no verifier takes a tool's output for an answer; `turns` is what the policy said
     in each turn, and `transcript` is everything, observations included. In a single turn all three
-    are the response.
+    are the response. `outcome` is the environment's own score of the episode, None without one.
     """
 
     problem: Problem
@@ -192,6 +211,7 @@ class RewardSample:
     steps: tuple[StepVerdict, ...] = ()
     transcript: str = ""
     turns: tuple[str, ...] = ()
+    outcome: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

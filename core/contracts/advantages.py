@@ -241,8 +241,12 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
 
     def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
         """Advantages [B], and how many groups had no signal or too few rows."""
-        compared = self.compared(batch)
+        compared, firsts = self.compared(batch), batch.first_branches()
+        if firsts is not None:  # an episode enters its group once, however many branches it has
+            compared = compared & (firsts == torch.arange(len(batch)))
         result = self.compare(self.row_rewards(batch), compared, batch)
+        if firsts is not None:
+            result = result[firsts]
         return result, self.group_metrics(result, compared, batch)
 
     def group_metrics(

@@ -75,6 +75,8 @@ class Opening:
     """A system message; None = the run's own."""
     tools: tuple[ToolSchema, ...] = ()
     """Tools that the prompt offers, after those of the problem."""
+    messages: tuple[Message, ...] = ()
+    """Messages after the problem's own, such as a first observation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Observation:
     With `done` the episode is over and the answer is not shown. The answer is `text`, which goes
     on in the policy's own turn, or `messages` of tools or the user, after which a turn of the
     assistant's begins. `counts` are added up over an episode: `calls` and `failed` for tools.
+    `reward` is for this turn, None = nothing said; `outcome` for the whole episode, where it is
+    not the sum of its turns'. `truncated` = the environment cut the episode, which did not end.
     """
 
     text: str
@@ -104,16 +108,25 @@ class Observation:
     state: object
     counts: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    outcome: float | None = None
+    truncated: bool = False
 
 
-class Environment(Plugin[ConfigT]):
+class AnyEnvironment(Plugin[ConfigT]):
+    """What `environment` of a stage names: an `Environment`, a `LiveEnvironment`, or a
+    `PlayedEnvironment`."""
+
+    kind = "environment"
+
+
+class Environment(AnyEnvironment[ConfigT]):
     """Answers each turn of the policy with text, which enters the response but takes no loss.
 
     A state is a value: `step` returns the next one and changes nothing, because several branches of
     a tree go on from one state. Nothing here may be random but by what it is given.
     """
 
-    kind = "environment"
     at_once: ClassVar[int] = 1
     """Turns that `step` may answer at the same time, from threads of one process, where its tools
     allow it too."""
@@ -135,3 +148,83 @@ class Environment(Plugin[ConfigT]):
     @abstractmethod
     def step(self, state: object, turn: Turn) -> Observation:
         """The answer to `turn`; raises on no text."""
+
+
+class LiveEnvironment(AnyEnvironment[ConfigT]):
+    """Episodes whose state is held elsewhere: a session of a server, a game, a browser.
+
+    A state is used by its own episode alone, one call at a time, and closed once. All methods are
+    coroutines of one event loop, on which many episodes run at once: what blocks belongs into
+    `asyncio.to_thread`. The run cuts off a call that takes too long and cancels it; then, as after
+    anything that is raised, the episode has failed, is closed, and is not learned from.
+    """
+
+    deterministic: ClassVar[bool] = False
+    """Whether equal seeds and equal turns give equal observations."""
+    at_once: ClassVar[int] = 256
+    """Episodes that may run at the same time."""
+
+    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+        """Connect to what all episodes share; called once, before the first episode."""
+
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        """Tools that every prompt offers; known once it has started."""
+        return ()
+
+    @abstractmethod
+    async def reset(self, problem: Problem, seed: int) -> Opening:
+        """The beginning of an episode on `problem`; what is random in it follows from `seed`."""
+
+    @abstractmethod
+    async def step(self, state: object, turn: Turn) -> Observation:
+        """The answer to `turn`. The next state may be the same object, changed."""
+
+    async def close(self, state: object) -> None:  # noqa: B027 - most have nothing to close
+        """Free what the episode holds; called once for each `reset` that returned."""
+
+    async def stop(self) -> None:  # noqa: B027 - most have nothing to stop
+        """Free what `start` made; called once, also after a `start` that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEndpoint:
+    """Where one episode's program finds the policy: an OpenAI-compatible API of this run."""
+
+    base_url: str
+    key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode ended that a program played.
+
+    `reward` is its score, None where rewards of the run score it; `rewards` are named parts to be
+    shown. `failed` says why it is not to be learned from: a crash, or a time limit.
+    """
+
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failed: str = ""
+
+
+class PlayedEnvironment(AnyEnvironment[ConfigT]):
+    """Episodes that a program plays, which knows the policy only as an API.
+
+    Each request that it makes is recorded as sampled, and the requests of an episode are joined to
+    one tree of turns. As in `LiveEnvironment`, coroutines of one event loop.
+    """
+
+    at_once: ClassVar[int] = 256
+    """Episodes that may run at the same time."""
+
+    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+        """Make what all episodes share; called once, before the first episode."""
+
+    @abstractmethod
+    async def play(self, problem: Problem, endpoint: ModelEndpoint, seed: int) -> Outcome:
+        """Play one episode to its end. What is raised makes it a failed one."""
+
+    async def stop(self) -> None:  # noqa: B027 - most have nothing to stop
+        """Free what `start` made; called once, also after a `start` that failed."""

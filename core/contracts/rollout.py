@@ -37,6 +37,8 @@ class Task(Plugin[ConfigT]):
     kind = "task"
     gives_preferences: ClassVar[bool] = False
     """Whether `preferences` gives pairs, for stages with `data: task`."""
+    by_environment: ClassVar[bool] = False
+    """Whether the stage's environment judges its problems, by the outcome of their episodes."""
 
     @abstractmethod
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
@@ -294,6 +296,14 @@ class Episode:
     segments: tuple[Segment, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
+    rewards: tuple[float | None, ...] = ()
+    """What the environment gave for each turn that it answered."""
+    prompt_ids: tuple[int, ...] = ()
+    """Its own prompt, where it is not the group's."""
+    reward: float | None = None
+    """What the environment gave for the whole of it."""
+    failed: str = ""
+    """Why it is not to be learned from; empty = it is."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -236,12 +236,14 @@ def response_batch(
     node_ids: Sequence[Sequence[int]] = (),
     transcripts: Sequence[str] = (),
     turns: Sequence[tuple[str, ...]] = (),
+    elsewhere: Sequence[Sequence[bool]] = (),
 ) -> RolloutBatch:
     """A batch of one row per response. Rows of one group share a prompt.
 
     Log-probs that nobody gave are NaN, so that nothing can take them for real. `sampled` says of
     each token whether the policy sampled it (an empty row = all of them): the others, observations,
-    are in no mask. Tokens without a tree node, padding too, have node -1.
+    are in `obs_mask` alone. `elsewhere` marks tokens that are in no mask, as another row has them.
+    Tokens without a tree node, padding too, have node -1.
     """
     num_rows = len(responses)
     prompt_ids, prompt_mask = pad_left(prompts, pad_token_id)
@@ -251,8 +253,15 @@ def response_batch(
         logprobs = torch.zeros(response_ids.shape)
         for row, values in enumerate(response_logprobs):
             logprobs[row, : len(values)] = torch.tensor(values, dtype=torch.float32)
+    observed = torch.zeros_like(response_mask)
     for row, own in enumerate(sampled):
-        response_mask[row, : len(own)] *= torch.tensor(own, dtype=torch.int64)
+        kept = torch.tensor(own, dtype=torch.int64)
+        observed[row, : len(own)] = 1 - kept
+        response_mask[row, : len(own)] *= kept
+    for row, others in enumerate(elsewhere):
+        kept = ~torch.tensor(others, dtype=torch.bool)
+        observed[row, : len(others)] *= kept
+        response_mask[row, : len(others)] *= kept
     versions = torch.tensor(policy_versions or [0] * num_rows)
     batch = RolloutBatch(
         prompt_ids=prompt_ids,
@@ -275,6 +284,8 @@ def response_batch(
         for row, ids in enumerate(node_ids):
             nodes[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         batch = batch.with_columns(node_id=nodes)
+    if any(sampled):
+        batch = batch.with_columns(obs_mask=observed)
     batch.validate()
     return batch
 
@@ -301,10 +312,11 @@ def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> Response
 
 
 def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:
+    """A row for each completion, with what its environment gave."""
     rows = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     texts = [response_texts(c, tokenizer) for _, _, c in rows]
-    return response_batch(
-        prompts=[group.prompt.prompt_ids for _, group, _ in rows],
+    batch = response_batch(
+        prompts=[c.prompt_ids or group.prompt.prompt_ids for _, group, c in rows],
         responses=[c.token_ids for _, _, c in rows],
         group_ids=[g for g, _, _ in rows],
         pad_token_id=tokenizer.pad_token_id,
@@ -317,4 +329,37 @@ def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> R
         truncated=[tokenizer.is_truncated(c) for _, _, c in rows],
         sampled=[c.sampled for _, _, c in rows],
         node_ids=[c.node_ids for _, _, c in rows],
+        elsewhere=[c.elsewhere for _, _, c in rows],
+    )
+    return _with_turns(batch, [(g, c) for g, _, c in rows])
+
+
+def _with_turns(batch: RolloutBatch, rows: Sequence[tuple[int, Completion]]) -> RolloutBatch:
+    """`batch` with the columns of episodes, for `rows` of (group, completion)."""
+    completions = [completion for _, completion in rows]
+    width = max((len(c.turn_ends) for c in completions), default=0)
+    if width:
+        ends = torch.full((len(rows), width), -1, dtype=torch.int64)
+        rewards = torch.full((len(rows), width), torch.nan)
+        keys = torch.zeros((len(rows), width), dtype=torch.int64)
+        for row, c in enumerate(completions):
+            count = len(c.turn_ends)
+            ends[row, :count] = torch.tensor(c.turn_ends)
+            given = [torch.nan if r is None else float(r) for r in c.turn_rewards]
+            rewards[row, : len(given)] = torch.tensor(given)
+            keys[row, : len(c.state_keys)] = torch.tensor(c.state_keys)
+        batch = batch.with_columns(turn_end=ends, turn_reward=rewards, state_key=keys)
+    if any(c.episode >= 0 for c in completions):
+        numbers: dict[tuple[int, int, int], int] = {}
+        ids = [
+            numbers.setdefault((g, c.episode, row if c.episode < 0 else -1), len(numbers))
+            for row, (g, c) in enumerate(rows)
+        ]
+        batch = batch.with_columns(episode_id=torch.tensor(ids, dtype=torch.int64))
+    return replace(
+        batch,
+        outcomes=tuple(c.reward for c in completions)
+        if any(c.reward is not None for c in completions)
+        else (),
+        failures=tuple(c.failed for c in completions) if any(c.failed for c in completions) else (),
     )

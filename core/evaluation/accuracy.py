@@ -14,6 +14,7 @@ from posttrain.core.data.tokens import ChatTokenizer, response_texts
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
+from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
 
@@ -114,14 +115,16 @@ def _evaluate_part(
             ),
         )
         for i, group in enumerate(sampled):
-            texts = [response_texts(c, tokenizer).last for c in group.completions]
-            verdicts[i] = tuple(task.verify(group.prompt.problem, text) for text in texts)
+            verdicts[i] = tuple(
+                verdict_of(task, group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
+                for c in group.completions
+            )
     rows = []
     for group, sampled_verdicts in zip(greedy, verdicts, strict=True):
         problem = group.prompt.problem
-        (completion,) = group.completions
+        completion = group.completions[0]  # of several branches, the one that came to an end
         said = response_texts(completion, tokenizer)
-        verdict = task.verify(problem, said.last)
+        verdict = verdict_of(task, problem, said.last, completion.reward)
         rows.append(
             EvaluatedProblem(
                 problem,

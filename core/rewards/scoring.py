@@ -29,6 +29,7 @@ from posttrain.core.rewards.checking import (
 )
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
 from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
+from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.types import RewardSample, SamplingParams, Score
 
 OnMissing = Literal["zero", "unscored"]
@@ -148,6 +149,7 @@ def reward_samples(
     for row, (problem, text) in enumerate(zip(batch.problems, batch.texts, strict=True)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row].bool()]
         response = batch.response_ids[row][batch.response_mask[row].bool()]
+        outcome = batch.outcomes[row] if batch.outcomes else None
         samples.append(
             RewardSample(
                 problem=problem,
@@ -155,10 +157,11 @@ def reward_samples(
                 response_ids=tuple(response.tolist()),
                 text=text,
                 truncated=bool(batch.truncated[row]),
-                verdict=task.verify(problem, text),
+                verdict=verdict_of(task, problem, text, outcome),
                 transcript=batch.transcripts[row] if batch.transcripts else text,
                 turns=batch.turns[row] if batch.turns else (text,),
                 steps=task.verify_steps(problem, text) if with_steps else (),
+                outcome=outcome,
             )
         )
     return tuple(samples)
@@ -179,7 +182,8 @@ def score_batch(
     The reward is the weighted sum of the components that could be scored, kept within `clip`, plus
     the weighted terms that shape length or form. A row that no component could score, one of whose
     components failed, or whose sum is not finite, is unscored: its reward is 0, its mask empty, and
-    it takes no part in group statistics. The sum sits on the last sampled token. With a
+    it takes no part in group statistics; so is a row of an episode that failed. Branches of an
+    episode have the reward of the first. The sum sits on the last sampled token. With a
     `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
     Rewards of the `pool` are scored there, the others here.
     """
@@ -191,8 +195,12 @@ def score_batch(
         batch = fill_steps(batch, scores[by_steps], tokenizer)
     rows = tuple(zip(*scores, strict=True))
     failed = torch.tensor([any(map(is_failure, row)) for row in rows], dtype=torch.bool)
+    if batch.failures:
+        failed |= torch.tensor([bool(reason) for reason in batch.failures])
     total, scored = shaped_sum(components, rewards, clip, on_missing=on_missing, failed=failed)
     acc = torch.tensor([s.verdict.correct for s in samples])
+    if (firsts := batch.first_branches()) is not None:
+        total, scored, acc = total[firsts], scored[firsts], acc[firsts]
     filled = with_rewards(batch, total, scored).with_columns(reward_components=components, acc=acc)
     return replace(filled, samples=samples, scores=rows)
 

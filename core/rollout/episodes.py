@@ -131,6 +131,7 @@ class EpisodeRunner:
                 own = messages.pop(0)
                 opening = replace(opening, system=f"{own.content}\n\n{opening.system}")
             messages.insert(0, Message("system", opening.system or ""))
+        messages += opening.messages
         tools = (*problem.tools, *opening.tools)
         if opening.tools and not self._answers_fit:
             # A model whose template takes no results is refused before anything is sampled.
@@ -230,7 +231,15 @@ class EpisodeRunner:
         counts, ended = dict(episode.counts), turn.finish_reason == "stop"
         for name, value in observation.counts.items():
             counts[name] = counts.get(name, 0.0) + value
-        episode = replace(episode, state=observation.state, counts=counts)
+        episode = replace(
+            episode,
+            state=observation.state,
+            counts=counts,
+            rewards=(*episode.rewards, observation.reward),
+            reward=episode.reward if observation.outcome is None else observation.outcome,
+        )
+        if observation.truncated:
+            return replace(episode, finish_reason="length")
         if observation.done:
             return replace(episode, finish_reason=turn.finish_reason)
         if counts["turns"] >= self.max_turns:
@@ -273,9 +282,18 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
     entropies: list[float] = []
     sampled: list[bool] = []
     node_ids: list[int] = []
+    ends: list[int] = []
+    keys: list[int] = []
+    shown = episode.prompt_ids or episode.prompt.prompt_ids
     for segment in episode.segments:
         size, turn = len(segment.token_ids), segment.turn
         ids += segment.token_ids
+        if turn is None:
+            shown = segment.token_ids
+        else:
+            ends.append(len(ids) - 1)
+            keys.append(state_key(shown))
+            shown = ()
         logprobs += turn.logprobs if turn is not None else [0.0] * size
         entropies += turn.entropies if turn is not None else [0.0] * size
         sampled += [turn is not None] * size
@@ -290,7 +308,26 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
         sampled=() if all(sampled) else tuple(sampled),
         node_ids=tuple(node_ids),
         counts=dict(episode.counts),
+        turn_ends=tuple(ends),
+        turn_rewards=(*episode.rewards, *[None] * (len(ends) - len(episode.rewards))),
+        state_keys=tuple(keys),
+        reward=score_of(episode),
+        failed=episode.failed,
+        prompt_ids=episode.prompt_ids,
     )
+
+
+def state_key(shown: Sequence[int]) -> int:
+    """A digest in [0, 2^63) of the tokens that the policy was shown before a turn."""
+    return derive_seed(0, "state", *shown)
+
+
+def score_of(episode: Episode) -> float | None:
+    """The environment's own score: what it gave for the whole, else the sum of its turns'."""
+    given = [reward for reward in episode.rewards if reward is not None]
+    if episode.reward is not None or not given:
+        return episode.reward
+    return sum(given)
 
 
 def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:

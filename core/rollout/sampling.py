@@ -95,15 +95,18 @@ def token_limits(prompts: Sequence[Sequence[int]], params: SamplingParams) -> li
 def response_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
     """A seed in [0, 2^63) for each response: [number of prompts][num_generations].
 
-    It is a hash of `params.seed`, the prompt's tokens, how often the same prompt came before in
-    `prompts`, and the generation's index: neither the order nor the batching of prompts changes it,
-    and equal prompts get different responses.
+    It is a hash of `params.seed` (or the prompt's own of `seeds_each`), the prompt's tokens, how
+    often the same prompt came before with that seed in `prompts`, and the generation's index:
+    neither the order nor the batching of prompts changes it, and equal prompts get different
+    responses.
     """
-    seen: Counter[tuple[int, ...]] = Counter()
+    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
     seeds = []
-    for prompt in prompts:
-        key = tuple(prompt)
-        text = f"{params.seed}|{seen[key]}|{','.join(map(str, key))}"
+    for prompt, seed in zip(
+        prompts, params.seeds_each or (params.seed,) * len(prompts), strict=True
+    ):
+        key = (seed, tuple(prompt))
+        text = f"{seed}|{seen[key]}|{','.join(map(str, prompt))}"
         seen[key] += 1
         prefix = hashlib.blake2b(text.encode(), digest_size=8)
         row = []

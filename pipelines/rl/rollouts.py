@@ -27,6 +27,7 @@ from posttrain.core.rollout.episodes import (
     groups_to_json,
 )
 from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stage.context import StageContext
@@ -156,9 +157,10 @@ class Rollouts:
 
     def _verify(self, group: SampledGroup) -> list[float]:
         """The verifier's raw verdict on each response of a group."""
+        task, problem = self.context.task, group.prompt.problem
         texts = [response_texts(c, self.tokenizer).last for c in group.completions]
-        problem = group.prompt.problem
-        return [self.context.task.verify(problem, text).correct for text in texts]
+        judged = zip(texts, group.completions, strict=True)
+        return [verdict_of(task, problem, text, c.reward).correct for text, c in judged]
 
     def _rollout(
         self, step: int, groups: Sequence[SampledGroup], metrics: dict[str, float]
