@@ -79,6 +79,11 @@ class Plays(ABC):
         self._thread: threading.Thread | None = None
         self._beat = time.monotonic()
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same episodes can be played again."""
+        return isinstance(self.environment, LiveEnvironment) and self.environment.deterministic
+
     @abstractmethod
     async def _episode(
         self, submitting: Submitting, prompt: PromptGroup, params: SamplingParams, seed: int

@@ -19,6 +19,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_batch
 from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.rollout.episode_log import EpisodeLog
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
     episode_metrics,
@@ -80,7 +81,8 @@ class Rollouts:
     """Samples the rollouts of a stage, and keeps those that no update has used yet.
 
     The sampler, the cursor on the prompts and the engine while it samples have no other owner.
-    `recording` records what the engine computes, for the update; None where it does not.
+    `recording` records what the engine computes, for the update; None where it does not. `log` has
+    the samples of steps that were drawn before, of environments that give others each time.
     """
 
     context: StageContext
@@ -91,6 +93,7 @@ class Rollouts:
     prompts: PromptStream
     episodes: Episodes | None = None
     recording: Callable[[], AbstractContextManager[SampledOutputs | None]] = nullcontext
+    log: EpisodeLog | None = None
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
@@ -100,9 +103,29 @@ class Rollouts:
         May run in a thread while the policy is updated.
         """
         if step not in self.waiting:
-            with self.using_engine():
-                self.waiting[step] = self._sample(step)
+            found = None if self.log is None else self.log.read(step)
+            if found is not None:
+                self.waiting[step] = self._recalled(step, found)
+            else:
+                with self.using_engine():
+                    self.waiting[step] = self._sample(step)
+                if self.log is not None:
+                    self.log.write(step, self._logged(self.waiting[step]))
         return self.waiting[step]
+
+    def _logged(self, rollout: Rollout) -> dict[str, Any]:  # Any: JSON
+        return {
+            "sampler": self.sampler.state(),
+            "prompts": self.prompts.position,
+            "metrics": rollout.metrics,
+            "groups": groups_to_json(rollout.groups),
+        }
+
+    def _recalled(self, step: int, found: Mapping[str, Any]) -> Rollout:  # Any: JSON
+        """The rollout as it was sampled, and everything behind it."""
+        self.sampler.load_state(found["sampler"])
+        self.prompts.position = found["prompts"]
+        return self._rollout(step, groups_from_json(found["groups"]), found["metrics"])
 
     def take(self, step: int) -> Rollout:
         """The rollout of `step`, which is kept no longer."""

@@ -18,6 +18,8 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rewards.checking import unreadable_references
+from posttrain.core.rollout.episode_log import FOLDER, EpisodeLog
+from posttrain.core.rollout.live import Plays
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.columns import ColumnFiller
@@ -88,6 +90,13 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
         yield loop
 
 
+def episode_log(context: StageContext, episodes: Episodes | None) -> EpisodeLog | None:
+    """Where samples are kept that cannot be drawn a second time."""
+    if not isinstance(episodes, Plays) or episodes.repeatable:
+        return None
+    return EpisodeLog(context.checkpoints / FOLDER, context.warn)
+
+
 def build_loop(
     context: StageContext,
     stage: RlStage,
@@ -136,6 +145,7 @@ def build_loop(
             prompts=PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")),
             episodes=episodes,
             recording=output_recording(context, stage, engine, learner),
+            log=episode_log(context, episodes),
         ),
         scorer=scorer,
         estimator=context.build(AdvantageEstimator, stage.advantage),
