@@ -109,6 +109,31 @@ class EnvironmentComponent(Component):
         le=10_000_000,
         description="tokens of one observation, at most; the rest is cut off",
     )
+    at_once: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="episodes that a live environment plays at the same time; null = as many as "
+        "it says",
+    )
+    step_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a live environment may take to begin or to answer a turn",
+    )
+    episode_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=604_800,
+        description="seconds that an episode of a live environment or a program may take",
+    )
+    max_failure_rate: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share of a rollout's episodes that may fail; they are not learned from",
+    )
 
     def paths(self) -> dict[str, str]:
         tools = self.fields().get("tools")

@@ -196,6 +196,8 @@ class RolloutEngine(Plugin[ConfigT]):
 
     kind = "rollout_engine"
     policy_version: int = 0
+    calls_at_once: ClassVar[int] = 1
+    """Calls of `generate` that may be made at the same time, from several threads."""
     on_tokens: Callable[[Sequence[DrawnToken]], None] | None = None
     """Called by engines that can tell while `generate` runs, with what every response just drew;
     what it raises ends the request."""

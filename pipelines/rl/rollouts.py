@@ -31,6 +31,7 @@ from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import Episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Rollouts:
     tokenizer: ChatTokenizer
     sampler: Sampler[Any]
     prompts: PromptStream
-    episodes: EpisodeRunner | None = None
+    episodes: Episodes | None = None
     recording: Callable[[], AbstractContextManager[SampledOutputs | None]] = nullcontext
     waiting: dict[int, Rollout] = field(default_factory=dict)
     _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
@@ -138,7 +139,7 @@ class Rollouts:
             more_prompts=self.prompts.take,
             verify=self._verify,
             check=check,
-            episodes=episodes,
+            episodes=episodes if isinstance(episodes, EpisodeRunner) else None,
         )
         with self.recording() as products:
             sampled = self.sampler.sample(request)

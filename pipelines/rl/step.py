@@ -27,7 +27,6 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
-from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
@@ -45,6 +44,7 @@ from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import Episodes
 
 
 class Stateful(Protocol):
@@ -75,7 +75,7 @@ class RlLoop:
     held_out: Sequence[PromptGroup]
     recorder: Recorder
     checkpoints: Checkpoints
-    episodes: EpisodeRunner | None = None
+    episodes: Episodes | None = None
     critic: ValuePhase | None = None
     sync_check: SyncCheck | None = None
     first_step: int = 1

@@ -16,6 +16,7 @@ from posttrain.core.contracts import (
     Sampler,
     StageOutput,
 )
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.runtime.seeding import derive_seed
@@ -37,7 +38,7 @@ from posttrain.pipelines.rl.recording import Recorder
 from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stage.context import StageContext
-from posttrain.pipelines.stage.inputs import build_episodes
+from posttrain.pipelines.stage.inputs import Episodes, episodes_of
 from posttrain.pipelines.stage.on_nodes import answered_on_nodes, scored_on_nodes
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages
@@ -74,7 +75,11 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
     assert isinstance(stage, RlStage)
     with context.engines.lease(context.model_dir) as engine, ExitStack() as opened:
         ranks = opened.enter_context(RankTrainer(context)) if wants_ranks(context) else None
-        loop = build_loop(context, stage, engine, ranks)
+        tokenizer = context.tokenizer()
+        episodes = opened.enter_context(
+            episodes_of(context, stage.environment, tokenizer, context.check)
+        )
+        loop = build_loop(context, stage, engine, tokenizer, episodes, ranks)
         loop.check_sync("the start of the stage")
         opened.enter_context(scored_on_nodes(context, loop.scorer))
         opened.enter_context(answered_on_nodes(context, loop.episodes))
@@ -87,12 +92,12 @@ def build_loop(
     context: StageContext,
     stage: RlStage,
     engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    episodes: Episodes | None,
     ranks: RankTrainer | None = None,
 ) -> RlLoop:
     """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
-    tokenizer = context.tokenizer()
-    episodes = build_episodes(context, stage.environment, tokenizer, context.check)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length

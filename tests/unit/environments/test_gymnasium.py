@@ -13,7 +13,7 @@ from posttrain.core.contracts import Observation, Turn
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message
 from posttrain.plugins.environments.gymnasium import GymnasiumConfig, GymnasiumEnvironment
-from tests.helpers.live import called, during, played, problem, said, texts
+from tests.helpers.live_turns import called, during, played, problem, said, texts
 
 LAKE = {
     "id": "FrozenLake-v1",

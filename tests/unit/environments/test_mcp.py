@@ -23,7 +23,7 @@ from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.kit.tiny import END, make_tiny_tokenizer
 from posttrain.core.types import Message, ToolCall
 from posttrain.plugins.environments.mcp import McpConfig, McpEnvironment
-from tests.helpers.live import called, during, played, problem, said, texts
+from tests.helpers.live_turns import called, during, played, problem, said, texts
 
 HELPERS = Path(__file__).resolve().parents[2] / "helpers"
 PROGRAM = {"command": [sys.executable, str(HELPERS / "mcp_server.py")]}
