@@ -46,6 +46,7 @@ class ToolUseConfig(CallLimits):
     )
 
 
+ONE_ACTION = "error: one action a turn"
 MALFORMED = (
     "error: the tool call could not be read, expected an object with the tool's name and its "
     "arguments as JSON"
@@ -69,6 +70,16 @@ def answered(
     messages += [Message("tool", MALFORMED)] * len(said.malformed)
     failed = sum(result.failed for result in results) + len(said.malformed)
     return tuple(messages), {"calls": float(len(messages)), "failed": float(failed)}
+
+
+def reply(said: Message, text: str) -> tuple[Message, ...]:
+    """`text` as the answer to a turn that takes one action: the result of the turn's call, or the
+    user's words. Further calls are answered too, since no template leaves one without a result."""
+    if not said.tool_calls:
+        return (Message("tool" if said.malformed else "user", text),)
+    first, *others = said.tool_calls
+    more = [Message("tool", ONE_ACTION, name=c.name, tool_call_id=c.id) for c in others]
+    return (Message("tool", text, name=first.name, tool_call_id=first.id), *more)
 
 
 Arguments = TypeVar("Arguments")

@@ -14,7 +14,8 @@ from posttrain.core.contracts import LiveEnvironment, Observation, Opening, Plug
 from posttrain.core.contracts.base import RegularExpression
 from posttrain.core.errors import ConfigError
 from posttrain.core.rollout.external import episode_seed, require
-from posttrain.core.types import Message, Problem, ToolSchema
+from posttrain.core.rollout.tool_use import reply
+from posttrain.core.types import Problem, ToolSchema
 
 if TYPE_CHECKING:
     import gymnasium
@@ -155,20 +156,7 @@ class GymnasiumEnvironment(LiveEnvironment[GymnasiumConfig]):
     async def step(self, state: object, turn: Turn) -> Observation:
         """What follows the action that `turn` names."""
         assert isinstance(state, Game)
-        calls, counts = turn.message.tool_calls, {"calls": 1.0, "failed": 0.0}
-        call = calls[0] if calls else None
-        # Every call is answered, or the next turn would stand after one without a result.
-        rest = [
-            Message("tool", "error: one action a turn", name=c.name, tool_call_id=c.id)
-            for c in calls[1:]
-        ]
-
-        def said(text: str) -> tuple[Message, ...]:
-            if call is None:
-                role: Literal["tool", "user"] = "tool" if turn.message.malformed else "user"
-                return (Message(role, text),)
-            return (Message("tool", text, name=call.name, tool_call_id=call.id), *rest)
-
+        counts = {"calls": 1.0, "failed": 0.0}
         action, wrong = self._action(turn)
         if not wrong and self._names and state.mask is not None:
             allowed = state.mask[action - self._first]
@@ -177,7 +165,7 @@ class GymnasiumEnvironment(LiveEnvironment[GymnasiumConfig]):
             counts["failed"] = 1.0
             text = f"{wrong} {self._asked(state.mask)}"
             reward = self.config.illegal_reward
-            return Observation("", False, state, counts, said(text), reward)
+            return Observation("", False, state, counts, reply(turn.message, text), reward)
         step = await self._run(lambda: state.env.step(action))
         seen, reward, terminated, truncated, info = step
         text = await self._seen(state, seen, info)
@@ -186,7 +174,7 @@ class GymnasiumEnvironment(LiveEnvironment[GymnasiumConfig]):
             bool(terminated),
             state,
             counts,
-            said(text),
+            reply(turn.message, text),
             float(reward),
             truncated=bool(truncated) and not terminated,
         )
