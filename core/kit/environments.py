@@ -56,14 +56,14 @@ def _episode(subject: Subject) -> None:
         state, done = opening.state, False
         for number in range(MOST_TURNS):
             found = environment.step(state, _turn(text, ended=number % 2 == 1))
-            _expect_sound(found, f"to the text {text[:40]!r}")
+            expect_sound(found, f"to the text {text[:40]!r}")
             state, done = found.state, found.done
             if done:
                 break
         expect(done, f"after {MOST_TURNS} turns of {text[:40]!r}, half of them ended, it goes on")
 
 
-def _expect_sound(found: object, where: str) -> None:
+def expect_sound(found: object, where: str) -> None:
     if not isinstance(found, Observation):
         expect(False, f"{where} `step` gives {type(found).__name__}, not Observation")
         return
@@ -102,7 +102,7 @@ async def _lived(made: LiveEnvironment[Any], text: str) -> None:
     try:
         for _ in range(3):
             found = await made.step(state, _turn(text, ended=True))
-            _expect_sound(found, f"to the text {text[:40]!r}")
+            expect_sound(found, f"to the text {text[:40]!r}")
             if found.done or found.truncated:
                 break
             state = found.state

@@ -180,7 +180,7 @@ class McpSession:
 
         session, most = self, self.max_bytes
 
-        class Cut(httpx2.AsyncByteStream):
+        class Cut(httpx2.AsyncByteStream):  # type: ignore[misc]
             """A body of at most so many bytes."""
 
             def __init__(self, body: Any) -> None:
@@ -198,7 +198,7 @@ class McpSession:
             async def aclose(self) -> None:
                 await self.body.aclose()
 
-        class Limited(httpx2.AsyncHTTPTransport):
+        class Limited(httpx2.AsyncHTTPTransport):  # type: ignore[misc]
             """Streams of events have a limit for each event, by the library."""
 
             async def handle_async_request(self, request: Any) -> Any:

@@ -63,8 +63,8 @@ class GymnasiumConfig(PluginConfig):
         default=None,
         description="instructions that end the prompt; {actions} is the list. null = a short text",
     )
-    illegal_reward: float | None = Field(
-        default=None, description="reward of a turn without a legal action; null = none"
+    illegal_reward: float = Field(
+        default=0.0, description="reward of a turn without an allowed action"
     )
     max_chars: int = Field(default=4000, ge=1, description="characters of an observation, at most")
     threads: bool = Field(

@@ -93,9 +93,9 @@ class OpenEnvEnvironment(LiveEnvironment[OpenEnvConfig]):
 
     The prompt ends with the first observation. The seed is the problem's (task `episodes`), so that
     all episodes of a problem begin in one state. An action that the server refuses is answered by a
-    fixed text, and counts as failed; a server that ends, or is late, fails the episode. One without
-    a free session is asked again until `step_s` is over. Source: OpenEnv's WebSocket protocol,
-    version 0.10, spoken directly.
+    fixed text, has the reward 0 and counts as failed; a server that ends, or is late, fails the
+    episode. One without a free session is asked again until `step_s` is over. Source: OpenEnv's
+    WebSocket protocol, version 0.10, spoken directly.
     """
 
     name = "openenv"
@@ -165,7 +165,7 @@ class OpenEnvEnvironment(LiveEnvironment[OpenEnvConfig]):
                 wrong = REFUSED
         counts = {"calls": 1.0, "failed": float(bool(wrong))}
         if wrong:
-            return Observation("", False, state, counts, reply(turn.message, wrong))
+            return Observation("", False, state, counts, reply(turn.message, wrong), 0.0)
         reward = found.get("reward")
         if reward is not None:
             reward = float(reward)

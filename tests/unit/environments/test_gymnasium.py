@@ -91,7 +91,7 @@ def test_only_the_actions_that_the_game_allows_are_shown_and_taken() -> None:
     assert opening.endswith("End your answer with one of these actions: south, north.")
     assert opening.count("End your answer") == 1
     assert texts(found)[0].startswith("'pick up' is not possible now.")
-    assert [f.reward for f in found] == [None, -1.0]
+    assert [f.reward for f in found] == [0.0, -1.0]
     assert texts(found)[1].endswith("these actions: north, pick up.")
 
 
