@@ -412,6 +412,12 @@ class _Check:
                 f"'{sampler.name}' branches after observations, which only an environment gives; "
                 "add `environment: {name: tools, tools: [calculator]}`, or set sampler: group",
             )
+        if self.stage.schedule == "streaming" and not sampler.is_plain:
+            yield self.line(
+                "schedule",
+                f"streaming takes groups as they are done, and sampler '{sampler.name}' chooses "
+                "them itself; set sampler: group, or schedule: steps",
+            )
         refused = sampler.refuses(self.stage.num_generations)
         if refused:
             yield self.line("sampler", refused)

@@ -368,6 +368,8 @@ class Sampler(Plugin[ConfigT]):
     """Columns of the batch that it fills in addition to the responses (`node_id` of a tree)."""
     needs_environment: ClassVar[bool] = False
     """Whether it only works on episodes of several turns."""
+    is_plain: ClassVar[bool] = False
+    """Whether it draws one group for each prompt in its order, and no more."""
 
     def refuses(self, num_generations: int) -> str:
         """Why it cannot make groups of this size, with the fix; empty when it can."""

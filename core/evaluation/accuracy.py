@@ -14,6 +14,7 @@ from posttrain.core.data.tokens import ChatTokenizer, response_texts
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import Generates, generate_groups
+from posttrain.core.rollout.turns import first_branches
 from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
@@ -117,7 +118,7 @@ def _evaluate_part(
         for i, group in enumerate(sampled):
             verdicts[i] = tuple(
                 verdict_of(task, group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
-                for c in group.completions
+                for c in first_branches(group.completions)
             )
     rows = []
     for group, sampled_verdicts in zip(greedy, verdicts, strict=True):

@@ -12,7 +12,7 @@ from posttrain.core.data.problems import problem_from_json, problem_to_json
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import RunError
 from posttrain.core.rollout.answers import Answers, AnswersHere
-from posttrain.core.rollout.turns import Turns, completion_of
+from posttrain.core.rollout.turns import Turns, completion_of, first_branches
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, Problem, SamplingParams, ToolSchema
 
@@ -195,20 +195,29 @@ class EpisodeRunner:
 
 
 def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:
-    """Turns and tool calls of finished episodes; nothing where there were none."""
-    counts = [c.counts for group in groups for c in group.completions if c.counts]
-    if not counts:
-        return {}
+    """Turns, calls and outcomes of finished episodes; nothing where there were none."""
+    completions = [c for group in groups for c in group.completions]
+    episodes = [c for group in groups for c in first_branches(group.completions)]
+    counts = [c.counts for c in episodes if c.counts]
+    metrics: dict[str, float] = {}
 
     def total(name: str) -> float:
         return sum(found.get(name, 0.0) for found in counts)
 
-    calls = total("calls")
-    return {
-        "tools/turns": total("turns") / len(counts),
-        "tools/calls_per_response": calls / len(counts),
-        "tools/failed_frac": total("failed") / calls if calls else 0.0,
-    }
+    if counts:
+        calls = total("calls")
+        metrics |= {
+            "tools/turns": total("turns") / len(counts),
+            "tools/calls_per_response": calls / len(counts),
+            "tools/failed_frac": total("failed") / calls if calls else 0.0,
+        }
+    if outcomes := [c.reward for c in episodes if c.reward is not None]:
+        metrics["env/outcome"] = sum(outcomes) / len(outcomes)
+    if any(c.failed for c in episodes):
+        metrics["env/failed_frac"] = sum(bool(c.failed) for c in episodes) / len(episodes)
+    if len(completions) > len(episodes):
+        metrics["env/branches"] = len(completions) / len(episodes)
+    return metrics
 
 
 def _so_far(episode: Episode) -> tuple[int, ...]:

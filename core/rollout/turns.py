@@ -132,6 +132,7 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
     ids: list[int] = []
     logprobs: list[float] = []
     entropies: list[float] = []
+    versions: list[int] = []
     sampled: list[bool] = []
     node_ids: list[int] = []
     ends: list[int] = []
@@ -146,6 +147,10 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
             ends.append(len(ids) - 1)
             keys.append(state_key(shown))
             shown = ()
+        if turn is not None:
+            versions += turn.versions or [turn.policy_version] * size
+        else:
+            versions += versions[-1:] * size
         logprobs += turn.logprobs if turn is not None else [0.0] * size
         entropies += turn.entropies if turn is not None else [0.0] * size
         sampled += [turn is not None] * size
@@ -159,6 +164,7 @@ def completion_of(episode: Episode, nodes: dict[int, int] | None = None) -> Comp
         entropies=tuple(entropies) if first.entropies else (),
         sampled=() if all(sampled) else tuple(sampled),
         node_ids=tuple(node_ids),
+        versions=tuple(versions) if len(set(versions)) > 1 else (),
         counts=dict(episode.counts),
         turn_ends=tuple(ends),
         turn_rewards=(*episode.rewards, *[None] * (len(ends) - len(episode.rewards))),
@@ -180,3 +186,11 @@ def score_of(episode: Episode) -> float | None:
     if episode.reward is not None or not given:
         return episode.reward
     return sum(given)
+
+
+def first_branches(completions: Sequence[Completion]) -> list[Completion]:
+    """The first branch of each episode of a group."""
+    found: dict[int, Completion] = {}
+    for index, completion in enumerate(completions):
+        found.setdefault(completion.episode if completion.episode >= 0 else -1 - index, completion)
+    return list(found.values())

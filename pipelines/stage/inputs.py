@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.presets import tool_components
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EnvironmentComponent, EvaluationSection
 from posttrain.core.contracts import (
@@ -37,7 +39,10 @@ from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
-from posttrain.core.rollout.live import EpisodeLimits, LiveRunner, Plays
+from posttrain.core.rollout.live import LiveRunner
+from posttrain.core.rollout.plays import EpisodeLimits, Plays
+from posttrain.core.rollout.single import OneTurn, ValueEpisodes
+from posttrain.core.rollout.tool_use import ANY_NUMBER
 from posttrain.core.rollout.turns import Turns
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.ranks import ALONE, Ranks
@@ -122,6 +127,20 @@ def _episodes(
         component.max_observation_tokens,
         AnswersHere(environment, tools, check),
     )
+
+
+def played_one_by_one(
+    context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer, episodes: Episodes | None
+) -> Plays:
+    """Whoever plays the stage's episodes without letting them wait for one another."""
+    if isinstance(episodes, Plays):
+        return episodes
+    component = stage.environment or EnvironmentComponent(name="none", max_failure_rate=0.0)
+    limits = episode_limits(component, ANY_NUMBER, context.run.model.max_model_len)
+    limits = replace(limits, episode_s=math.inf)
+    if episodes is None:
+        return OneTurn(tokenizer, limits, context.check)
+    return ValueEpisodes(episodes, limits, context.check)
 
 
 def episode_limits(

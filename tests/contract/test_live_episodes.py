@@ -14,7 +14,8 @@ from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
 from posttrain.core.rollout.episodes import groups_from_json, groups_to_json
-from posttrain.core.rollout.live import EpisodeLimits, LiveRunner
+from posttrain.core.rollout.live import LiveRunner
+from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.rollout.turns import Turns
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
@@ -158,7 +159,7 @@ def test_too_many_failures_end_the_run_in_a_sentence(engine: TransformersEngine)
 def test_a_game_that_blocks_the_loop_is_named(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.core.rollout.live.SLACK_S", 1.0)
+    monkeypatch.setattr("posttrain.core.rollout.plays.SLACK_S", 1.0)
     with pytest.raises(RunError, match=r"kept all of its episodes waiting.*live\.py.*to_thread"):
         Player(engine, step_s=0.5).play(["block 1"], replace(PARAMS, max_tokens=4))
 
