@@ -87,7 +87,7 @@ def check_environment(subject: EnvironmentSubject) -> list[Finding]:
         return [Finding(name, "skipped", why) for name, _ in CHECKS]
     loop = _Loop(subject.limit_s)
     playing = _Playing(subject, live)
-    findings = []
+    findings: list[Finding] = []
     try:
         loop.run(limited(live.start(), START_S, "`start`"))
         for name, function in CHECKS:

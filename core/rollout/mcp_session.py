@@ -289,7 +289,7 @@ class McpSession:
 
 
 def _result(found: Any) -> tuple[ToolResult, int]:  # Any: a result of the library
-    """The text of a tool's result; what is no text is named, and counted."""
+    """The text of a tool's result; what is not text is named, and counted."""
     parts, omitted = [], 0
     for part in found.content:
         if getattr(part, "type", "") == "text":

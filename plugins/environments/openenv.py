@@ -170,9 +170,7 @@ class OpenEnvEnvironment(LiveEnvironment[OpenEnvConfig]):
         if reward is not None:
             reward = float(reward)
             if not math.isfinite(reward):
-                raise ValueError(
-                    f"the OpenEnv server gives the reward {reward}, which is no number"
-                )
+                raise ValueError(f"the OpenEnv server gives the reward {reward}, not a number")
         done = bool(found.get("done"))
         messages = reply(turn.message, self._seen(found))
         return Observation("", done, state, counts, messages, reward)
@@ -259,7 +257,7 @@ class OpenEnvEnvironment(LiveEnvironment[OpenEnvConfig]):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the OpenEnv server's answer to `{kind}` is no observation: {str(text)[:100]!r}"
+                f"the server's answer to `{kind}` is not an observation: {str(text)[:80]!r}"
             ) from error
         return dict(body)
 

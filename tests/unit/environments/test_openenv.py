@@ -97,7 +97,7 @@ def test_a_late_answer_is_never_taken_for_the_next(server: OpenEnvServer) -> Non
     ("number", "error", "says"),
     [
         (CRASH, ConnectionError, "closed the session during `step`"),
-        (GARBLED, ValueError, "answer to `step` is no observation"),
+        (GARBLED, ValueError, "answer to `step` is not an observation"),
         (NAN, ValueError, "the reward nan"),
         (HUGE, ConnectionError, "closed the session during `step`"),
     ],
