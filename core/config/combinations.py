@@ -38,6 +38,9 @@ ALWAYS = frozenset(
         "sum_pi_squared",
     }
 )
+# What an environment fills, of its episodes' turns.
+OF_TURNS = frozenset({"turn_end", "turn_reward", "state_key", "obs_mask", "episode_id"})
+WITH_TURNS = "the turns of an environment: add `environment` to the stage, or choose another plugin"
 # What fills a column that is not always there.
 FILLED_BY: dict[str, str] = {
     "values": "a critic: add `critic: {}`, or choose an advantage without one, such as 'grpo'",
@@ -47,6 +50,7 @@ FILLED_BY: dict[str, str] = {
     "node_id": "a sampler that branches: choose one, or leave attribution and dedup_prefix alone",
     "ref_logprobs": "a reference policy: give `kl.controller` a coefficient above 0",
     "is_weight": "a rollout correction: set `rollout_correction.plugin`",
+    **dict.fromkeys(OF_TURNS, WITH_TURNS),
 }
 
 
@@ -177,6 +181,8 @@ class _Check:
             found |= {"step_end", "step_score"}
         if stage.rollout_correction.plugin.name != "none":
             found |= {"is_weight", "correction_mask"}
+        if stage.environment is not None:
+            found |= OF_TURNS
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
 
     def controller_coefficient(self) -> float:

@@ -57,6 +57,10 @@ METRICS: dict[str, Metric] = {
     "adv/singleton_groups": Metric(
         "count", "groups with too few scored responses to compare; one, for most"
     ),
+    "adv/turn_groups": Metric(
+        "count", "groups of turns that are compared: of one state, or of one place in the episode"
+    ),
+    "adv/turn_groups_lt_4": Metric("count", "those of them with fewer than four turns"),
     "adv/greedy_unscored_groups": Metric(
         "count", "groups whose greedy answer could not be scored (ReMax)"
     ),
