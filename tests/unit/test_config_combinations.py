@@ -55,6 +55,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"`critic: \{\}`",
     ),
     (
+        "credit for turns without an environment",
+        {"algorithm": "gigpo"},
+        r"rl\.advantage: advantage 'gigpo' reads the column 'turn_reward', filled by the turns of "
+        r"an environment: add `environment` to the stage",
+    ),
+    (
         "a group of one with rloo",
         {"algorithm": "rloo", "num_generations": 1},
         r"rl\.num_generations: advantage 'rloo' compares .* use num_generations: 2 or more",
@@ -376,6 +382,8 @@ def test_every_preset_is_a_possible_combination(
     extras: dict[str, dict[str, object]] = {
         "grpo_process": {"rewards": ["step_verdict"]},
         "arpo": {"environment": "tools"},
+        "gigpo": {"environment": "tools"},
+        "turn_grpo": {"environment": "tools"},
     }
     run = resolved(tmp_path, manager, "float32", algorithm=preset, **extras.get(preset, {}))
     again = resolve(load_config([_written(tmp_path, run.to_yaml())]), manager)
