@@ -223,11 +223,18 @@ class _Check:
                 f"there is no file '{path}', expected JSON Lines with `prompt` and `completion`; "
                 f"relative paths start at {Path.cwd()}",
             )
-        if all(loss.source == "ptx" for loss in self.losses):
+        if all(loss.source != "rollout" for loss in self.losses):
             yield self.line(
                 "policy_loss",
-                "only reads pre-training examples, so no reward has any effect; add a policy loss "
-                "such as 'ppo_clip', or use an sft stage",
+                "only reads tokens that the policy did not sample, so no reward has any effect; "
+                "add a policy loss such as 'ppo_clip', or use an sft stage",
+            )
+        observing = [loss.name for loss in self.losses if loss.source == "observations"]
+        if observing and self.stage.environment is None:
+            yield self.line(
+                "policy_loss",
+                f"'{observing[0]}' learns what an environment wrote, and this stage has none; add "
+                f"`environment`, or remove '{observing[0]}'",
             )
 
     def advantage(self) -> Iterable[str]:
@@ -275,7 +282,8 @@ class _Check:
                 )
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
-        if read & {"rewards", "token_rewards"} or all(loss.source == "ptx" for loss in self.losses):
+        sampled = any(loss.source == "rollout" for loss in self.losses)
+        if read & {"rewards", "token_rewards"} or not sampled:
             return
         reached, reader = self._rewards_reached(built, read)
         other = "an advantage that reads the sum of rewards, such as 'grpo'"

@@ -106,6 +106,7 @@ METRICS: dict[str, Metric] = {
     "loss/kl": Metric("loss", "KL term of the loss, coefficient included"),
     "loss/entropy": Metric("loss", "entropy term of the loss, coefficient included"),
     "loss/total": Metric("loss", "what the gradient is taken of"),
+    "observed/nll": Metric("nats", "negative log-prob of a token that the environment wrote, mean"),
     "loss/sft": Metric("nats", "negative log-likelihood per response token"),
     "loss/preference": Metric("loss", "mean loss of preference pairs or labelled rows"),
     "grad/norm": Metric("norm", "L2 norm of the gradient before clipping"),

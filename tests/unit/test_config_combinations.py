@@ -133,9 +133,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.policy_loss: 'ptx' is listed 2 times, .* keep one of them",
     ),
     (
-        "only pre-training examples",
+        "only tokens that were not sampled",
         {"policy_loss": {"name": "ptx"}},
-        r"rl\.policy_loss: only reads pre-training examples",
+        r"rl\.policy_loss: only reads tokens that the policy did not sample",
+    ),
+    (
+        "observations without an environment",
+        {"policy_loss": ["ppo_clip", "echo"]},
+        r"rl\.policy_loss: 'echo' learns what an environment wrote, and this stage has none; add "
+        r"`environment`, or remove 'echo'",
     ),
     (
         "counts that are not known in time",
