@@ -426,6 +426,15 @@ class _Check:
                 f"'{sampler.name}' branches after observations, which only an environment gives; "
                 "add `environment: {name: tools, tools: [calculator]}`, or set sampler: group",
             )
+        section = self.stage.rollout_correction
+        corrects = section.plugin.name != "none" or bool(section.plugin.fields().get("reject"))
+        if sampler.needs_correction and not corrects and not section.bypass_old:
+            yield self.line(
+                "rollout_correction.plugin",
+                f"sampler '{sampler.name}' trains on groups up to {sampler.max_lag()} policy "
+                "versions old, which 'none' does not correct; leave it out for 'tis_token', or set "
+                "rollout_correction.bypass_old: true",
+            )
         refused = sampler.refuses(self.stage.num_generations)
         if refused:
             yield self.line("sampler", refused)

@@ -270,6 +270,16 @@ class SampledGroup:
     prompt: PromptGroup
     completions: tuple[Completion, ...]
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the oldest policy that took part."""
+        return min(completion.policy_version for completion in self.completions)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(sum(c.sampled) if c.sampled else len(c.token_ids) for c in self.completions)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRollout:
@@ -366,6 +376,8 @@ class Sampler(Plugin[ConfigT]):
     """Columns of the batch that it fills in addition to the responses (`node_id` of a tree)."""
     needs_environment: ClassVar[bool] = False
     """Whether it only works on episodes of several turns."""
+    needs_correction: ClassVar[bool] = False
+    """Whether its groups are so old that an uncorrected loss is refused."""
 
     def refuses(self, num_generations: int) -> str:
         """Why it cannot make groups of this size, with the fix; empty when it can."""

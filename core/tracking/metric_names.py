@@ -159,6 +159,15 @@ METRICS: dict[str, Metric] = {
     "sampling/verdict_mean": Metric(
         "fraction", "mean verdict of all that was sampled, dropped groups included"
     ),
+    "curriculum/known": Metric("problems", "whose pass rate has been measured"),
+    "curriculum/unseen_frac": Metric("fraction", "prompts of the step that were never sampled"),
+    "curriculum/inside_frac": Metric("fraction", "prompts of the step inside the target band"),
+    "replay/taken_frac": Metric("fraction", "groups of the step that were sampled before"),
+    "replay/buffer": Metric("groups", "kept for later steps"),
+    "replay/admitted": Metric("groups", "of the step that went into the buffer"),
+    "replay/expired": Metric("groups", "that left the buffer because of their age"),
+    "replay/lag_mean": Metric("updates", "mean age of the policies of the replayed groups"),
+    "replay/priority_mean": Metric("fraction", "mean spread of their verdicts"),
     "tools/turns": Metric("turns", "turns of the policy per response"),
     "tools/calls_per_response": Metric("calls", "tool calls per response"),
     "tools/failed_frac": Metric("fraction", "tool calls that failed or were malformed"),
@@ -331,6 +340,10 @@ PREFIXES: dict[str, Metric] = {
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right"),
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems"),
+    "curriculum/pass_rate/": Metric(
+        "fraction", "mean verdict of the prompts that were in this band, or unseen, before"
+    ),
+    "curriculum/known_frac/": Metric("fraction", "known problems in this band"),
     "suite/": Metric("as its benchmark says", "HARNESS/TASK/METRIC of a benchmark suite"),
     "suite_low/": Metric("as its benchmark says", "lower 95 % bound of it"),
     "suite_high/": Metric("as its benchmark says", "upper 95 % bound of it"),

@@ -61,6 +61,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"an environment: add `environment` to the stage",
     ),
     (
+        "replayed groups that nothing corrects",
+        {"sampler": "replay", "rollout_correction": {"plugin": "none"}},
+        r"rl\.rollout_correction\.plugin: sampler 'replay' trains on groups up to 4 policy "
+        r"versions old, which 'none' does not correct; leave it out for 'tis_token'",
+    ),
+    (
         "a group of one with rloo",
         {"algorithm": "rloo", "num_generations": 1},
         r"rl\.num_generations: advantage 'rloo' compares .* use num_generations: 2 or more",
