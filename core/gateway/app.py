@@ -156,7 +156,7 @@ async def _body(request: Request) -> bytes:
 def _json(raw: bytes) -> object:
     try:
         given = json.loads(raw)
-        json.dumps(given, ensure_ascii=False).encode()  # half a character is no text
+        json.dumps(given, ensure_ascii=False).encode()  # half a character is not text
         return given
     except (ValueError, RecursionError) as error:
         raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
@@ -167,7 +167,7 @@ async def _answered(request: Request, session: Session, asked: ChatRequest) -> R
     work = asyncio.get_running_loop().create_task(session.answer(asked, retried=retried))
     if asked.stream:
         first = await _first(work)
-        if first is not None:  # an error is no stream
+        if first is not None:  # an error is not a stream
             session.deliver(asked, first)
             pieces = chat_pieces(first, asked)
             return StreamingResponse(_each(pieces), media_type="text/event-stream")
