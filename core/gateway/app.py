@@ -167,7 +167,7 @@ async def _answered(request: Request, session: Session, asked: ChatRequest) -> R
     work = asyncio.get_running_loop().create_task(session.answer(asked, retried=retried))
     if asked.stream:
         first = await _first(work)
-        if first is not None:  # an error is not a stream
+        if first is not None:  # an error is not streamed
             session.deliver(asked, first)
             pieces = chat_pieces(first, asked)
             return StreamingResponse(_each(pieces), media_type="text/event-stream")

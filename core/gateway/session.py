@@ -51,7 +51,7 @@ class _Call:
 
 @dataclass
 class Session:
-    """The requests of one episode, which its key keeps apart from all others.
+    """The requests of one episode, which have its key.
 
     A request goes on from the longest conversation of this episode that it begins with, message by
     message as they were served: then the tokens so far stay as they were sampled, and only what is

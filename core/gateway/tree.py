@@ -13,7 +13,7 @@ NOBODY = -1
 
 @dataclass
 class TokenTree:
-    """A node is a token after all those before it; 0 is the root, before all tokens.
+    """A node is a token after all those before it; 0 is the root, before the first token.
 
     `by` is the call that sampled a token, `NOBODY` for what the program or the template wrote. A
     token that was context and is sampled at the same place later counts as sampled; of one that is

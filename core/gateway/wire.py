@@ -37,7 +37,7 @@ class Refused(Exception):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Whether clients are to try again; most do for some errors on their own."""
+        """Whether clients are to try again: most do for some errors unless it is forbidden."""
         return {"x-should-retry": "true" if self.again else "false"}
 
 

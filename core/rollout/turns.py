@@ -25,8 +25,8 @@ class Turns:
     reads_special_tokens: bool = False
     _answers_fit: bool = field(default=False, repr=False)
 
-    def prompt(self, problem: Problem, opening: Opening) -> tuple[int, ...]:
-        """Token ids of the prompt with what the environment tells the model."""
+    def chat(self, problem: Problem, opening: Opening) -> list[Message]:
+        """The prompt's messages with what the environment tells the model."""
         messages = list(problem.messages)
         if opening.suffix:
             last = messages[-1]
@@ -39,7 +39,11 @@ class Turns:
             if messages[0].role == "system":
                 system = f"{messages.pop(0).content}\n\n{system}"
             messages.insert(0, Message("system", system))
-        messages += opening.messages
+        return [*messages, *opening.messages]
+
+    def prompt(self, problem: Problem, opening: Opening) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        messages = self.chat(problem, opening)
         tools = (*problem.tools, *opening.tools)
         if opening.tools and not self._answers_fit:
             # A model whose template takes no results is refused before anything is sampled.
@@ -48,7 +52,7 @@ class Turns:
         return self.tokenizer.encode_chat(messages, tools)
 
     def said(self, turn: Completion) -> Turn:
-        """What the environment is told of a turn."""
+        """What the environment gets of a turn."""
         return Turn(
             self.tokenizer.decode_response(turn.token_ids),
             turn.finish_reason == "stop",
