@@ -75,7 +75,7 @@ def _write(panels: Sequence[Panel], title: str, folder: Path) -> list[Path]:
 
 
 def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
-    """The six panels of a learning curve.
+    """The six panels of a learning curve, and those of what only some stages have.
 
     Rows of `history` and `evaluations` hold "step" and metrics by name; missing ones leave gaps.
     """
@@ -119,6 +119,42 @@ def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
             history,
             ("clip/high_frac", "upper bound", ORANGE),
             ("clip/low_frac", "lower bound", BLUE),
+        ),
+        *(panel for panel in _occasional_panels(history) if panel.series),
+    ]
+
+
+def _occasional_panels(history: Rows) -> list[Panel]:
+    """Of samplers that remember, and of what environments write."""
+    bands = (("below", SKY), ("inside", GREEN), ("above", ORANGE))
+    known = [(f"curriculum/known_frac/{band}", f"{band} the band", c) for band, c in bands]
+    rates = [(f"curriculum/pass_rate/{band}", f"{band} the band", c) for band, c in bands]
+    return [
+        _panel(
+            "Curriculum: problems by pass rate",
+            "fraction",
+            history,
+            *known,
+            ("curriculum/unseen_frac", "unseen, of the batch", BLACK),
+        ),
+        _panel(
+            "Curriculum: accuracy by band",
+            "fraction correct",
+            history,
+            *rates,
+            ("curriculum/pass_rate/unseen", "unseen", BLACK),
+        ),
+        _panel(
+            "Replayed groups",
+            "fraction of the batch",
+            history,
+            ("replay/taken_frac", "sampled before", BLUE),
+        ),
+        _panel(
+            "Observations (not sampled)",
+            "nats per token",
+            history,
+            ("observed/nll", "negative log-prob", BLUE),
         ),
     ]
 
@@ -204,8 +240,10 @@ def _page(panels: Sequence[Panel], title: str) -> str:
     from plotly.subplots import make_subplots
 
     titles = [f"<b>{html.escape(panel.title)}</b>" for panel in panels]
+    rows = -(-len(panels) // 2)
+    spacing = 0.42 / rows  # of the height, which grows with the rows
     figure = make_subplots(
-        rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.14, horizontal_spacing=0.1
+        rows=rows, cols=2, subplot_titles=titles, vertical_spacing=spacing, horizontal_spacing=0.1
     )
     figure.update_annotations(yshift=22)
     for index, panel in enumerate(panels):
@@ -222,7 +260,7 @@ def _page(panels: Sequence[Panel], title: str) -> str:
         if not panel.series:
             figure.add_annotation(text="not recorded", showarrow=False, x=0.5, y=0.5, **place)
     figure.update_layout(
-        height=1180,
+        height=210 + round(970 * rows / 3),
         title={"text": f"<b>{html.escape(title)}</b><br><sub>{NOTE}</sub>", "x": 0.02},
         template="plotly_white",
         font={"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 13},

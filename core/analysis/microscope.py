@@ -193,6 +193,10 @@ def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> 
         )
     if own.kl is not None and own.kl.from_logits and evidence.kl_coef > 0:
         found.append("the KL term is over the whole vocabulary, and is not in the weights")
+    if own.observed is not None:
+        found.append(
+            f"{own.observed.loss.name} reads tokens that were not sampled: not in the weights"
+        )
     if own.entropy_coef > 0:
         found.append(
             "the entropy bonus depends on more than a token's log-prob: not in the weights"

@@ -38,6 +38,9 @@ ALWAYS = frozenset(
         "sum_pi_squared",
     }
 )
+# What an environment fills, of its episodes' turns.
+OF_TURNS = frozenset({"turn_end", "turn_reward", "state_key", "obs_mask", "episode_id"})
+WITH_TURNS = "the turns of an environment: add `environment` to the stage, or choose another plugin"
 # What fills a column that is not always there.
 FILLED_BY: dict[str, str] = {
     "values": "a critic: add `critic: {}`, or choose an advantage without one, such as 'grpo'",
@@ -47,6 +50,7 @@ FILLED_BY: dict[str, str] = {
     "node_id": "a sampler that branches: choose one, or leave attribution and dedup_prefix alone",
     "ref_logprobs": "a reference policy: give `kl.controller` a coefficient above 0",
     "is_weight": "a rollout correction: set `rollout_correction.plugin`",
+    **dict.fromkeys(OF_TURNS, WITH_TURNS),
 }
 
 
@@ -177,6 +181,8 @@ class _Check:
             found |= {"step_end", "step_score"}
         if stage.rollout_correction.plugin.name != "none":
             found |= {"is_weight", "correction_mask"}
+        if stage.environment is not None:
+            found |= OF_TURNS
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
 
     def controller_coefficient(self) -> float:
@@ -217,11 +223,18 @@ class _Check:
                 f"there is no file '{path}', expected JSON Lines with `prompt` and `completion`; "
                 f"relative paths start at {Path.cwd()}",
             )
-        if all(loss.source == "ptx" for loss in self.losses):
+        if all(loss.source != "rollout" for loss in self.losses):
             yield self.line(
                 "policy_loss",
-                "only reads pre-training examples, so no reward has any effect; add a policy loss "
-                "such as 'ppo_clip', or use an sft stage",
+                "only reads tokens that the policy did not sample, so no reward has any effect; "
+                "add a policy loss such as 'ppo_clip', or use an sft stage",
+            )
+        observing = [loss.name for loss in self.losses if loss.source == "observations"]
+        if observing and self.stage.environment is None:
+            yield self.line(
+                "policy_loss",
+                f"'{observing[0]}' learns what an environment wrote, and this stage has none; add "
+                f"`environment`, or remove '{observing[0]}'",
             )
 
     def advantage(self) -> Iterable[str]:
@@ -269,7 +282,8 @@ class _Check:
                 )
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
-        if read & {"rewards", "token_rewards"} or all(loss.source == "ptx" for loss in self.losses):
+        sampled = any(loss.source == "rollout" for loss in self.losses)
+        if read & {"rewards", "token_rewards"} or not sampled:
             return
         reached, reader = self._rewards_reached(built, read)
         other = "an advantage that reads the sum of rewards, such as 'grpo'"
@@ -417,6 +431,15 @@ class _Check:
                 "schedule",
                 f"streaming takes groups as they are done, and sampler '{sampler.name}' chooses "
                 "them itself; set sampler: group, or schedule: steps",
+            )
+        section = self.stage.rollout_correction
+        corrects = section.plugin.name != "none" or bool(section.plugin.fields().get("reject"))
+        if sampler.needs_correction and not corrects and not section.bypass_old:
+            yield self.line(
+                "rollout_correction.plugin",
+                f"sampler '{sampler.name}' trains on groups up to {sampler.max_lag()} policy "
+                "versions old, which 'none' does not correct; leave it out for 'tis_token', or set "
+                "rollout_correction.bypass_old: true",
             )
         refused = sampler.refuses(self.stage.num_generations)
         if refused:

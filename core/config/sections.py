@@ -109,6 +109,12 @@ class EnvironmentComponent(Component):
         le=10_000_000,
         description="tokens of one observation, at most; the rest is cut off",
     )
+    max_calls: int = Field(
+        default=64,
+        ge=1,
+        le=100_000,
+        description="requests to the policy that a program may make in an episode",
+    )
     at_once: int | None = Field(
         default=None,
         ge=1,

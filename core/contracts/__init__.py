@@ -140,6 +140,8 @@ __all__ = [
     "Tool",
     "ToolResult",
     "Turn",
+    "TurnAdvantage",
+    "TurnConfig",
     "ValueAdvantage",
     "ValueConfig",
     "WeightSource",

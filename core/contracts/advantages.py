@@ -25,6 +25,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked, whiten_row_means, whiten_rows, whiten_tokens
 from posttrain.core.math.returns import ValuedSteps
+from posttrain.core.math.turns import on_tokens, sampled_turns
 
 REWARD_COLUMNS = frozenset({"token_rewards", "rewards", "reward_components", "step_score", "acc"})
 """Columns in which rewards arrive: their sum by token and by response, each by itself, the steps of
@@ -262,8 +263,11 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
         }
 
     def per_token(self, rows: Tensor, batch: RolloutBatch) -> Tensor:
-        """As `attribution` and `dedup_prefix` say; without a tree, the row's number everywhere."""
-        tokens = super().per_token(rows, batch)
+        """The row's number everywhere, but for what `over_tree` does."""
+        return self.over_tree(super().per_token(rows, batch), batch)
+
+    def over_tree(self, tokens: Tensor, batch: RolloutBatch) -> Tensor:
+        """`tokens` [B, T] as `attribution` and `dedup_prefix` say; unchanged without a tree."""
         taken = masked(batch.mask, batch.column("scored")[:, None])
         if self.config.attribution == "hard":
             tokens = groups.mean_over_nodes(tokens, batch.column("node_id"), batch.group_id, taken)
@@ -271,6 +275,75 @@ class GroupAdvantage(RowAdvantage[GroupConfigT]):
             sharers = groups.node_sharers(batch.column("node_id"), batch.group_id, taken)
             tokens = tokens / sharers
         return tokens
+
+
+class TurnConfig(GroupConfig):
+    """Settings of every estimator that compares episodes, and turns of episodes."""
+
+    outcome_weight: float = Field(
+        default=1.0, ge=0, le=1_000, description="factor of the episode's advantage"
+    )
+    turn_weight: float = Field(
+        default=1.0, ge=0, le=1_000, description="factor of the turn's advantage"
+    )
+    norm_by_std: bool = Field(
+        default=True, description="divide by a standard deviation, of episodes and of turns"
+    )
+    ddof: Literal[0, 1] = Field(default=1, description="1 = unbiased (n - 1), 0 = population")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="added to the deviation")
+
+
+TurnConfigT = TypeVar("TurnConfigT", bound=TurnConfig)
+
+
+class TurnAdvantage(GroupAdvantage[TurnConfigT]):
+    """Estimators that compare episodes by their outcome, and turns by the turns' own rewards.
+
+    A token has the advantage of its episode and that of its turn. Branches of one episode enter
+    each statistic once: the episode by its first row, a turn by the row that has its tokens.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset(
+        {"token_rewards", "scored", "turn_end", "turn_reward"}
+    )
+
+    @abstractmethod
+    def turn_scores(self, batch: RolloutBatch, valid: Tensor) -> tuple[Tensor, list[int]]:
+        """Advantages [B, S] of the `valid` turns in float64, and sizes of the groups of turns."""
+
+    def token_advantages(self, batch: RolloutBatch) -> Advantages:
+        """The episode's advantage and the turn's, each with its weight."""
+        episodes, metrics = self.row_advantages(batch)
+        ends, mask = batch.column("turn_end"), batch.response_mask
+        valid = sampled_turns(ends, mask) & self.compared(batch)[:, None]
+        turns, sizes = self.turn_scores(batch, valid)
+        tokens = self.config.outcome_weight * episodes[:, None]
+        tokens = tokens + self.config.turn_weight * on_tokens(turns, ends, mask.shape[1])
+        some = masked(tokens, mask).any(dim=1)
+        members = list(groups.scored_groups(batch.group_id, self.compared(batch)))
+        num_zero = sum(not some[rows].any() for rows in members)
+        metrics["group/zero_adv_frac"] = num_zero / max(1, len(members))
+        metrics["adv/turn_groups"] = float(len(sizes))
+        metrics["adv/turn_groups_lt_4"] = float(sum(size < 4 for size in sizes))
+        return Advantages(self.over_tree(tokens, batch), metrics=metrics)
+
+    def whitened(self, tokens: Tensor, taken: Tensor) -> Tensor:
+        """Of tokens or of rows' means: a row has more than one advantage."""
+        return TokenAdvantage.whitened(self, tokens, taken)
+
+    def scores(self, values: Tensor) -> Tensor:
+        """Deviations of `values` [G] from their mean, in standard deviations unless turned off."""
+        if self.config.norm_by_std:
+            return groups.z_scores(values, self.config.ddof, self.config.eps)
+        return values - values.mean()
+
+    def group_advantages(self, rewards: Tensor, rows: Tensor, batch: RolloutBatch) -> Tensor:
+        """Deviations [G] of the episodes' rewards from the group's mean."""
+        return self.scores(rewards)
+
+    def alone(self, rewards: Tensor) -> Tensor:
+        """Mean 0 and deviation 1 stand for what a group of one does not have."""
+        return rewards / (1 + self.config.eps) if self.config.norm_by_std else rewards
 
 
 def _refuse_token_terms(batch: RolloutBatch, who: str) -> None:

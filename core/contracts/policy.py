@@ -84,8 +84,10 @@ class PolicyLoss(StatefulPlugin[ConfigT]):
 
     kind = "policy_loss"
     needs: ClassVar[frozenset[str]] = frozenset({"advantages", "old_logprobs"})
-    source: ClassVar[Literal["rollout", "ptx"]] = "rollout"
-    """`ptx`: the term reads the stage's pre-training batches instead of the rollout."""
+    source: ClassVar[Literal["rollout", "ptx", "observations"]] = "rollout"
+    """What the term reads: the sampled tokens of the rollout; `ptx`: the stage's pre-training
+    batches; `observations`: the rollout's tokens that others wrote, which are its `mask` then, with
+    log-probs at temperature 1."""
     uses_ratio: ClassVar[bool] = True
     """Whether an importance ratio corrects for stale samples. If not, a bypassed rollout correction
     weighs the loss itself."""

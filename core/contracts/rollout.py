@@ -272,6 +272,16 @@ class SampledGroup:
     prompt: PromptGroup
     completions: tuple[Completion, ...]
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the oldest policy that took part."""
+        return min(completion.policy_version for completion in self.completions)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(sum(c.sampled) if c.sampled else len(c.token_ids) for c in self.completions)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRollout:
@@ -370,6 +380,8 @@ class Sampler(Plugin[ConfigT]):
     """Whether it only works on episodes of several turns."""
     is_plain: ClassVar[bool] = False
     """Whether it draws one group for each prompt in its order, and no more."""
+    needs_correction: ClassVar[bool] = False
+    """Whether its groups are so old that an uncorrected loss is refused."""
 
     def refuses(self, num_generations: int) -> str:
         """Why it cannot make groups of this size, with the fix; empty when it can."""

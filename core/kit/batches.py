@@ -19,6 +19,9 @@ LENGTHS = (4, 1, 0, 3, 5, 2, 0, 5)
 GROUPS = (0, 0, 0, 1, 1, 2, 3, 3)
 # Where the scored steps of each row end; -1 = no step.
 STEP_ENDS = ((1, 3), (0, -1), (-1, -1), (2, -1), (0, 4), (1, -1), (-1, -1), (2, 4))
+# Where the turns of each row end, and the state that each began in.
+TURN_ENDS = ((0, 3), (0, -1), (-1, -1), (2, -1), (1, 4), (1, -1), (-1, -1), (1, 4))
+STATES = ((7, 7), (7, 0), (0, 0), (7, 0), (7, 8), (7, 0), (0, 0), (7, 7))
 
 
 def build_batch(
@@ -97,6 +100,9 @@ def ragged_batch(under_the_mask: float, seed: int = 0) -> RolloutBatch:
         node_id=torch.where(mask, row[:, None].clamp(max=1), -1),
         sum_pi_squared=column(0.01).abs() + 0.9,
         is_weight=column(0.1) + 1,
+        turn_end=(turn_end := torch.tensor(TURN_ENDS)),
+        turn_reward=torch.where(turn_end >= 0, rows(1.0), nothing),
+        state_key=torch.tensor(STATES),
     )
     return replace(batch, truncated=row % 3 == 0)
 

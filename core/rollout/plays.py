@@ -162,7 +162,7 @@ class Plays(ABC):
             raise RunError(
                 f"environment '{self.name}': {len(failed)} of {len(episodes)} episodes "
                 f"failed, more than max_failure_rate {most:g} allows; the first: {failed[0]}: "
-                "mend the environment or its server, or raise environment.max_failure_rate"
+                "fix the environment or its server, or raise environment.max_failure_rate"
             )
         if failed:
             logger.warning(
@@ -287,7 +287,7 @@ def described(error: BaseException) -> str:
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is no group."""
+    """The first error of a group that is not a group itself."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -52,7 +52,7 @@ class Turns:
         return self.tokenizer.encode_chat(messages, tools)
 
     def said(self, turn: Completion) -> Turn:
-        """What the environment is told of a turn."""
+        """What the environment gets of a turn."""
         return Turn(
             self.tokenizer.decode_response(turn.token_ids),
             turn.finish_reason == "stop",

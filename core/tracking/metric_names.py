@@ -57,6 +57,10 @@ METRICS: dict[str, Metric] = {
     "adv/singleton_groups": Metric(
         "count", "groups with too few scored responses to compare; one, for most"
     ),
+    "adv/turn_groups": Metric(
+        "count", "groups of turns that are compared: of one state, or of one place in the episode"
+    ),
+    "adv/turn_groups_lt_4": Metric("count", "those of them with fewer than four turns"),
     "adv/greedy_unscored_groups": Metric(
         "count", "groups whose greedy answer could not be scored (ReMax)"
     ),
@@ -102,6 +106,7 @@ METRICS: dict[str, Metric] = {
     "loss/kl": Metric("loss", "KL term of the loss, coefficient included"),
     "loss/entropy": Metric("loss", "entropy term of the loss, coefficient included"),
     "loss/total": Metric("loss", "what the gradient is taken of"),
+    "observed/nll": Metric("nats", "negative log-prob of a token that the environment wrote, mean"),
     "loss/sft": Metric("nats", "negative log-likelihood per response token"),
     "loss/preference": Metric("loss", "mean loss of preference pairs or labelled rows"),
     "grad/norm": Metric("norm", "L2 norm of the gradient before clipping"),
@@ -154,6 +159,15 @@ METRICS: dict[str, Metric] = {
     "sampling/verdict_mean": Metric(
         "fraction", "mean verdict of all that was sampled, dropped groups included"
     ),
+    "curriculum/known": Metric("problems", "whose pass rate has been measured"),
+    "curriculum/unseen_frac": Metric("fraction", "prompts of the step that were never sampled"),
+    "curriculum/inside_frac": Metric("fraction", "prompts of the step inside the target band"),
+    "replay/taken_frac": Metric("fraction", "groups of the step that were sampled before"),
+    "replay/buffer": Metric("groups", "kept for later steps"),
+    "replay/admitted": Metric("groups", "of the step that went into the buffer"),
+    "replay/expired": Metric("groups", "that left the buffer because of their age"),
+    "replay/lag_mean": Metric("updates", "mean age of the policies of the replayed groups"),
+    "replay/priority_mean": Metric("fraction", "mean spread of their verdicts"),
     "tools/turns": Metric("turns", "turns of the policy per response"),
     "tools/calls_per_response": Metric("calls", "tool calls per response"),
     "tools/failed_frac": Metric("fraction", "tool calls that failed or were malformed"),
@@ -334,6 +348,10 @@ PREFIXES: dict[str, Metric] = {
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right"),
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems"),
+    "curriculum/pass_rate/": Metric(
+        "fraction", "mean verdict of the prompts that were in this band, or unseen, before"
+    ),
+    "curriculum/known_frac/": Metric("fraction", "known problems in this band"),
     "suite/": Metric("as its benchmark says", "HARNESS/TASK/METRIC of a benchmark suite"),
     "suite_low/": Metric("as its benchmark says", "lower 95 % bound of it"),
     "suite_high/": Metric("as its benchmark says", "upper 95 % bound of it"),

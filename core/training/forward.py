@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,13 +52,15 @@ class ResponseForward:
     """`logprobs` [B, T] and `entropy` [B, T] in nats, 0 where `response_mask` is 0.
 
     `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
-    `reused`: linear layers returned what sampling had computed.
+    `reused`: linear layers returned what sampling had computed. `observed` [B, T] are the log-probs
+    of the tokens in `obs_mask` at temperature 1, where they were asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     log_kept: Tensor | None = None
     reused: bool = False
+    observed: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
@@ -92,11 +94,15 @@ def response_pass(
     cut: Cut = UNCUT,
     outputs: SampledOutputs | None = None,
     last: bool = False,
+    observed: bool = False,
 ) -> tuple[States, ResponseForward]:
     """What `response_states` gives, and what follows from it.
 
     Linear outputs that sampling recorded in `outputs` are reused, with `last` for the last time.
+    With `observed` the same pass evaluates the tokens in `obs_mask`, and reuses nothing.
     """
+    if observed:
+        return _observing_pass(model, batch, temperature, cut)
     check_passes(model)  # not inside of what reuses outputs
     found: FoundOutputs | None = None
     reusing: AbstractContextManager[None] = nullcontext()
@@ -115,6 +121,20 @@ def response_pass(
         cut=cut,
         found=found,
     )
+
+
+def _observing_pass(
+    model: PreTrainedModel, batch: RolloutBatch, temperature: float, cut: Cut
+) -> tuple[States, ResponseForward]:
+    """`response_pass` with the log-probs of observed tokens."""
+    sampled, others = batch.response_mask, batch.column("obs_mask")
+    both = replace(batch, response_mask=((sampled + others) > 0).to(sampled.dtype))
+    states = response_states(model, both, include_last=False)
+    length, device, shape = states.mask.shape[1], states.mask.device, batch.response_ids.shape
+    own, rest = (states._replace(mask=m[:, :length].bool().to(device)) for m in (sampled, others))
+    found = project_states(model, own, shape, temperature=temperature, cut=cut)
+    predicted = project_states(model, rest, shape, temperature=1.0)
+    return own, replace(found, observed=predicted.logprobs)
 
 
 @torch.no_grad()

@@ -289,14 +289,22 @@ class Learner:
         parts = []
         if len(active):
             parts = self.settings.micro_rows(mini.select(active), self.ranks.size)
-        order = [active[part] for part in parts if mini.mask[active[part]].any()]
+        observed = self.objective.reads_observed(mini)
+        learned = mini.mask + mini.column("obs_mask") if observed else mini.mask
+        order = [active[part] for part in parts if learned[active[part]].any()]
         for rows, counts in self.ranks.share(order):
             check()
             micro = mini.select(rows)
             last = rows is order[-1]
             temperature = self.settings.temperature
             states, out = response_pass(
-                self.model, micro, temperature=temperature, cut=cut, outputs=products, last=last
+                self.model,
+                micro,
+                temperature=temperature,
+                cut=cut,
+                outputs=products,
+                last=last,
+                observed=observed,
             )
             if counts:
                 seen.put(rows, out)
@@ -309,6 +317,7 @@ class Learner:
                 prepared.rows(rows),
                 kl_coef,
                 self._exact_kl(micro, states, kl_coef),
+                None if out.observed is None else out.observed.cpu(),
             )
             if counts:
                 record_micro(sums, loss, out, micro, rows)

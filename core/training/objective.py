@@ -46,7 +46,8 @@ class PreparedMini:
     """What was taken from a whole mini-batch before its first micro-batch.
 
     `terms` and `term_counts` follow the objective's terms; `counts` are those of the KL term,
-    `entropy_counts` of the entropy term. `columns` are batch columns of the mini-batch's rows.
+    `entropy_counts` of the entropy term, `observed_counts` of the term on observations. `columns`
+    are batch columns of the mini-batch's rows.
     """
 
     terms: tuple[Prepared | None, ...]
@@ -55,6 +56,7 @@ class PreparedMini:
     entropy_counts: Counts
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    observed_counts: Counts | None = None
 
     def rows(self, index: Tensor) -> PreparedMini:
         """The same for the rows of a micro-batch."""
@@ -65,6 +67,7 @@ class PreparedMini:
             counts=self.counts.rows(index),
             entropy_counts=self.entropy_counts.rows(index),
             columns={name: column[index] for name, column in self.columns.items()},
+            observed_counts=self.observed_counts and self.observed_counts.rows(index),
         )
 
 
@@ -92,7 +95,8 @@ class Objective:
     With `bypass_old` the engine's log-probs stand for the old policy's, and a loss without an
     importance ratio is weighed against the engine instead. `renormalise` counts only tokens that
     the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
-    highest entropy (arXiv:2506.01939).
+    highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, which
+    takes neither mask nor weight.
     """
 
     terms: tuple[LossTerm, ...]
@@ -104,6 +108,11 @@ class Objective:
     bypass_old: bool = False
     renormalise: bool = False
     top_entropy: float = 1.0
+    observed: LossTerm | None = None
+
+    def reads_observed(self, batch: RolloutBatch) -> bool:
+        """Whether a term needs the log-probs of tokens that others wrote, of which it has some."""
+        return self.observed is not None and batch.obs_mask is not None
 
     @property
     def owns_update(self) -> bool:
@@ -127,6 +136,7 @@ class Objective:
         """
         others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
         others = others or any(t.aggregator.config.counts == "micro" for t in self.terms)
+        others = others or self.reads_observed(mini)
         if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
             return torch.zeros(len(mini), dtype=torch.bool)
         return (masked(mini.column("advantages"), mini.mask) == 0).all(dim=1)
@@ -191,7 +201,14 @@ class Objective:
             parts(entropy_aggregator.count(mini.mask, mini.group_id)),
             columns,
             metrics,
+            self._observed_counts(mini, num_parts),
         )
+
+    def _observed_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
+        if self.observed is None or mini.obs_mask is None:
+            return None
+        counts = self.observed.aggregator.count(mini.obs_mask, mini.group_id)
+        return replace(counts, num_parts=num_parts)
 
     def _counted(self, mask: Tensor, batch: RolloutBatch) -> Tensor:
         """The mask that a policy term's counts and lengths are taken from."""
@@ -207,11 +224,13 @@ class Objective:
         prepared: PreparedMini,
         kl_coef: float = 0.0,
         exact_kl: Tensor | None = None,
+        observed: Tensor | None = None,
     ) -> MicroLoss:
         """This micro-batch's share of the loss, from `logprobs` and `entropy` [B, T].
 
         `prepared` is cut to the rows of `micro`. `exact_kl` [B, T] stands in for an estimate when
-        the KL plugin works on logits.
+        the KL plugin works on logits. `observed` [B, T] are log-probs at temperature 1 of the
+        tokens that others wrote, where `reads_observed` says that they are needed.
         """
         if prepared.columns:
             micro = micro.with_columns(**prepared.columns)
@@ -257,7 +276,22 @@ class Objective:
             )
             parts["loss/entropy"] = -self.entropy_coef * bonus.detach()
             total = total - self.entropy_coef * bonus
+        if self.observed is not None and observed is not None:
+            value = self._observed_loss(self.observed, observed, micro, prepared)
+            parts[f"loss/term/{self.observed.loss.name}"] = value.detach()
+            tokens["observed/nll"] = (-observed.detach(), micro.column("obs_mask"))
+            total = total + value
         return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach(), pulls)
+
+    def _observed_loss(
+        self, term: LossTerm, logprobs: Tensor, micro: RolloutBatch, prepared: PreparedMini
+    ) -> Tensor:
+        """The share of the term on observations: its mask is theirs, and its counts are too."""
+        assert prepared.observed_counts is not None
+        others = replace(micro, mask=micro.column("obs_mask"))
+        result = term.loss.token_loss(logprobs, others)
+        counts, groups = prepared.observed_counts, micro.group_id
+        return term.coef * term.aggregator.aggregate(result, others.mask, counts, groups)
 
     def _masked(
         self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch

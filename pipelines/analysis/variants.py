@@ -167,6 +167,11 @@ def _notes(label: str, there: StageInputs, variant: Variant) -> list[str]:
         )
     if any(term.name == "ptx" for term in stage.loss_terms):
         notes.append(f"{label}: its pre-training term reads no rollout and is left out")
+    if (observed := variant.objective.observed) is not None:
+        notes.append(
+            f"{label}: '{observed.loss.name}' reads tokens that the policy did not sample and is "
+            "left out"
+        )
     if variant.objective.entropy_coef > 0:
         notes.append(
             f"{label}: the entropy bonus is in the loss, but not in the weights of tokens: it does "

@@ -144,6 +144,7 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         bypass_old=section.bypass_old,
         renormalise=section.renormalise,
         top_entropy=stage.top_entropy,
+        observed=next((term for term in terms if term.loss.source == "observations"), None),
     )
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LIVE_FIELDS = ("at_once", "step_s", "episode_s", "max_failure_rate")
 """Limits of episodes that are played at once, which those of value environments are not."""
+TURN_FIELDS = ("max_turns", "max_observation_tokens")
+"""Limits of episodes that the run plays turn by turn, which those of a program are not."""
 
 
 def check_environments(resolved: ResolvedRun, manager: PluginManager) -> None:
@@ -47,14 +49,23 @@ def _is_value(component: EnvironmentComponent, manager: PluginManager) -> bool:
 
 def _refuse_fields(component: EnvironmentComponent, manager: PluginManager, name: str) -> None:
     """Fields that would change nothing."""
-    if not _is_value(component, manager):
-        return
+    from posttrain.core.contracts import PlayedEnvironment
+
+    idle: tuple[str, ...]
+    if _is_value(component, manager):
+        idle = (*LIVE_FIELDS, "max_calls")
+        why = f"all episodes of '{component.name}' take their turns together"
+    elif issubclass(manager.find("environment", component.name).cls, PlayedEnvironment):
+        idle = (*TURN_FIELDS, "step_s")
+        why = f"a program plays the episodes of '{component.name}', and max_calls limits it"
+    else:
+        idle = ("max_calls",)
+        why = f"max_turns limits the episodes of '{component.name}'"
     fields = type(component).model_fields
-    changed = [f for f in LIVE_FIELDS if getattr(component, f) != fields[f].default]
+    changed = [f for f in idle if getattr(component, f) != fields[f].default]
     if changed:
         raise ConfigError(
-            f"stages.{name}.environment: {', '.join(changed)} would change nothing: all episodes "
-            f"of '{component.name}' take their turns together; remove "
+            f"stages.{name}.environment: {', '.join(changed)} would change nothing: {why}; remove "
             f"{'it' if len(changed) == 1 else 'them'}"
         )
 

@@ -21,6 +21,7 @@ from posttrain.core.contracts import (
     AnyEnvironment,
     Environment,
     LiveEnvironment,
+    PlayedEnvironment,
     Plugin,
     Renderer,
     Task,
@@ -35,6 +36,7 @@ from posttrain.core.data.problem_sets import (
     training_problems,
 )
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.gateway.runner import PlayedRunner
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.answers import AnswersHere
@@ -117,7 +119,10 @@ def _episodes(
         turns = Turns(tokenizer, component.max_turns, component.max_observation_tokens)
         limits = episode_limits(component, environment.at_once, context.run.model.max_model_len)
         return LiveRunner(environment, turns, limits, check)
-    assert isinstance(environment, Environment), "played ones come from a gateway"
+    if isinstance(environment, PlayedEnvironment):
+        limits = episode_limits(component, environment.at_once, context.run.model.max_model_len)
+        return PlayedRunner(environment, tokenizer, limits, component.max_calls, check)
+    assert isinstance(environment, Environment)
     tools = [context.build(Tool, tool) for _, tool in tool_components(component.fields())]
     environment.setup(tools)
     return EpisodeRunner(

@@ -22,7 +22,7 @@ class PtxLoss(PolicyLoss[NoConfig]):
     name = "ptx"
     Config = NoConfig
     needs = frozenset()
-    source: ClassVar[Literal["rollout", "ptx"]] = "ptx"
+    source: ClassVar[Literal["rollout", "ptx", "observations"]] = "ptx"
     uses_ratio = False
 
     def token_loss(

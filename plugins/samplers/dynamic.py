@@ -102,9 +102,9 @@ class _Found:
         self.counts[kind] += 1
         self.verdicts += math.fsum(verdicts)
         self.responses += len(verdicts)
-        self.tokens += _tokens(group)
+        self.tokens += group.sampled_tokens
         (self.kept if kind == "kept" else self.dropped).append(group)
-        self.wasted += 0 if kind == "kept" else _tokens(group)
+        self.wasted += 0 if kind == "kept" else group.sampled_tokens
 
 
 class DynamicSampler(Sampler[DynamicConfig]):
@@ -148,7 +148,7 @@ class DynamicSampler(Sampler[DynamicConfig]):
         surplus = found.kept[found.size :]
         limit = found.size if self.config.max_carry is None else self.config.max_carry
         self._carried = surplus[:limit] if self.config.surplus == "carry_over" else []
-        found.wasted += sum(map(_tokens, surplus[len(self._carried) :]))
+        found.wasted += sum(group.sampled_tokens for group in surplus[len(self._carried) :])
         return SampledRollout(
             found.kept[: found.size],
             {
@@ -182,10 +182,10 @@ class DynamicSampler(Sampler[DynamicConfig]):
 
     def _take_carried(self, found: _Found, version: int) -> int:
         """Put carried groups that are fresh enough into the batch; how many were too old."""
-        fresh = [g for g in self._carried if version - _version(g) <= self.config.max_lag]
-        old = [g for g in self._carried if version - _version(g) > self.config.max_lag]
+        fresh = [g for g in self._carried if version - g.policy_version <= self.config.max_lag]
+        old = [g for g in self._carried if version - g.policy_version > self.config.max_lag]
         found.kept += fresh
-        found.wasted += sum(map(_tokens, old))
+        found.wasted += sum(group.sampled_tokens for group in old)
         self._carried = []
         return len(old)
 
@@ -235,7 +235,7 @@ class DynamicSampler(Sampler[DynamicConfig]):
             )
         if mode == "pad_degenerate":
             filling = found.dropped[: found.missing]
-            found.wasted -= sum(map(_tokens, filling))
+            found.wasted -= sum(group.sampled_tokens for group in filling)
             found.kept += filling
         elif mode == "replace" and found.kept:
             good = list(found.kept)
@@ -262,13 +262,3 @@ def _shares(found: _Found) -> dict[str, float]:
         "sampling/acceptance": found.counts["kept"] / found.drawn,
         "sampling/verdict_mean": found.verdicts / found.responses,
     }
-
-
-def _version(group: SampledGroup) -> int:
-    """Version of the oldest policy that took part in a group."""
-    return min(completion.policy_version for completion in group.completions)
-
-
-def _tokens(group: SampledGroup) -> int:
-    """Tokens of a group's responses that the policy sampled."""
-    return sum(sum(c.sampled) if c.sampled else len(c.token_ids) for c in group.completions)

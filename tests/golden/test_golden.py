@@ -16,7 +16,8 @@ import torch
 from tests.golden.adapter import RUNNERS, Case, run_case
 
 DATA = Path(__file__).with_name("data")
-RECORDED = Path(__file__).resolve().parents[3] / "shared" / "golden"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+RECORDED = [*(SHARED / "golden").glob("*.json"), *(SHARED / "golden-2").glob("*.json")]
 CASES: list[Case] = [
     case for path in sorted(DATA.glob("*.json")) for case in json.loads(path.read_text("utf-8"))
 ]
@@ -43,8 +44,8 @@ def test_the_peer_gives_the_same_numbers(case: Case) -> None:
     assert_same(run_case(case), case["outputs"], case, "outputs")
 
 
-def test_there_are_270_cases_and_every_runner_has_some() -> None:
-    assert len(CASES) == len({case["id"] for case in CASES}) == 270
+def test_there_are_274_cases_and_every_runner_has_some() -> None:
+    assert len(CASES) == len({case["id"] for case in CASES}) == 274
     assert set(RUNNERS) == {(case["kind"], case["function"]) for case in CASES}
 
 
@@ -61,7 +62,8 @@ def test_a_wrong_number_is_noticed() -> None:
                 assert_same(run_case(case), moved, case, "outputs")
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"no original recordings at {RECORDED}")
+@pytest.mark.skipif(not RECORDED, reason=f"no original recordings at {SHARED}")
 def test_the_copies_are_the_recordings() -> None:
-    for path in sorted(RECORDED.glob("*.json")):
-        assert json.loads((DATA / path.name).read_text("utf-8")) == json.loads(path.read_text())
+    recorded = {path.name: path for path in RECORDED}
+    for path in sorted(DATA.glob("*.json")):
+        assert json.loads(path.read_text("utf-8")) == json.loads(recorded[path.name].read_text())

@@ -55,6 +55,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"`critic: \{\}`",
     ),
     (
+        "credit for turns without an environment",
+        {"algorithm": "gigpo"},
+        r"rl\.advantage: advantage 'gigpo' reads the column 'turn_reward', filled by the turns of "
+        r"an environment: add `environment` to the stage",
+    ),
+    (
+        "replayed groups that nothing corrects",
+        {"sampler": "replay", "rollout_correction": {"plugin": "none"}},
+        r"rl\.rollout_correction\.plugin: sampler 'replay' trains on groups up to 4 policy "
+        r"versions old, which 'none' does not correct; leave it out for 'tis_token'",
+    ),
+    (
         "a group of one with rloo",
         {"algorithm": "rloo", "num_generations": 1},
         r"rl\.num_generations: advantage 'rloo' compares .* use num_generations: 2 or more",
@@ -127,9 +139,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.policy_loss: 'ptx' is listed 2 times, .* keep one of them",
     ),
     (
-        "only pre-training examples",
+        "only tokens that were not sampled",
         {"policy_loss": {"name": "ptx"}},
-        r"rl\.policy_loss: only reads pre-training examples",
+        r"rl\.policy_loss: only reads tokens that the policy did not sample",
+    ),
+    (
+        "observations without an environment",
+        {"policy_loss": ["ppo_clip", "echo"]},
+        r"rl\.policy_loss: 'echo' learns what an environment wrote, and this stage has none; add "
+        r"`environment`, or remove 'echo'",
     ),
     (
         "counts that are not known in time",
@@ -376,6 +394,8 @@ def test_every_preset_is_a_possible_combination(
     extras: dict[str, dict[str, object]] = {
         "grpo_process": {"rewards": ["step_verdict"]},
         "arpo": {"environment": "tools"},
+        "gigpo": {"environment": "tools"},
+        "turn_grpo": {"environment": "tools"},
     }
     run = resolved(tmp_path, manager, "float32", algorithm=preset, **extras.get(preset, {}))
     again = resolve(load_config([_written(tmp_path, run.to_yaml())]), manager)

@@ -30,6 +30,8 @@ TABLE: dict[str, tuple[str, list[str], str, tuple[str, str, float] | None]] = {
     "bapo": ("grpo", ["bapo"], "token-mean", None),
     "sapo": ("grpo", ["sapo"], "seq-mean-token-mean", None),
     "arpo": ("grpo", ["ppo_clip"], "token-mean", None),
+    "gigpo": ("gigpo", ["ppo_clip"], "token-mean", ("k3", "loss", 0.01)),
+    "turn_grpo": ("turn_grpo", ["ppo_clip"], "seq-mean-token-mean", None),
     "cispo": ("grpo", ["cispo"], "token-mean", None),
     "gmpo": ("grpo", ["gmpo"], "seq-mean-token-mean", None),
     "clip_cov": ("grpo", ["clip_cov"], "token-mean", None),
@@ -60,6 +62,7 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("cispo", "policy_loss", "clip_high", 4.0),
     ("gmpo", "policy_loss", "log_clip_low", 0.4),
     ("a2c", "advantage", "gamma", 1.0),
+    ("gigpo", "advantage", "gamma", 0.95),
 ]
 
 # Settings in addition to the axes: preset, field, value.

@@ -116,6 +116,29 @@ def test_panels_show_each_reward_component_and_the_evaluation_interval() -> None
     assert below == pytest.approx([0.05, 0.1, 0.0]) and above == pytest.approx([0.05, 0.0, 0.1])
 
 
+def test_what_only_some_stages_have_gets_panels_of_its_own(tmp_path: Path) -> None:
+    plain = [panel.title for panel in learning_panels(history(3), [])]
+    assert len(plain) == 6
+    names = (
+        "curriculum/known_frac/inside",
+        "curriculum/pass_rate/unseen",
+        "replay/taken_frac",
+        "observed/nll",
+    )
+    rows = [row | dict.fromkeys(names, 0.25) for row in history(3)]
+    panels = learning_panels(rows, [])
+    assert [panel.title for panel in panels[:6]] == plain
+    assert [panel.series[0].label for panel in panels[6:]] == [
+        "inside the band",
+        "unseen",
+        "sampled before",
+        "negative log-prob",
+    ]
+    png, page = learning_curves(rows, [], "RL", tmp_path)
+    assert_picture(png)
+    assert "Replayed groups" in page.read_text("utf-8").rpartition("Plotly.newPlot")[2]
+
+
 def test_values_that_cannot_be_drawn_are_left_out() -> None:
     rows = [
         {"step": 1.0, "entropy/mean": math.nan},

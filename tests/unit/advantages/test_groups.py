@@ -33,6 +33,9 @@ def columns_for(rewards: Tensor) -> dict[str, Tensor]:
         "step_score": rewards[:, None],
         "step_end": zeros.long(),
         "acc": (rewards > 0).double(),
+        "turn_end": zeros.long(),
+        "turn_reward": rewards[:, None],
+        "state_key": zeros.long(),
     }
 
 
@@ -56,7 +59,8 @@ def test_a_group_of_one_teaches_nothing_unless_raw_is_asked_for(entry: PluginEnt
     batch = outcome_batch(rewards, **columns_for(rewards))
     got = estimate(entry.name, batch, whiten="off")
     assert got.advantages.tolist() == [[0.0]]
-    assert got.metrics == {"group/zero_adv_frac": 1.0, "adv/singleton_groups": 1.0}
+    wanted = {"group/zero_adv_frac": 1.0, "adv/singleton_groups": 1.0}
+    assert {name: got.metrics[name] for name in wanted} == wanted
     assert MANAGER.build(AdvantageEstimator, entry.name).smallest_group() == 2
     raw = estimate(entry.name, batch, whiten="off", singleton="raw")
     assert raw.advantages.item() == pytest.approx(3.0, abs=1e-5)
