@@ -15,7 +15,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,11 +23,11 @@ from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.rollout.submitting import Submitting
 from posttrain.core.rollout.turns import first_branches
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.runtime.waiting import result_of
 from posttrain.core.types import Completion, Problem, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-POLL_S = 0.2
 BEAT_S = 0.5
 START_S = 300.0
 CLOSE_S = 10.0
@@ -179,7 +178,7 @@ class Plays(ABC):
         """Run the loop, and let the environment start, unless that is done."""
         if self._loop is not None:
             return
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._beat = asyncio.new_event_loop(), time.monotonic()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
         self._loop.call_soon_threadsafe(self._beats)
@@ -221,21 +220,15 @@ class Plays(ABC):
     def _run(self, work: Coroutine[Any, Any, T], check: Callable[[], Any]) -> T:
         """The result of `work` in the loop."""
         assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def both() -> None:
+            check()
+            self._refuse_blocking()
+
         try:
-            while True:
-                check()
-                try:
-                    return future.result(POLL_S)
-                except NotYet:
-                    if future.done():  # its own, not that of the wait
-                        raise
-                    self._refuse_blocking()
+            return result_of(asyncio.run_coroutine_threadsafe(work, self._loop), both)
         except ExceptionGroup as group:
             raise first_of(group) from group
-        finally:
-            if not future.done():
-                future.cancel()
 
     def _refuse_blocking(self) -> None:
         """Raise `RunError` if one episode keeps all others waiting."""

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ import httpx
 
 from posttrain.core.cluster.servers import Json, Server, Unreachable, make_client
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.runtime.waiting import result_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,18 +94,7 @@ class LoopThread:
         self, work: Coroutine[Any, Any, T], check: Callable[[], None] = nothing_to_check
     ) -> T:  # Any: send and yield types
         """The result of `work`; `check` is called while it is waited for, and raises to stop."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            while True:
-                check()
-                try:
-                    return future.result(POLL_S)
-                except NotYet:
-                    if future.done():  # its own, not that of the wait
-                        raise
-        except BaseException:
-            future.cancel()
-            raise
+        return result_of(asyncio.run_coroutine_threadsafe(work, self._loop), check)
 
     def close(self) -> None:
         if self._loop.is_closed():

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.contracts import PromptGroup, SampledGroup
-from posttrain.core.rollout.plays import POLL_S, Plays, first_of
+from posttrain.core.rollout.plays import Plays, first_of
 from posttrain.core.rollout.submitting import Submitting
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.runtime.waiting import POLL_S
 from posttrain.core.types import SamplingParams
 
 

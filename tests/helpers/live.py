@@ -107,3 +107,20 @@ class DigitGame(LiveEnvironment[DigitGameConfig]):
         state.closed = True
         self.seen.open -= 1
         self.seen.closed += 1
+
+
+class Whims(DigitGame):
+    """As `DigitGame`, and asks for other digits each time; one in eight episodes breaks."""
+
+    name = "whims"
+    deterministic = False
+
+    async def reset(self, problem: Problem, seed: int) -> Opening:
+        opening = await super().reset(problem, seed)
+        assert isinstance(opening.state, Game)
+        rng = random.SystemRandom()
+        opening.state.digits = [rng.randrange(4) for _ in opening.state.digits]
+        if rng.random() < 0.125:
+            opening.state.problem = "crash"
+        shown = (Message("user", str(opening.state.digits[0])),)
+        return Opening(opening.state, messages=shown)
