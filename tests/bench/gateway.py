@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from posttrain.core.contracts import ModelEndpoint, NoConfig, Outcome, PlayedEnvironment, PromptGroup
+from posttrain.core.contracts import (
+    ModelEndpoint,
+    NoConfig,
+    Outcome,
+    PlayedEnvironment,
+    PromptGroup,
+)
 from posttrain.core.gateway.runner import PlayedRunner
 from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.types import Completion, Problem, SamplingParams

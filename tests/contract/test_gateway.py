@@ -199,7 +199,7 @@ def test_turns_streams_tools_and_siblings_by_the_real_client(engine: Recorded) -
     assert len(rows) == 3  # the text completion, and two answers to the last question
     assert_recorded(engine, rows)
     assert {row.reward for row in rows} == {1.5} and not any(row.failed for row in rows)
-    assert rows[0].counts["continued"] == 4 and "altered" not in rows[0].counts
+    assert rows[0].counts["continued"] == 4 and not rows[0].counts["altered"]
     assert [len(row.turn_ends) for row in rows] == [1, 5, 5]
     assert rows[1].turn_rewards[0] == 2.0
 

@@ -68,7 +68,7 @@ def test_turns_of_tools_and_users_go_on_from_the_tokens_that_were_sampled() -> N
     assert len(row.turn_ends) == 3 == len(set(row.state_keys))
     assert [row.token_ids[end] for end in row.turn_ends] == [program.tokenizer.turn_end.token] * 3
     assert (row.counts["continued"], row.counts["turns"], row.reward) == (2, 3, 1.0)
-    assert "altered" not in row.counts
+    assert not row.counts["altered"]
     given = [value for value, own in zip(row.logprobs, row.sampled, strict=True) if own]
     assert given == [-1.0 - i for i in range(sum(map(len, program.script.given)))]
 
@@ -151,7 +151,7 @@ def test_words_of_the_assistant_that_a_prompt_brings_are_not_altered_ones() -> N
     shown = {"role": "assistant", "content": "example"}
     played(lambda: program.ask(user("a"), shown, user("b")))
     (row,) = program.seal()
-    assert "altered" not in row.counts
+    assert not row.counts["altered"]
     assert learned([row], program) == [["one" + END]]
 
 
