@@ -1,4 +1,4 @@
-"""Programs that know nothing of training, unchanged, at the gateway: what is kept of their calls."""
+"""Programs that know nothing of training, unchanged, at the gateway: what is kept of them."""
 
 from __future__ import annotations
 
