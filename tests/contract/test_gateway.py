@@ -204,6 +204,28 @@ def test_turns_streams_tools_and_siblings_by_the_real_client(engine: Recorded) -
     assert rows[1].turn_rewards[0] == 2.0
 
 
+def test_the_responses_api_by_the_real_client(engine: Recorded) -> None:
+    async def play(endpoint: ModelEndpoint) -> float:
+        tool: Any = {"type": "function", "strict": True, **TOOL["function"]}
+        async with client_of(endpoint) as client:
+            history: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+            for number in range(2):
+                made = await client.responses.create(
+                    model="any", instructions="Be brief.", input=history, tools=[tool]
+                )
+                assert made.usage is not None
+                assert made.usage.output_tokens == len(engine.given[-1][1].token_ids)
+                history += [item.model_dump(exclude_none=True) for item in made.output]
+                history += [{"role": "user", "content": f"and {number}?"}]
+            with pytest.raises(openai.BadRequestError, match="previous_response_id: send"):
+                await client.responses.create(input="x", previous_response_id="call-0")
+        return 1.0
+
+    (row,) = rows_of(engine, Played(play))
+    assert_recorded(engine, [row])
+    assert (row.counts["continued"], len(row.turn_ends)) == (1, 2)
+
+
 def test_episodes_at_once_keep_apart_and_equal_seeds_give_equal_episodes(engine: Recorded) -> None:
     async def play(endpoint: ModelEndpoint) -> float:
         async with client_of(endpoint) as client:

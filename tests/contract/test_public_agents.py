@@ -23,7 +23,7 @@ OPENAI_AGENTS = """
 import os
 from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
-set_default_openai_api("chat_completions")
+set_default_openai_api(os.environ["API"])
 @function_tool
 def add(a: int, b: int) -> int:
     "Adds."
@@ -72,10 +72,12 @@ class Submit(Script):
     engine: Any = type("Engine", (), {"policy_version": 0, "name": "script"})
 
 
-def played(python: str, folder: Path, program: str, lines: list[str]) -> list[Completion]:
+def played(
+    python: str, folder: Path, program: str, lines: list[str], api: str = ""
+) -> list[Completion]:
     path = folder / "agent.py"
     path.write_text(program)
-    config = AgentConfig(command=(python, "{path}"), path=str(path))
+    config = AgentConfig(command=(python, "{path}"), path=str(path), env={"API": api})
     limits = EpisodeLimits(4, 120, 120, 0.0, 100_000)
     script: Any = Submit(chat_tokenizer(), lines)
     runner = PlayedRunner(AgentEnvironment(config), chat_tokenizer(), limits, 16)
@@ -104,9 +106,10 @@ def played(python: str, folder: Path, program: str, lines: list[str]) -> list[Co
     return rows
 
 
-def test_openai_agents_give_one_row_an_episode(python: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("api", ["responses", "chat_completions"])
+def test_openai_agents_give_one_row_an_episode(python: str, tmp_path: Path, api: str) -> None:
     lines = [call("add", '{"b": 3, "a": 2}'), "it is  5"]
-    (row,) = played(python, tmp_path, OPENAI_AGENTS, lines)
+    (row,) = played(python, tmp_path, OPENAI_AGENTS, lines, api)
     assert (row.reward, row.counts["continued"], len(row.turn_ends)) == (1.0, 1, 2)
     assert not row.counts["altered"]
 

@@ -17,7 +17,7 @@ TOOL: Json = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
-CALL = '<tool_call>\n{"arguments":  {"a": 1}, "name": "add"}\n</tool_call>'
+CALL = '<tool_call>\n{"arguments":  {"b": null, "c": 2, "a": 1}, "name": "add"}\n</tool_call>'
 """A call as no template writes it, so that encoding it again would change its tokens."""
 
 
@@ -49,9 +49,10 @@ def test_turns_of_tools_and_users_go_on_from_the_tokens_that_were_sampled() -> N
         first = await program.ask(user("1+1?"), tools=[TOOL])
         assert first.choices[0].finish == "tool_calls"
         call = said(first)
-        ids = {"tool_call_id": call["tool_calls"][0]["id"]}
-        # The program writes the arguments in its own way, and gives null for no content.
-        call["tool_calls"][0]["function"]["arguments"] = '{"a":1}'
+        # The program writes ids and arguments in its own way, and gives null for no content.
+        ids = {"tool_call_id": "other"}
+        call["tool_calls"][0] |= {"id": "other"}
+        call["tool_calls"][0]["function"]["arguments"] = '{"a":1, "c": 2}'
         history = [user("1+1?"), call, {"role": "tool", "content": "2", **ids}]
         second = await program.ask(*history, tools=[TOOL])
         await program.ask(*history, said(second), user("thanks"), tools=[TOOL])
