@@ -90,7 +90,7 @@ def response_json(answer: Answer) -> Json:
     name = "budget" if answer.number == NOT_SAMPLED else f"call-{answer.number}"
     output: list[Json] = []
     if message.get("content") or not message.get("tool_calls"):
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        part: Json = {"type": "output_text", "text": message["content"] or "", "annotations": []}
         output.append({"type": "message", "role": "assistant", "content": [part]})
     for call in message.get("tool_calls", ()):
         output.append({"type": "function_call", "call_id": call["id"], **call["function"]})

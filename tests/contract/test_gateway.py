@@ -24,8 +24,10 @@ from posttrain.core.contracts import (
     PromptGroup,
 )
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
+from posttrain.core.errors import ConfigError
 from posttrain.core.gateway.runner import PlayedRunner
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.runtime.processes import process_start
 from posttrain.core.types import Completion, Problem, SamplingParams
@@ -353,6 +355,22 @@ def test_a_program_of_its_own_plays_an_episode(
     posted = agent(tmp_path, "post(os.environ['POSTTRAIN_REWARD_URL'], {'value': 0.75})")
     (row,) = rows_of(engine, posted)
     assert (row.reward, row.failed) == (0.75, "")
+
+
+def test_an_agent_that_cannot_start_is_refused_before_the_first_episode() -> None:
+    def refused(**fields: Any) -> str:
+        manager = PluginManager()
+        made: Any = manager.build(PlayedEnvironment, "agent", fields)
+        with pytest.raises(ConfigError) as error:
+            asyncio.run(made.start())
+        return str(error.value)
+
+    assert "there is no program 'no-such-agent'" in refused(command=["no-such-agent"])
+    assert "path is not set" in refused(command=["python", "{path}"])
+    assert "nowhere.py" in refused(command=["python", "{path}"], path="nowhere.py")
+    assert "['NO_SUCH_KEY'], which are not set" in refused(
+        command=["python"], pass_env=["NO_SUCH_KEY"]
+    )
 
 
 def test_a_program_that_fails_is_a_failed_episode_or_has_the_reward_of_one(
