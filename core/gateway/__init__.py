@@ -2,5 +2,5 @@
 
 Read `runner.py` first: an episode gets a `Session` (`session.py`), which turns each request into
 tokens and grows a `TokenTree` (`tree.py`), of which `rows.py` makes what is learned from. `app.py`
-has the routes, `wire.py` their JSON.
+has the routes, `wire.py` and `responses.py` their JSON.
 """

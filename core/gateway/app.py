@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from posttrain.core.gateway.responses import as_chat, response_json
 from posttrain.core.gateway.session import MODEL, Session
 from posttrain.core.gateway.wire import (
     Answer,
@@ -79,14 +80,20 @@ def application(sessions: Sessions) -> Starlette:
     async def chat(request: Request) -> Response:
         session, raw = sessions.of(request), await _body(request)
         asked = read_chat(_json(raw), digest_of("chat", raw, request.headers.get(MARK, "")))
-        return await _answered(request, session, asked)
+        return await _answered(request, session, asked, chat_json)
 
     async def completions(request: Request) -> Response:
         session, raw = sessions.of(request), await _body(request)
         asked = read_completion(_json(raw), digest_of("text", raw, request.headers.get(MARK, "")))
         if asked.stream:
             raise Refused(400, "unsupported_stream", "stream: only chat completions are streamed")
-        return await _answered(request, session, asked)
+        return await _answered(request, session, asked, completion_json)
+
+    async def responses(request: Request) -> Response:
+        session, raw = sessions.of(request), await _body(request)
+        digest = digest_of("responses", raw, request.headers.get(MARK, ""))
+        asked = read_chat(as_chat(_json(raw)), digest)
+        return await _answered(request, session, asked, lambda answer, _: response_json(answer))
 
     async def models(request: Request) -> Response:
         session = sessions.of(request)
@@ -130,6 +137,7 @@ def application(sessions: Sessions) -> Starlette:
         routes=[
             *route("/chat/completions", chat),
             *route("/completions", completions),
+            *route("/responses", responses),
             *route("/models", models, "GET"),
             *route("/reward", reward),
         ],
@@ -138,7 +146,7 @@ def application(sessions: Sessions) -> Starlette:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    known = "/chat/completions, /completions, /models and /reward"
+    known = "/chat/completions, /responses, /completions, /models and /reward"
     refused = Refused(404, "unknown_route", f"this API has {known}")
     return JSONResponse(refused.body(), refused.status, refused.headers())
 
@@ -162,7 +170,12 @@ def _json(raw: bytes) -> object:
         raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
 
 
-async def _answered(request: Request, session: Session, asked: ChatRequest) -> Response:
+async def _answered(
+    request: Request,
+    session: Session,
+    asked: ChatRequest,
+    form: Callable[[Answer, ChatRequest], Json],
+) -> Response:
     retried = _is_retry(request)
     work = asyncio.get_running_loop().create_task(session.answer(asked, retried=retried))
     if asked.stream:
@@ -180,7 +193,6 @@ async def _answered(request: Request, session: Session, asked: ChatRequest) -> R
             return Response(status_code=499)
     answer = work.result()
     session.deliver(asked, answer)
-    form = chat_json if asked.prompt is None else completion_json
     return JSONResponse(form(answer, asked))
 
 

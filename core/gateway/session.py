@@ -25,6 +25,8 @@ from posttrain.core.types import Completion, Message, SamplingParams, ToolSchema
 
 logger = logging.getLogger(__name__)
 MODEL = "policy"
+SHOWN = ("altered", "undelivered")
+"""Counts that each episode has, as metrics are made of them."""
 BUDGET = "Budget used up."
 """What a program reads once when it has had all its calls; nobody sampled it."""
 MOST_CHARACTERS = 512
@@ -155,7 +157,8 @@ class Session:
 
     def _tell(self, request: ChatRequest) -> None:
         """Count what is done otherwise than the program asked, and say so once in this process."""
-        self.counts["must_call"] += request.must_call
+        if request.must_call:
+            self.counts["must_call"] += 1
         if request.set_by_client:
             self.counts["overridden"] += 1
             _warn_once(
@@ -299,7 +302,7 @@ class Session:
         if reward is None and self.rewards:
             reward = sum(self.rewards.values())
         calls = [replace(c, reward=self.rewards.get(c.number)) for c in self.calls]
-        counts = {name: float(value) for name, value in self.counts.items()}
+        counts = {name: float(self.counts[name]) for name in {*SHOWN, *self.counts}}
         counts |= {"turns": float(len(calls)), "tokens_repeated": float(self.tree.repeats)}
         ending = Ending(reward, outcome.failed or self.lost, {**counts, **outcome.counts})
         rows = responses_of(self.tree, calls, ending, with_discarded=with_discarded)

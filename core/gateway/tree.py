@@ -35,9 +35,14 @@ class TokenTree:
 
     def add(self, call: int, prompt: Sequence[int], sampled: Completion) -> tuple[int, int]:
         """Add a call; returns the nodes at the end of its prompt and of what it sampled."""
-        node = 0
+        node, size, parent, tokens = 0, len(self.token), self.parent, self.token
         for token in prompt:
-            node = self._child(node, token)
+            following = node + 1
+            if following < size and tokens[following] == token and parent[following] == node:
+                node = following  # as `_child` would find: prompts are long, and mostly known
+            else:
+                node = self._child(node, token)
+                size = len(tokens)
         start = node
         versions = sampled.versions or (sampled.policy_version,) * len(sampled.token_ids)
         drawn = zip(sampled.token_ids, sampled.logprobs, versions, strict=True)

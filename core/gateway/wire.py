@@ -230,7 +230,11 @@ def chat_json(answer: Answer, request: ChatRequest) -> Json:
     """The body of an answer from `/chat/completions`."""
     choices = []
     for index, choice in enumerate(answer.choices):
-        made: Json = {"index": index, "message": _message(choice), "finish_reason": choice.finish}
+        made: Json = {
+            "index": index,
+            "message": chat_message(choice),
+            "finish_reason": choice.finish,
+        }
         made["logprobs"] = {"content": _logprobs(choice)} if request.logprobs else None
         choices.append(made)
     return {**_head(answer, "chat.completion"), "choices": choices, "usage": answer.usage()}
@@ -261,7 +265,7 @@ def chat_pieces(answer: Answer, request: ChatRequest) -> Iterator[str]:
         return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
 
     for index, choice in enumerate(answer.choices):
-        message = _message(choice)
+        message = chat_message(choice)
         yield event(index, {"role": "assistant", "content": ""})
         if "reasoning_content" in message:
             yield event(index, {"reasoning_content": message["reasoning_content"]})
@@ -285,7 +289,8 @@ def _head(answer: Answer, kind: str) -> Json:
     }
 
 
-def _message(choice: Served) -> Json:
+def chat_message(choice: Served) -> Json:
+    """The answer as a message of a chat."""
     message = choice.message
     made: Json = {"role": "assistant", "content": message.content or None}
     if not message.tool_calls:

@@ -211,6 +211,8 @@ def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:
             "tools/calls_per_response": calls / len(counts),
             "tools/failed_frac": total("failed") / calls if calls else 0.0,
         }
+    if asked := sum(found["turns"] for found in counts if "altered" in found):
+        metrics |= {f"gateway/{n}_frac": total(n) / asked for n in ("altered", "undelivered")}
     if outcomes := [c.reward for c in episodes if c.reward is not None]:
         metrics["env/outcome"] = sum(outcomes) / len(outcomes)
     if any(c.failed for c in episodes):

@@ -168,6 +168,12 @@ METRICS: dict[str, Metric] = {
     "replay/expired": Metric("groups", "that left the buffer because of their age"),
     "replay/lag_mean": Metric("updates", "mean age of the policies of the replayed groups"),
     "replay/priority_mean": Metric("fraction", "mean spread of their verdicts"),
+    "gateway/altered_frac": Metric(
+        "fraction", "requests of programs that give answers back in other words than they read"
+    ),
+    "gateway/undelivered_frac": Metric(
+        "fraction", "requests of programs that left before their answer, as a share of the others"
+    ),
     "tools/turns": Metric("turns", "turns of the policy per response"),
     "tools/calls_per_response": Metric("calls", "tool calls per response"),
     "tools/failed_frac": Metric("fraction", "tool calls that failed or were malformed"),

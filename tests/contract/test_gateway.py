@@ -24,8 +24,10 @@ from posttrain.core.contracts import (
     PromptGroup,
 )
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
+from posttrain.core.errors import ConfigError
 from posttrain.core.gateway.runner import PlayedRunner
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.runtime.processes import process_start
 from posttrain.core.types import Completion, Problem, SamplingParams
@@ -199,9 +201,31 @@ def test_turns_streams_tools_and_siblings_by_the_real_client(engine: Recorded) -
     assert len(rows) == 3  # the text completion, and two answers to the last question
     assert_recorded(engine, rows)
     assert {row.reward for row in rows} == {1.5} and not any(row.failed for row in rows)
-    assert rows[0].counts["continued"] == 4 and "altered" not in rows[0].counts
+    assert rows[0].counts["continued"] == 4 and not rows[0].counts["altered"]
     assert [len(row.turn_ends) for row in rows] == [1, 5, 5]
     assert rows[1].turn_rewards[0] == 2.0
+
+
+def test_the_responses_api_by_the_real_client(engine: Recorded) -> None:
+    async def play(endpoint: ModelEndpoint) -> float:
+        tool: Any = {"type": "function", "strict": True, **TOOL["function"]}
+        async with client_of(endpoint) as client:
+            history: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+            for number in range(2):
+                made = await client.responses.create(
+                    model="any", instructions="Be brief.", input=history, tools=[tool]
+                )
+                assert made.usage is not None
+                assert made.usage.output_tokens == len(engine.given[-1][1].token_ids)
+                history += [item.model_dump(exclude_none=True) for item in made.output]
+                history += [{"role": "user", "content": f"and {number}?"}]
+            with pytest.raises(openai.BadRequestError, match="previous_response_id: send"):
+                await client.responses.create(input="x", previous_response_id="call-0")
+        return 1.0
+
+    (row,) = rows_of(engine, Played(play))
+    assert_recorded(engine, [row])
+    assert (row.counts["continued"], len(row.turn_ends)) == (1, 2)
 
 
 def test_episodes_at_once_keep_apart_and_equal_seeds_give_equal_episodes(engine: Recorded) -> None:
@@ -331,6 +355,22 @@ def test_a_program_of_its_own_plays_an_episode(
     posted = agent(tmp_path, "post(os.environ['POSTTRAIN_REWARD_URL'], {'value': 0.75})")
     (row,) = rows_of(engine, posted)
     assert (row.reward, row.failed) == (0.75, "")
+
+
+def test_an_agent_that_cannot_start_is_refused_before_the_first_episode() -> None:
+    def refused(**fields: Any) -> str:
+        manager = PluginManager()
+        made: Any = manager.build(PlayedEnvironment, "agent", fields)
+        with pytest.raises(ConfigError) as error:
+            asyncio.run(made.start())
+        return str(error.value)
+
+    assert "there is no program 'no-such-agent'" in refused(command=["no-such-agent"])
+    assert "path is not set" in refused(command=["python", "{path}"])
+    assert "nowhere.py" in refused(command=["python", "{path}"], path="nowhere.py")
+    assert "['NO_SUCH_KEY'], which are not set" in refused(
+        command=["python"], pass_env=["NO_SUCH_KEY"]
+    )
 
 
 def test_a_program_that_fails_is_a_failed_episode_or_has_the_reward_of_one(

@@ -17,7 +17,7 @@ TOOL: Json = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
-CALL = '<tool_call>\n{"arguments":  {"a": 1}, "name": "add"}\n</tool_call>'
+CALL = '<tool_call>\n{"arguments":  {"b": null, "c": 2, "a": 1}, "name": "add"}\n</tool_call>'
 """A call as no template writes it, so that encoding it again would change its tokens."""
 
 
@@ -49,9 +49,10 @@ def test_turns_of_tools_and_users_go_on_from_the_tokens_that_were_sampled() -> N
         first = await program.ask(user("1+1?"), tools=[TOOL])
         assert first.choices[0].finish == "tool_calls"
         call = said(first)
-        ids = {"tool_call_id": call["tool_calls"][0]["id"]}
-        # The program writes the arguments in its own way, and gives null for no content.
-        call["tool_calls"][0]["function"]["arguments"] = '{"a":1}'
+        # The program writes ids and arguments in its own way, and gives null for no content.
+        ids = {"tool_call_id": "other"}
+        call["tool_calls"][0] |= {"id": "other"}
+        call["tool_calls"][0]["function"]["arguments"] = '{"a":1, "c": 2}'
         history = [user("1+1?"), call, {"role": "tool", "content": "2", **ids}]
         second = await program.ask(*history, tools=[TOOL])
         await program.ask(*history, said(second), user("thanks"), tools=[TOOL])
@@ -68,7 +69,7 @@ def test_turns_of_tools_and_users_go_on_from_the_tokens_that_were_sampled() -> N
     assert len(row.turn_ends) == 3 == len(set(row.state_keys))
     assert [row.token_ids[end] for end in row.turn_ends] == [program.tokenizer.turn_end.token] * 3
     assert (row.counts["continued"], row.counts["turns"], row.reward) == (2, 3, 1.0)
-    assert "altered" not in row.counts
+    assert not row.counts["altered"]
     given = [value for value, own in zip(row.logprobs, row.sampled, strict=True) if own]
     assert given == [-1.0 - i for i in range(sum(map(len, program.script.given)))]
 
@@ -151,7 +152,7 @@ def test_words_of_the_assistant_that_a_prompt_brings_are_not_altered_ones() -> N
     shown = {"role": "assistant", "content": "example"}
     played(lambda: program.ask(user("a"), shown, user("b")))
     (row,) = program.seal()
-    assert "altered" not in row.counts
+    assert not row.counts["altered"]
     assert learned([row], program) == [["one" + END]]
 
 
