@@ -144,7 +144,8 @@ class EnvironmentComponent(Component):
     def paths(self) -> dict[str, str]:
         tools = self.fields().get("tools")
         listed = tools if isinstance(tools, list | tuple) else (tools,)
-        return {
+        own = self.fields().get("path")
+        return ({} if own is None else {"environment.path": str(own)}) | {
             f"environment.tools.{index}.path": str(tool["path"])
             for index, tool in enumerate(listed)
             if isinstance(tool, dict) and "path" in tool

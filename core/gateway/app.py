@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -25,12 +26,15 @@ from posttrain.core.gateway.wire import (
     read_chat,
     read_completion,
 )
+from posttrain.core.rollout.plays import described
 
 MOST_BODY = 16 * 2**20
 """Bytes of a request, at most."""
+MARK = "idempotency-key"
 KEEP_ALIVE_S = 10.0
 LOOK_S = 0.5
 """How often it is looked whether a client that waits is still there."""
+logger = logging.getLogger(__name__)
 Json = dict[str, Any]  # Any: JSON values
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -55,8 +59,18 @@ class Sessions:
             raise Refused(401, "unknown_key", "no episode has this key, or it is over")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if bearer and bearer != key:
-            raise Refused(401, "other_key", "the address and the key are of two episodes")
+            raise Refused(
+                401,
+                "other_key",
+                "the API key is not that of the address: give OPENAI_API_KEY of the same episode, "
+                "or none",
+            )
         return session
+
+    def lost(self, key: str, why: str) -> None:
+        """A call of this episode has no answer, by a fault of the gateway's."""
+        if key in self._by_key:
+            self._by_key[key].lost = why
 
 
 def application(sessions: Sessions) -> Starlette:
@@ -64,12 +78,12 @@ def application(sessions: Sessions) -> Starlette:
 
     async def chat(request: Request) -> Response:
         session, raw = sessions.of(request), await _body(request)
-        asked = read_chat(_json(raw), digest_of("chat", raw))
+        asked = read_chat(_json(raw), digest_of("chat", raw, request.headers.get(MARK, "")))
         return await _answered(request, session, asked)
 
     async def completions(request: Request) -> Response:
         session, raw = sessions.of(request), await _body(request)
-        asked = read_completion(_json(raw), digest_of("text", raw))
+        asked = read_completion(_json(raw), digest_of("text", raw, request.headers.get(MARK, "")))
         if asked.stream:
             raise Refused(400, "unsupported_stream", "stream: only chat completions are streamed")
         return await _answered(request, session, asked)
@@ -93,9 +107,24 @@ def application(sessions: Sessions) -> Starlette:
         session.give_reward(float(value), call)
         return JSONResponse({"ok": True})
 
+    def guarded(handler: Handler) -> Handler:
+        async def answered(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Refused as refused:
+                return JSONResponse(refused.body(), refused.status, refused.headers())
+            except Exception as error:  # a fault of ours, which must not pass for the program's
+                logger.exception("a request of an episode could not be answered")
+                why = f"a call could not be answered: {described(error)}"
+                sessions.lost(request.path_params["key"], why)
+                fault = Refused(500, "gateway_fault", "the gateway failed; see the run's log")
+                return JSONResponse(fault.body(), fault.status, fault.headers())
+
+        return answered
+
     def route(path: str, handler: Handler, method: str = "POST") -> list[Route]:
         roots = ("/e/{key}/v1", "/e/{key}")
-        return [Route(root + path, _guarded(handler), methods=[method]) for root in roots]
+        return [Route(root + path, guarded(handler), methods=[method]) for root in roots]
 
     return Starlette(
         routes=[
@@ -103,32 +132,32 @@ def application(sessions: Sessions) -> Starlette:
             *route("/completions", completions),
             *route("/models", models, "GET"),
             *route("/reward", reward),
-        ]
+        ],
+        exception_handlers={404: _no_route},
     )
 
 
-def _guarded(handler: Handler) -> Handler:
-    async def guarded(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except Refused as refused:
-            return JSONResponse(refused.body(), refused.status, refused.headers())
-
-    return guarded
+async def _no_route(request: Request, error: Exception) -> Response:
+    known = "/chat/completions, /completions, /models and /reward"
+    refused = Refused(404, "unknown_route", f"this API has {known}")
+    return JSONResponse(refused.body(), refused.status, refused.headers())
 
 
 async def _body(request: Request) -> bytes:
-    found = b""
+    found, size = [], 0
     async for part in request.stream():
-        found += part
-        if len(found) > MOST_BODY:
+        found.append(part)
+        size += len(part)
+        if size > MOST_BODY:
             raise Refused(413, "body_too_large", f"the body has more than {MOST_BODY} bytes")
-    return found
+    return b"".join(found)
 
 
 def _json(raw: bytes) -> object:
     try:
-        return json.loads(raw)
+        given = json.loads(raw)
+        json.dumps(given, ensure_ascii=False).encode()  # half a character is not text
+        return given
     except (ValueError, RecursionError) as error:
         raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
 
@@ -158,7 +187,7 @@ async def _answered(request: Request, session: Session, asked: ChatRequest) -> R
 def _is_retry(request: Request) -> bool:
     """Whether the client marks the request as one that it made before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return "idempotency-key" in request.headers or (count.isdigit() and int(count) > 0)
+    return MARK in request.headers or (count.isdigit() and int(count) > 0)
 
 
 async def _first(work: asyncio.Task[Answer]) -> Answer | None:

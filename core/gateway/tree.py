@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,14 +20,15 @@ class TokenTree:
     sampled twice the first call is kept, and `repeats` counts it.
     """
 
-    parent: list[int] = field(default_factory=lambda: [-1])
-    token: list[int] = field(default_factory=lambda: [-1])
-    by: list[int] = field(default_factory=lambda: [NOBODY])
-    logprob: list[float] = field(default_factory=lambda: [0.0])
-    version: list[int] = field(default_factory=lambda: [-1])
+    parent: array[int] = field(default_factory=lambda: array("i", [-1]))
+    token: array[int] = field(default_factory=lambda: array("i", [-1]))
+    by: array[int] = field(default_factory=lambda: array("i", [NOBODY]))
+    logprob: array[float] = field(default_factory=lambda: array("d", [0.0]))
+    version: array[int] = field(default_factory=lambda: array("i", [-1]))
     repeats: int = 0
-    _children: dict[tuple[int, int], int] = field(default_factory=dict)
-    _has_child: set[int] = field(default_factory=set)
+    # Of most nodes the only child is the next node; all other children are here.
+    _others: dict[tuple[int, int], int] = field(default_factory=dict)
+    _with_others: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.token) - 1
@@ -49,7 +51,7 @@ class TokenTree:
 
     def is_leaf(self, node: int) -> bool:
         """Whether no call goes on after `node`."""
-        return node not in self._has_child
+        return not self._has_next(node) and node not in self._with_others
 
     def path(self, node: int) -> list[int]:
         """Nodes from the first token to `node`."""
@@ -59,12 +61,23 @@ class TokenTree:
             node = self.parent[node]
         return found[::-1]
 
+    def tokens(self, node: int) -> tuple[int, ...]:
+        """Token ids from the first to `node`."""
+        return tuple(self.token[each] for each in self.path(node))
+
+    def _has_next(self, node: int) -> bool:
+        return node + 1 < len(self.parent) and self.parent[node + 1] == node
+
     def _child(self, node: int, token: int) -> int:
-        child = self._children.get((node, token))
+        following = self._has_next(node)
+        if following and self.token[node + 1] == token:
+            return node + 1
+        child = self._others.get((node, token)) if node in self._with_others else None
         if child is None:
             child = len(self.token)
-            self._children[node, token] = child
-            self._has_child.add(node)
+            if child != node + 1:
+                self._others[node, token] = child
+                self._with_others.add(node)
             self.parent.append(node)
             self.token.append(token)
             self.by.append(NOBODY)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.data.messages import messages_from_json, tools_from_json
@@ -16,7 +16,9 @@ from posttrain.core.types import Completion, Message, ToolSchema
 Json = dict[str, Any]  # Any: JSON values
 MOST_MESSAGES = 2000
 MOST_TOOLS = 128
+MOST_SCHEMA = 64 * 2**10
 MOST_N = 64
+MOST_STOPS = 16
 PIECE = 24
 """Characters of a piece of a streamed answer."""
 
@@ -41,7 +43,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a program asks of the policy; `set_by_client` are fields that the run decides."""
+    """What a program asks of the policy; `set_by_client` are fields that the run decides.
+
+    `must_call` = it wants a tool to be called, which sampling does not force.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...]
@@ -53,10 +58,15 @@ class ChatRequest:
     logprobs: bool
     prompt: str | tuple[int, ...] | None
     set_by_client: Mapping[str, object]
+    must_call: bool
     digest: str
 
 
-OWNED = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+OWNED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+"""Fields that the run sets, whatever a program asks for: log-probs are those of its own policy."""
 
 
 def read_chat(body: object, digest: str) -> ChatRequest:
@@ -68,14 +78,24 @@ def read_chat(body: object, digest: str) -> ChatRequest:
     if len(messages) > MOST_MESSAGES:
         raise Refused(400, "invalid_messages", f"messages: more than {MOST_MESSAGES}")
     try:
-        read = messages_from_json(messages, "messages")
+        read = _named(messages_from_json(messages, "messages"))
+    except DataError as error:
+        raise Refused(400, "invalid_messages", _without_advice(error)) from error
+    try:
         tools = tools_from_json(given.get("tools"), "tools")
     except DataError as error:
-        raise Refused(400, "invalid_messages", str(error)) from error
+        raise Refused(400, "invalid_tools", _without_advice(error)) from error
+    for old in ("functions", "function_call"):
+        if given.get(old):
+            raise Refused(400, "unsupported_functions", f"{old}: send tools in its place")
     if given.get("tool_choice") == "none":
         tools = ()
     if len(tools) > MOST_TOOLS:
         raise Refused(400, "invalid_tools", f"tools: more than {MOST_TOOLS}")
+    for tool in tools:
+        if len(json.dumps(tool)) > MOST_SCHEMA:
+            name = tool["function"]["name"]
+            raise Refused(400, "invalid_tools", f"tools: '{name}' has over {MOST_SCHEMA} letters")
     shape = given.get("response_format")
     if isinstance(shape, dict) and shape.get("type", "text") != "text":
         raise Refused(
@@ -98,6 +118,23 @@ def read_completion(body: object, digest: str) -> ChatRequest:
     return _request(given, digest, messages=(), tools=(), prompt=prompt)
 
 
+def _named(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with each tool's name, which programs leave to the id of the call."""
+    names: dict[str, str] = {}
+    made = []
+    for message in messages:
+        names.update({call.id: call.name for call in message.tool_calls if call.id})
+        if message.role == "tool" and not message.name:
+            message = replace(message, name=names.get(message.tool_call_id, ""))
+        made.append(message)
+    return tuple(made)
+
+
+def _without_advice(error: DataError) -> str:
+    """What is wrong, without what to do with a row of a data set."""
+    return str(error).removesuffix(": correct this row").removesuffix(": correct it")
+
+
 def _object(body: object) -> Json:
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the body: expected a JSON object")
@@ -113,21 +150,25 @@ def _request(
     prompt: str | tuple[int, ...] | None,
 ) -> ChatRequest:
     stop = given.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(each, str) and each for each in stops):
-        raise Refused(400, "invalid_stop", "stop: expected texts that are not empty")
+    stops = [stop] if isinstance(stop, str) else stop or []
+    fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not fits or not all(isinstance(each, str) and each for each in stops):
+        raise Refused(
+            400, "invalid_stop", f"stop: expected at most {MOST_STOPS} texts that are not empty"
+        )
     options = given.get("stream_options")
     return ChatRequest(
         messages=messages,
         tools=tools,
         max_tokens=_whole(given, ("max_completion_tokens", "max_tokens"), 10**9),
-        stop=stops,
+        stop=tuple(stops),
         n=_whole(given, ("n",), MOST_N) or 1,
         stream=given.get("stream") is True,
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         logprobs=given.get("logprobs") not in (None, False),
         prompt=prompt,
         set_by_client={name: given[name] for name in OWNED if given.get(name) is not None},
+        must_call=given.get("tool_choice") not in (None, "none", "auto"),
         digest=digest,
     )
 
@@ -143,9 +184,9 @@ def _whole(given: Json, names: Sequence[str], most: int) -> int | None:
     return None
 
 
-def digest_of(path: str, body: bytes) -> str:
-    """What says that two requests are the same one."""
-    return hashlib.sha256(path.encode() + b"\n" + body).hexdigest()
+def digest_of(path: str, body: bytes, mark: str = "") -> str:
+    """What says that two requests are the same one; `mark` is the client's own word for it."""
+    return hashlib.sha256(f"{path}\n{mark}\n".encode() + body).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +206,13 @@ class Served:
         return "length" if self.sampled.finish_reason == "length" else "stop"
 
 
+NOT_SAMPLED = -1
+"""The number of an answer that the gateway wrote itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a request: `n` choices."""
+    """The answer to a request: `n` choices, which are calls `number` and those that follow."""
 
     number: int
     model: str
@@ -233,7 +278,7 @@ def chat_pieces(answer: Answer, request: ChatRequest) -> Iterator[str]:
 
 def _head(answer: Answer, kind: str) -> Json:
     return {
-        "id": f"call-{answer.number}",
+        "id": "budget" if answer.number == NOT_SAMPLED else f"call-{answer.number}",
         "object": kind,
         "created": int(time.time()),
         "model": answer.model,

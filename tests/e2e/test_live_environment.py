@@ -35,10 +35,56 @@ class Whims(DigitGame):
 '''
 
 
+PROGRAM = '''
+"""A program that knows the policy as an API alone, and asks it for digits, others each time."""
+
+import random
+
+from posttrain.core.contracts import ModelEndpoint, NoConfig, Outcome, PlayedEnvironment
+from posttrain.core.types import Problem
+
+
+class Player(PlayedEnvironment[NoConfig]):
+    """Three questions, and a helper that is asked one of its own; one in eight plays breaks."""
+
+    name = "player"
+    Config = NoConfig
+
+    async def start(self) -> None:
+        from openai import AsyncOpenAI
+
+        self.client = AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="none")
+
+    async def stop(self) -> None:
+        await self.client.close()
+
+    async def play(self, problem: Problem, endpoint: ModelEndpoint, seed: int) -> Outcome:
+        client = self.client.with_options(base_url=endpoint.base_url, api_key=endpoint.key)
+        rng = random.SystemRandom()
+        messages, right = [], 0
+        for _ in range(3):
+            digit = str(rng.randrange(4))
+            messages.append({"role": "user", "content": digit})
+            done = await client.chat.completions.create(
+                model=endpoint.model, messages=messages, max_tokens=6
+            )
+            if rng.random() < 0.04:
+                raise RuntimeError("the program broke")
+            said = done.choices[0].message
+            messages.append({"role": "assistant", "content": said.content})
+            right += (said.content or "")[:1] == digit
+        await client.chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": "0"}], max_tokens=4
+        )
+        return Outcome(reward=right / 3)
+'''
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("game")
     (folder / "game.py").write_text(Path(live.__file__).read_text() + UNREPEATABLE)
+    (folder / "program.py").write_text(PROGRAM.lstrip())
     tokenizer = make_tiny_tokenizer(live.CHARACTERS, live.TEMPLATE)
     make_tiny_model(folder / "model", seed=1, init_std=0.02, tokenizer=tokenizer)
     return folder
@@ -77,12 +123,22 @@ def config_of(project: Path, environment: dict[str, Any] | None, **rl: Any) -> P
     return write_config(project / f"run-{len(list(project.glob('run-*')))}.yaml", made)
 
 
-def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(project: Path) -> None:
-    game = {"name": f"{project / 'game.py'}:Whims", "max_turns": 4}
-    config = config_of(project, game)
-    home = prepared(project / "home")
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({"name": "game.py:Whims", "max_turns": 4}, id="game"),
+        pytest.param(
+            {"name": "program.py:Player", "max_calls": 8}, id="program", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(
+    project: Path, tmp_path: Path, environment: dict[str, Any]
+) -> None:
+    config = config_of(project, {**environment, "name": str(project / environment["name"])})
+    home = prepared(tmp_path / "home")
     where = ("run", str(config), "--home", str(home), "--json")
-    path = install(project / "killer")
+    path = install(tmp_path / "killer")
     killed = run_command(*where, variables={"PYTHONPATH": path, WHERE: "rl:3"})
     assert killed.code == -9, killed.text
     before = {
@@ -104,6 +160,9 @@ def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(project: 
     assert not any(each["differences"] for each in steps), replayed.text
     failed = [line for line in done.text.splitlines() if "episodes failed" in line]
     assert failed, "one in eight episodes breaks, and the log says so"
+    if environment["name"].startswith("program"):
+        branches = [each["metrics"].get("env/branches", 0.0) for each in again.values()]
+        assert max(branches) > 1.5, "the helper's question is a branch of its own"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def turns_config(folder: Path, seed: int, algorithm: str, **rl: Any) -> dict[str
     model = make_tiny_model(
         folder / "model", seed=seed, layers=1, kv_heads=2, init_std=0.05, tokenizer=tokenizer
     )
-    environment = {"name": "copying.py:Copying", "max_turns": TURNS}
+    # With max_turns: 4 the last turn would be cut before the environment answers it.
+    environment = {"name": "copying.py:Copying", "max_turns": TURNS + 1}
     return {
         "name": "turns",
         "seed": seed,

@@ -24,6 +24,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
         "max_retries": 0,
     },
     ("task", "jsonl"): {"path": "problems.jsonl"},
+    ("environment", "agent"): {"command": ["agent"]},
     ("tool", "search"): {"path": "texts"},
     ("task", "parquet"): {"path": "problems.parquet"},
     ("task", "rows"): {"path": "problems.jsonl"},
