@@ -72,6 +72,11 @@ def redacted(text: str) -> str:
     return text
 
 
+def names_a_secret(variable: str) -> bool:
+    """Whether a variable of this name holds a credential, as its name says."""
+    return _SECRET_VARIABLE.search(variable.upper()) is not None
+
+
 def address(url: str) -> str:
     """A URL that a browser can open: without its user and password."""
     return redacted(url).replace(f"://{MARK}@", "://")
@@ -116,7 +121,7 @@ def redact_error(error: BaseException) -> None:
 def _environment_secrets() -> list[str]:
     found = []
     for name, value in os.environ.items():
-        if _SECRET_VARIABLE.search(name.upper()) and not value.startswith(("/", "~")):
+        if names_a_secret(name) and not value.startswith(("/", "~")):
             found.append(value)
         elif "://" in value and "@" in value:
             try:

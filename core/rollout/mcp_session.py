@@ -20,11 +20,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from posttrain.core.contracts import PluginConfig, ToolResult
 from posttrain.core.errors import ResourceError, causes
-from posttrain.core.redaction import redacted
+from posttrain.core.redaction import names_a_secret, redacted
 from posttrain.core.rollout.external import VariableName, variable
 
 INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER")
-"""Variables of ours that a server's program gets; others are named in `env`."""
+"""Variables of ours that a server's program gets; others are named."""
 CLOSED, TIMED_OUT = -32000, -32001
 """Codes of errors that the client itself raises."""
 PATIENCE_S = 2.0
@@ -38,12 +38,14 @@ class McpServer(PluginConfig):
     """One server: the command of a program, or an address."""
 
     command: tuple[str, ...] = Field(default=(), description="a program that speaks on its stdio")
-    env: dict[str, VariableName] = Field(
-        default={},
-        description="variable of the program -> NAME of the variable whose value it gets",
+    env: dict[VariableName, str] = Field(
+        default={}, description="variables that the program gets; no keys"
+    )
+    pass_env: tuple[VariableName, ...] = Field(
+        default=(), description="variables of the run that the program gets, such as API keys"
     )
     url: str | None = Field(default=None, description="as http://127.0.0.1:8000/mcp")
-    headers: dict[str, VariableName] = Field(
+    headers_env: dict[str, VariableName] = Field(
         default={}, description="header -> NAME of the environment variable with its value"
     )
 
@@ -51,13 +53,16 @@ class McpServer(PluginConfig):
     def _is_one(self) -> McpServer:
         if bool(self.command) == bool(self.url):
             raise ValueError("a server has either a command or a url")
+        for name in self.env:
+            if names_a_secret(name):
+                raise ValueError(f"a config is logged: export {name}, and name it in pass_env")
         if self.url is None:
             return self
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected a URL like http://127.0.0.1:8000/mcp")
         if parts.username or parts.password or parts.query:
-            raise ValueError("a URL is logged, so it holds no key: name a variable in headers")
+            raise ValueError("a URL is logged, so it holds no key: name a variable in headers_env")
         return self
 
     def __str__(self) -> str:
@@ -210,7 +215,7 @@ class McpSession:
         url = str(self.server.url)
         headers = {
             name: variable(value, f"the header {name} of {url}")
-            for name, value in self.server.headers.items()
+            for name, value in self.server.headers_env.items()
         }
         # A certificate is checked where there is one, and reading them all takes a while.
         transport = Limited(verify=url.startswith("https:"))
@@ -231,8 +236,9 @@ class McpSession:
         from mcp_types import jsonrpc_message_adapter
 
         env = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        for name, value in self.server.env.items():
-            env[name] = variable(value, f"{name} of the MCP server '{self.server}'")
+        env |= self.server.env
+        for name in self.server.pass_env:
+            env[name] = variable(name, f"the MCP server '{self.server}'")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self.server.command,

@@ -21,7 +21,7 @@ class McpConfig(CallLimits):
     """Settings of `mcp`."""
 
     servers: tuple[McpServer, ...] = Field(
-        min_length=1, description="each {command: [...], env: {...}} or {url: ..., headers: {...}}"
+        min_length=1, description="each {command: [...], pass_env: [...]} or {url: ...}"
     )
     allow: tuple[str, ...] = Field(
         default=(), description="tools that the model may call; empty = all of the servers'"

@@ -35,7 +35,7 @@ class OpenEnvConfig(PluginConfig):
     """Settings of `openenv`."""
 
     url: str = Field(description="the server, as http://127.0.0.1:8000")
-    headers: dict[str, VariableName] = Field(
+    headers_env: dict[str, VariableName] = Field(
         default={}, description="header -> NAME of the environment variable with its value"
     )
     action: Json | None = Field(
@@ -62,7 +62,7 @@ class OpenEnvConfig(PluginConfig):
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("expected a URL like http://127.0.0.1:8000")
         if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("a URL is logged, so it holds no key: name a variable in headers")
+            raise ValueError("a URL is logged, so it holds no key: name a variable in headers_env")
         return value.rstrip("/")
 
     @field_validator("action")
@@ -114,7 +114,7 @@ class OpenEnvEnvironment(LiveEnvironment[OpenEnvConfig]):
         require("websockets", self.name, "openenv")
         self._headers = {
             name: variable(value, f"the header {name} of {self.config.url}")
-            for name, value in self.config.headers.items()
+            for name, value in self.config.headers_env.items()
         }
         found = await self._got("/health" if self.config.action is not None else "/schema")
         if self.config.action is not None:

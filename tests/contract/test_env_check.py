@@ -213,6 +213,41 @@ stages:
     assert over["it stops"][0] == "passed"
 
 
+PLAYED = '''"""A program for tests."""
+from posttrain.core.contracts import (
+    ModelEndpoint, NoConfig, Outcome, PlayedEnvironment
+)
+from posttrain.core.types import Problem
+
+
+class Program(PlayedEnvironment[NoConfig]):
+    """R = 1. Source: a test."""
+
+    name = "program"
+    Config = NoConfig
+
+    async def play(self, problem: Problem, endpoint: ModelEndpoint, seed: int) -> Outcome:
+        return Outcome(1.0)
+'''
+
+
+def test_what_a_program_plays_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    found = checked(f"{put(tmp_path, PLAYED)}:Program")
+    assert {state for state, _ in found.values()} == {"skipped"}
+    result = CliRunner().invoke(app, ["plugins", "check", f"{tmp_path}/game.py:Program", "--json"])
+    assert result.exit_code == 0, result.output
+    checks = json.loads(result.stdout.splitlines()[-1])["plugins"][0]["checks"]
+    assert {each["state"] for each in checks} == {"passed", "skipped"}
+
+
+def test_a_live_environment_keeps_its_contract_or_is_found_out(tmp_path: Path) -> None:
+    bare = SOUND.replace('Opening(State(word), suffix=f" Say {word}.")', "State(word)")
+    for text, code in ((SOUND, 0), (bare, 1)):
+        file = put(tmp_path, text.replace('int(problem.metadata["seed"])', "len(problem.key)"))
+        result = CliRunner().invoke(app, ["plugins", "check", f"{file}:Game"])
+        assert result.exit_code == code, result.output
+
+
 def test_tools_over_mcp() -> None:
     server = Path(__file__).resolve().parents[1] / "helpers" / "mcp_server.py"
     fields = [f"servers=[{{command: [{sys.executable}, {server}]}}]", "allow=[add, inject]"]

@@ -70,7 +70,8 @@ def picture() -> Image:
 @server.tool()
 def secret() -> str:
     """Variables of its process."""
-    return f"{os.environ.get('SERVER_KEY', 'none')} {os.environ.get('UNNAMED_SECRET', 'none')}"
+    names = ("MY_KEY", "GREETING", "UNNAMED_SECRET")
+    return " ".join(os.environ.get(name, "none") for name in names)
 
 
 @server.tool()

@@ -143,7 +143,7 @@ def test_the_seed_is_the_problems_and_keys_come_from_variables(
     server: OpenEnvServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sesame")
-    env = environment(server, headers={"X-Key": "MY_KEY"})
+    env = environment(server, headers_env={"X-Key": "MY_KEY"})
 
     async def several(e: Any) -> None:
         for seed in (3, 3, 4):
@@ -184,7 +184,7 @@ def test_a_server_that_is_away_or_another_is_refused() -> None:
         ({"url": "ws://127.0.0.1:1"}, "expected a URL"),
         ({"url": "http://u:p@127.0.0.1:1"}, "holds no key"),
         ({"url": "http://h", "action": {"message": "hello"}}, "has no {text}"),
-        ({"url": "http://h", "headers": {"X": "a key"}}, "pattern"),
+        ({"url": "http://h", "headers_env": {"X": "a key"}}, "pattern"),
     ],
 )
 def test_configs_that_are_refused(fields: Any, says: str) -> None:
