@@ -168,6 +168,8 @@ class Completion:
     Responses of one `episode` (a number within the group; -1 = this response alone) are branches
     of it, the one with its last turn first. `prompt_ids` are the response's own where they are not
     the group's. `elsewhere` marks tokens that an earlier branch learns from (empty = none).
+    `versions` are the policy's at each token, where weights changed on the way (empty = they did
+    not).
     """
 
     token_ids: tuple[int, ...]
@@ -189,6 +191,12 @@ class Completion:
     episode: int = -1
     prompt_ids: tuple[int, ...] = ()
     elsewhere: tuple[bool, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    @property
+    def oldest_version(self) -> int:
+        """That of the oldest policy which sampled of it."""
+        return min(self.versions, default=self.policy_version)
 
 
 @dataclass(frozen=True, slots=True)

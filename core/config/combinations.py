@@ -426,6 +426,12 @@ class _Check:
                 f"'{sampler.name}' branches after observations, which only an environment gives; "
                 "add `environment: {name: tools, tools: [calculator]}`, or set sampler: group",
             )
+        if self.stage.schedule == "streaming" and not sampler.is_plain:
+            yield self.line(
+                "schedule",
+                f"streaming takes groups as they are done, and sampler '{sampler.name}' chooses "
+                "them itself; set sampler: group, or schedule: steps",
+            )
         section = self.stage.rollout_correction
         corrects = section.plugin.name != "none" or bool(section.plugin.fields().get("reject"))
         if sampler.needs_correction and not corrects and not section.bypass_old:

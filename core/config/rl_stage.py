@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
 from posttrain.core.config.sections import (
@@ -242,6 +242,19 @@ class RlStage(StageBase):
         description="updates that a rollout's policy may lie behind; from 1 on, the next rollouts "
         "are sampled while the update runs, and rollout_correction is tis_token unless it is set",
     )
+    schedule: Literal["steps", "streaming"] = Field(
+        default="steps",
+        description="steps: the rollouts of a step are sampled together; streaming: responses are "
+        "sampled without an end, weights change on the way, and a step takes the first groups that "
+        "are done, no token of which is older than max_staleness",
+    )
+    stretch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="with streaming: tokens of a response that are sampled before it goes on with "
+        "the newest weights; null = 256",
+    )
     generation: GenerationSection = GenerationSection()
     sampler: Component = Component(name="group")
     environment: EnvironmentComponent | None = Field(
@@ -332,6 +345,24 @@ class RlStage(StageBase):
 
     def max_sequences(self) -> int:
         return self.prompts_per_step * self.num_generations
+
+    @model_validator(mode="after")
+    def _streams(self) -> RlStage:
+        if self.schedule == "streaming" and self.max_staleness == 0:
+            raise ValueError(
+                "schedule: streaming samples while the policy is trained, so its samples are older "
+                "than the policy; set max_staleness: 1 or more"
+            )
+        if self.schedule == "steps" and self.stretch_tokens is not None:
+            raise ValueError(
+                "stretch_tokens would change nothing without schedule: streaming; remove it"
+            )
+        return self
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps whose rollouts are sampled, whole, while the policy is updated."""
+        return self.max_staleness if self.schedule == "steps" else 0
 
     @field_validator("reward_clip")
     @classmethod

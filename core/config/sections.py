@@ -109,11 +109,43 @@ class EnvironmentComponent(Component):
         le=10_000_000,
         description="tokens of one observation, at most; the rest is cut off",
     )
+    max_calls: int = Field(
+        default=64,
+        ge=1,
+        le=100_000,
+        description="requests to the policy that a program may make in an episode",
+    )
+    at_once: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="episodes that a live environment plays at the same time; null = as many as "
+        "it says",
+    )
+    step_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a live environment may take to begin or to answer a turn",
+    )
+    episode_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=604_800,
+        description="seconds that an episode of a live environment or a program may take",
+    )
+    max_failure_rate: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share of a rollout's episodes that may fail; they are not learned from",
+    )
 
     def paths(self) -> dict[str, str]:
         tools = self.fields().get("tools")
         listed = tools if isinstance(tools, list | tuple) else (tools,)
-        return {
+        own = self.fields().get("path")
+        return ({} if own is None else {"environment.path": str(own)}) | {
             f"environment.tools.{index}.path": str(tool["path"])
             for index, tool in enumerate(listed)
             if isinstance(tool, dict) and "path" in tool

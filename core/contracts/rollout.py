@@ -196,6 +196,8 @@ class RolloutEngine(Plugin[ConfigT]):
 
     kind = "rollout_engine"
     policy_version: int = 0
+    calls_at_once: ClassVar[int] = 1
+    """Calls of `generate` that may be made at the same time, from several threads."""
     on_tokens: Callable[[Sequence[DrawnToken]], None] | None = None
     """Called by engines that can tell while `generate` runs, with what every response just drew;
     what it raises ends the request."""
@@ -376,6 +378,8 @@ class Sampler(Plugin[ConfigT]):
     """Columns of the batch that it fills in addition to the responses (`node_id` of a tree)."""
     needs_environment: ClassVar[bool] = False
     """Whether it only works on episodes of several turns."""
+    is_plain: ClassVar[bool] = False
+    """Whether it draws one group for each prompt in its order, and no more."""
     needs_correction: ClassVar[bool] = False
     """Whether its groups are so old that an uncorrected loss is refused."""
 

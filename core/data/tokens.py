@@ -356,6 +356,11 @@ def _with_turns(batch: RolloutBatch, rows: Sequence[tuple[int, Completion]]) -> 
             for row, (g, c) in enumerate(rows)
         ]
         batch = batch.with_columns(episode_id=torch.tensor(ids, dtype=torch.int64))
+    if any(c.versions for c in completions):
+        versions = batch.policy_version.clone()
+        for row, c in enumerate(completions):
+            versions[row, : len(c.versions)] = torch.tensor(c.versions, dtype=versions.dtype)
+        batch = batch.with_columns(policy_version=versions)
     return replace(
         batch,
         outcomes=tuple(c.reward for c in completions)

@@ -13,7 +13,8 @@ from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_texts
 from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import share_interval, standard_error, wilson
-from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
+from posttrain.core.rollout.episodes import Generates, generate_groups
+from posttrain.core.rollout.turns import first_branches
 from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
@@ -74,7 +75,7 @@ def evaluate_policy(
     section: EvaluationSection,
     seed: int,
     progress: Callable[[int], None] = lambda done: None,
-    episodes: EpisodeRunner | None = None,
+    episodes: Generates | None = None,
 ) -> Evaluation:
     """Evaluate the engine's current weights on the problems of `prompts`.
 
@@ -98,7 +99,7 @@ def _evaluate_part(
     prompts: Sequence[PromptGroup],
     section: EvaluationSection,
     seed: int,
-    episodes: EpisodeRunner | None,
+    episodes: Generates | None,
 ) -> list[EvaluatedProblem]:
     draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
     greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
@@ -117,7 +118,7 @@ def _evaluate_part(
         for i, group in enumerate(sampled):
             verdicts[i] = tuple(
                 verdict_of(task, group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
-                for c in group.completions
+                for c in first_branches(group.completions)
             )
     rows = []
     for group, sampled_verdicts in zip(greedy, verdicts, strict=True):

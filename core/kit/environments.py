@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import math
@@ -9,7 +10,16 @@ import time
 from typing import Any
 
 from posttrain.core.config.presets import tool_components
-from posttrain.core.contracts import Environment, Observation, Opening, Tool, ToolResult, Turn
+from posttrain.core.contracts import (
+    Environment,
+    LiveEnvironment,
+    Observation,
+    Opening,
+    Tool,
+    ToolResult,
+    Turn,
+)
+from posttrain.core.errors import ResourceError
 from posttrain.core.kit.checks import Skipped, Subject, check, expect, expect_equal
 from posttrain.core.types import Message, Problem
 
@@ -20,10 +30,14 @@ TEXTS = (
 )
 MOST_TURNS = 50
 SLOW_S = 2.0
+STARTS_S = 60.0
+PLAYED = "its episodes are not values: `posttrain env check` plays them"
 
 
 def _ready(subject: Subject) -> Environment[Any]:  # Any: environments of any config
     made: Environment[Any] = subject.build()
+    if not isinstance(made, Environment):
+        raise Skipped(PLAYED)
     named = tool_components(made.config.model_dump(mode="json"))
     made.setup([subject.manager.build(Tool, each.name, each.fields()) for _, each in named])
     return made
@@ -42,14 +56,14 @@ def _episode(subject: Subject) -> None:
         state, done = opening.state, False
         for number in range(MOST_TURNS):
             found = environment.step(state, _turn(text, ended=number % 2 == 1))
-            _expect_sound(found, f"to the text {text[:40]!r}")
+            expect_sound(found, f"to the text {text[:40]!r}")
             state, done = found.state, found.done
             if done:
                 break
         expect(done, f"after {MOST_TURNS} turns of {text[:40]!r}, half of them ended, it goes on")
 
 
-def _expect_sound(found: object, where: str) -> None:
+def expect_sound(found: object, where: str) -> None:
     if not isinstance(found, Observation):
         expect(False, f"{where} `step` gives {type(found).__name__}, not Observation")
         return
@@ -57,6 +71,43 @@ def _expect_sound(found: object, where: str) -> None:
     expect(not (found.text and found.messages), f"{where} it answers with a text and messages")
     odd = sorted(name for name, count in found.counts.items() if not math.isfinite(count))
     expect(not odd, f"{where} the counts {odd} are not finite")
+
+
+@check("live episodes begin, answer any text and are closed", "environment")
+def _live(subject: Subject) -> None:
+    made = subject.build()
+    if not isinstance(made, LiveEnvironment):
+        raise Skipped("it is not a live environment")
+
+    async def all_texts() -> None:
+        try:
+            await asyncio.wait_for(made.start(), STARTS_S)
+            json.dumps(made.schemas())
+            for text in TEXTS:
+                await asyncio.wait_for(_lived(made, text), STARTS_S)
+        finally:
+            await made.stop()
+
+    try:
+        asyncio.run(all_texts())
+    except ResourceError as error:  # a server or a package that is not here
+        raise Skipped(str(error)) from error
+
+
+async def _lived(made: LiveEnvironment[Any], text: str) -> None:
+    """One short episode in which every turn is `text`."""
+    opening = await made.reset(PROBLEM, 0)
+    expect(isinstance(opening, Opening), f"`reset` gives {type(opening).__name__}, not Opening")
+    state = opening.state
+    try:
+        for _ in range(3):
+            found = await made.step(state, _turn(text, ended=True))
+            expect_sound(found, f"to the text {text[:40]!r}")
+            if found.done or found.truncated:
+                break
+            state = found.state
+    finally:
+        await made.close(state)
 
 
 @check("a state is a value: steps change none, and give the same each time", "environment")

@@ -28,7 +28,7 @@ from posttrain.core.rewards.checking import (
     is_failure,
 )
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
-from posttrain.core.rollout.episodes import EpisodeRunner, generate_groups
+from posttrain.core.rollout.episodes import Generates, generate_groups
 from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.types import RewardSample, SamplingParams, Score
 
@@ -109,7 +109,7 @@ class Scorer:
         engine: RolloutEngine[Any],
         batch: RolloutBatch,
         max_tokens: int,
-        episodes: EpisodeRunner | None = None,
+        episodes: Generates | None = None,
     ) -> Tensor:
         """Reward [B] of the greedy answer to each row's prompt, rescaled as the batch's rewards.
 

@@ -32,8 +32,12 @@ class PromptStream:
         return [self._next() for _ in range(count)]
 
     def _next(self) -> PromptGroup:
-        epoch, index = divmod(self.position, len(self.prompts))
         self.position += 1
+        return self.at(self.position - 1)
+
+    def at(self, position: int) -> PromptGroup:
+        """The prompt at a place of the stream, from 0."""
+        epoch, index = divmod(position, len(self.prompts))
         if epoch != self._order[0]:
             draw = generator(self.seed, "prompts", epoch)
             order = torch.randperm(len(self.prompts), generator=draw).tolist()

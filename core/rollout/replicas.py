@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.25
+FULL_S = 0.02
 # Characters of a server's answer that an error repeats.
 SHOWN = 500
 
@@ -214,26 +215,30 @@ async def serve_all(
     tries: list[list[Replica]] = [[] for _ in requests]  # where each request failed
     queue = deque(range(len(requests)))
     running: set[asyncio.Task[Outcome]] = set()
+    asked: dict[asyncio.Task[Outcome], Replica] = {}
     try:
         while queue or running:
             while queue and (replica := _choose(replicas, tries[queue[0]], limits)):
                 index = queue.popleft()
                 replica.in_flight += 1
-                work = _try(replica, path, requests[index], index)
-                running.add(asyncio.create_task(work))
+                task = asyncio.create_task(_try(replica, path, requests[index], index))
+                running.add(task)
+                asked[task] = replica
             returning = any(replica.returning for replica in replicas)
-            if not running and not returning:
+            alive = any(replica.alive for replica in replicas)
+            if not running and not returning and not alive:
                 raise RunError(await _none_left(replicas, len(queue), len(requests)))
-            if not running:
-                await asyncio.sleep(POLL_S)
+            if not running:  # all is lost and returns, or full of other calls' requests
+                await asyncio.sleep(FULL_S if alive else POLL_S)
                 continue
             done, running = await asyncio.wait(
                 running,
                 return_when=asyncio.FIRST_COMPLETED,
                 timeout=POLL_S if returning else None,
             )
+            for task in done:
+                asked.pop(task).in_flight -= 1
             for outcome in (task.result() for task in done):
-                outcome.replica.in_flight -= 1
                 if outcome.answer is not None:
                     outcome.replica.failures = 0
                     answers[outcome.index] = outcome.answer
@@ -244,8 +249,8 @@ async def serve_all(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for replica in replicas:
-            replica.in_flight = 0
+        for replica in asked.values():  # others may be serving requests of their own there
+            replica.in_flight -= 1
     return [answer for answer in answers if answer is not None]
 
 

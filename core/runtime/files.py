@@ -76,8 +76,13 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file whole: after a crash it holds the old text or the new one, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """As `write_text`."""
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(data)
     sync(partial)
     partial.replace(path)
     sync(path.parent)

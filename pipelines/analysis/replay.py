@@ -15,6 +15,7 @@ from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
+from posttrain.core.rollout import episode_log
 from posttrain.core.runtime.heap import keep_freed_memory
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.artifacts import Artifact
@@ -130,6 +131,7 @@ class Replay:
         try:
             with tempfile.TemporaryDirectory(prefix="posttrain-replay-") as folder:
                 _bring_answers(source, Path(folder))
+                _bring_episodes(source, Path(folder))
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
                 joined = joined_cluster(made.run, Path(folder))
                 with joined, closing(engines), suppress(Reached):
@@ -210,6 +212,13 @@ def _bring_answers(source: StepSource, folder: Path) -> None:
     for place in (source.checkpoints, source.checkpoints / KEPT):
         if (place / OWN_ANSWERS).is_file():
             shutil.copy(place / OWN_ANSWERS, folder / OWN_ANSWERS)
+
+
+def _bring_episodes(source: StepSource, folder: Path) -> None:
+    """Samples that cannot be drawn a second time, where the run kept them."""
+    kept = source.folder.parent / episode_log.FOLDER
+    if kept.is_dir():
+        shutil.copytree(kept, folder / episode_log.FOLDER)
 
 
 def _compute(context: ReplayContext, until: int) -> None:

@@ -15,6 +15,7 @@ from posttrain.pipelines.cli import (
     data,
     deployments,
     doctor,
+    env,
     evaluate,
     export,
     forensics,
@@ -85,6 +86,7 @@ app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")
+app.add_typer(env.app, name="env")
 app.add_typer(show.app, name="show")
 app.command("schema", epilog=schema.EPILOG)(schema.schema)
 app.command("serve", epilog=deployments.SERVE_EPILOG)(deployments.serve)

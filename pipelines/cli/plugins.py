@@ -231,7 +231,7 @@ def check(
     from posttrain.core.kit.checks import Subject, run_checks
 
     manager, known = _entries(kind)
-    found = _named(name, kind, manager, known)
+    found = named(name, kind, manager, known)
     fields = parse_spec("--set", ",".join(["plugin", *(given or ())])).fields
     loaded = None
     if tokenizer is not None:
@@ -244,15 +244,15 @@ def check(
     for entry in found:
         findings = run_checks(Subject(entry, manager, fields, loaded))
         failed += sum(finding.state == "failed" for finding in findings)
-        _show_findings(context, entry, findings)
+        show_findings(context, f"{entry.kind} '{entry.cls.name}'", findings)
         results.append(_origin(entry) | {"checks": [asdict(finding) for finding in findings]})
     return Result({"plugins": results, "failed": failed}, exit_code=int(failed > 0))
 
 
-def _named(
+def named(
     name: str, kind: str | None, manager: PluginManager, known: list[PluginEntry]
 ) -> list[PluginEntry]:
-    """The plugins that `check` was asked for."""
+    """The plugins that a name, a package, FILE.py or FILE.py:CLASS stands for."""
     if name.endswith(".py"):
         return manager.all_in_file(Path(name))
     if ".py:" in name:
@@ -267,13 +267,14 @@ def _named(
     return found
 
 
-def _show_findings(context: CommandContext, entry: PluginEntry, findings: list[Finding]) -> None:
+def show_findings(context: CommandContext, title: str, findings: Sequence[Finding]) -> None:
+    """A table of what checks found, failures first."""
     from rich.markup import escape
     from rich.table import Table
 
     states = [finding.state for finding in findings]
     counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-    table = Table(title=escape(f"{entry.kind} '{entry.cls.name}': {counts}"), title_justify="left")
+    table = Table(title=escape(f"{title}: {counts}"), title_justify="left")
     for heading in ("check", "", "what was found"):
         table.add_column(heading, overflow="fold")
     for finding in sorted(findings, key=lambda each: each.state != "failed"):

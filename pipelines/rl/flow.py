@@ -4,7 +4,8 @@
                                                        (+ evaluate, checkpoint when due)
 
 With `max_staleness: k` the rollouts of the next k steps are sampled while `update_policy` runs; all
-of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k).
+of them are done before the weights change, so rollout n always has policy max(0, n - 1 - k). With
+`schedule: streaming` sampling never ends, and `rollout` takes the first groups that are done.
 
 Prefect's database keeps 18 KB of each task run. So the phases of the first step are task runs
 of their own, which shows how a step is made, and each ten later steps share one task run.
@@ -162,7 +163,7 @@ def rl_flow(stage: str, loop: LiveLoop, body: Live[Body]) -> None:
     with body.value.running(), ExitStack() as stack:
         if loop.value.evaluates_before_first_step:
             evaluate(loop, 0)
-        ahead = RolloutsAhead(loop) if loop.value.max_staleness else None
+        ahead = RolloutsAhead(loop) if loop.value.steps_ahead else None
         if ahead:
             stack.callback(ahead.close)
         steps = loop.value.remaining_steps()

@@ -190,7 +190,7 @@ class Recorder:
         self.metrics |= self._alarms(step)
         self._record_tensors(step)
         phases = sum(v for k, v in self.metrics.items() if k.startswith("time/"))
-        if self.stage.max_staleness:  # sampled during an earlier update: this step only waited
+        if self.stage.steps_ahead:  # sampled during an earlier update: this step only waited
             phases -= self.metrics["time/rollout_s"]
         seconds = time.perf_counter() - self._step_began
         self.metrics |= {

@@ -6,7 +6,6 @@ another, so rollout n is sampled with policy version max(0, n - 1 - k): always, 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
 from posttrain.core.data.tokens import ChatTokenizer, response_texts, rollout_batch
 from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.rollout.episode_log import EpisodeLog
 from posttrain.core.rollout.episodes import (
     EpisodeRunner,
     episode_metrics,
@@ -27,10 +27,13 @@ from posttrain.core.rollout.episodes import (
     groups_to_json,
 )
 from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.rollout.streaming import GroupStream
 from posttrain.core.rollout.verdicts import verdict_of
+from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import Episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ class Rollouts:
     """Samples the rollouts of a stage, and keeps those that no update has used yet.
 
     The sampler, the cursor on the prompts and the engine while it samples have no other owner.
-    `recording` records what the engine computes, for the update; None where it does not.
+    `recording` records what the engine computes, for the update; None where it does not. `log` has
+    the samples of steps that were drawn before, where drawing them again gives others. `stream`
+    samples without an end, with `engine_use` held together; whoever else calls the engine is alone.
     """
 
     context: StageContext
@@ -88,10 +93,12 @@ class Rollouts:
     tokenizer: ChatTokenizer
     sampler: Sampler[Any]
     prompts: PromptStream
-    episodes: EpisodeRunner | None = None
+    episodes: Episodes | None = None
     recording: Callable[[], AbstractContextManager[SampledOutputs | None]] = nullcontext
+    log: EpisodeLog | None = None
+    stream: GroupStream | None = None
+    engine_use: SharedLock = field(default_factory=SharedLock)
     waiting: dict[int, Rollout] = field(default_factory=dict)
-    _engine_in_use: threading.Lock = field(default_factory=threading.Lock)
 
     def sample(self, step: int) -> Rollout:
         """The groups of `step`, sampled with the engine's policy unless a checkpoint had them.
@@ -99,9 +106,53 @@ class Rollouts:
         May run in a thread while the policy is updated.
         """
         if step not in self.waiting:
-            with self.using_engine():
-                self.waiting[step] = self._sample(step)
+            found = None if self.log is None else self.log.read(step)
+            if found is not None:
+                self.waiting[step] = self._recalled(step, found)
+            else:
+                self.waiting[step] = self._taken(step) if self.stream else self._sampled(step)
+                if self.log is not None:
+                    self.log.write(step, self._logged(self.waiting[step]))
         return self.waiting[step]
+
+    def _sampled(self, step: int) -> Rollout:
+        with self.using_engine():
+            return self._sample(step)
+
+    def _taken(self, step: int) -> Rollout:
+        """The first groups that the stream has done."""
+        assert self.stream is not None
+        began, stage = time.perf_counter(), self.stage
+        oldest = self.engine.policy_version - stage.max_staleness
+        taken = self.stream.take(stage.prompts_per_step, oldest, self.context.check)
+        rollout = self._rollout(step, taken.groups, {})
+        seconds = time.perf_counter() - began
+        metrics = {**episode_metrics(taken.groups), **taken.metrics, "time/rollout_s": seconds}
+        return replace(rollout, metrics=metrics)
+
+    def close(self) -> None:
+        """Sample nothing more."""
+        if self.stream is not None:
+            self.stream.close()
+            if self.stream.plays is not self.episodes:
+                self.stream.plays.close()
+
+    def _logged(self, rollout: Rollout) -> dict[str, Any]:  # Any: JSON
+        return {
+            "sampler": self.sampler.state(),
+            "prompts": self.prompts.position,
+            "stream": self.stream.state() if self.stream else None,
+            "metrics": rollout.metrics,
+            "groups": groups_to_json(rollout.groups),
+        }
+
+    def _recalled(self, step: int, found: Mapping[str, Any]) -> Rollout:  # Any: JSON
+        """The rollout as it was sampled, and everything behind it."""
+        self.sampler.load_state(found["sampler"])
+        self.prompts.position = found["prompts"]
+        if self.stream is not None:
+            self.stream.load_state(found["stream"])
+        return self._rollout(step, groups_from_json(found["groups"]), found["metrics"])
 
     def take(self, step: int) -> Rollout:
         """The rollout of `step`, which is kept no longer."""
@@ -113,20 +164,14 @@ class Rollouts:
 
         Whoever calls the engine between the start of a step and the end of its update needs this.
         """
-        with self._engine_in_use:
+        with self.engine_use.alone():
             yield
 
     def _sample(self, step: int) -> Rollout:
-        stage, generation = self.stage, self.stage.generation
+        stage = self.stage
         began = time.perf_counter()
-        params = SamplingParams(
-            num_generations=stage.num_generations,
-            max_tokens=generation.max_response_length,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            seed=derive_seed(self.context.run.seed, self.context.name, "rollout", step),
-        )
+        seed = derive_seed(self.context.run.seed, self.context.name, "rollout", step)
+        params = sampling_of(stage, seed)
         check, episodes = self.context.check, self.episodes
         generate = partial(episodes.generate, check=check) if episodes else generate_groups
         request = RolloutRequest(
@@ -138,7 +183,7 @@ class Rollouts:
             more_prompts=self.prompts.take,
             verify=self._verify,
             check=check,
-            episodes=episodes,
+            episodes=episodes if isinstance(episodes, EpisodeRunner) else None,
         )
         with self.recording() as products:
             sampled = self.sampler.sample(request)
@@ -177,6 +222,7 @@ class Rollouts:
         return {
             "sampler": self.sampler.state(),
             "prompts": self.prompts.position,
+            "stream": self.stream.state() if self.stream else None,
             "waiting": [
                 {"step": r.step, "metrics": r.metrics, "groups": groups_to_json(r.groups)}
                 for r in self.waiting.values()
@@ -187,9 +233,24 @@ class Rollouts:
         """Continue from `state`."""
         self.sampler.load_state(state["sampler"])
         self.prompts.position = state["prompts"]
+        if self.stream is not None:
+            self.stream.load_state(state["stream"])
         for saved in state["waiting"]:
             step, groups = int(saved["step"]), groups_from_json(saved["groups"])
             self.waiting[step] = self._rollout(step, groups, saved["metrics"])
+
+
+def sampling_of(stage: RlStage, seed: int) -> SamplingParams:
+    """How the stage's responses are drawn."""
+    generation = stage.generation
+    return SamplingParams(
+        num_generations=stage.num_generations,
+        max_tokens=generation.max_response_length,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        seed=seed,
+    )
 
 
 def rollouts_due(step: int, first_step: int, last_step: int, max_staleness: int) -> range:

@@ -27,7 +27,6 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
-from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
 from posttrain.core.runtime.seeding import generator
@@ -45,6 +44,7 @@ from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import Episodes
 
 
 class Stateful(Protocol):
@@ -75,7 +75,7 @@ class RlLoop:
     held_out: Sequence[PromptGroup]
     recorder: Recorder
     checkpoints: Checkpoints
-    episodes: EpisodeRunner | None = None
+    episodes: Episodes | None = None
     critic: ValuePhase | None = None
     sync_check: SyncCheck | None = None
     first_step: int = 1
@@ -84,9 +84,9 @@ class RlLoop:
     # -- which steps there are, and what is due in them ---------------------------------------
 
     @property
-    def max_staleness(self) -> int:
+    def steps_ahead(self) -> int:
         """Steps whose rollouts are sampled ahead of their update."""
-        return self.stage.max_staleness
+        return self.stage.steps_ahead
 
     @property
     def evaluates_before_first_step(self) -> bool:
@@ -109,7 +109,7 @@ class RlLoop:
     def rollouts_due(self, step: int) -> range:
         """Steps whose rollouts start when `step` does: its own, or those of steps ahead."""
         stage = self.stage
-        return rollouts_due(step, self.first_step, stage.steps, stage.max_staleness)
+        return rollouts_due(step, self.first_step, stage.steps, stage.steps_ahead)
 
     # -- the phases of a step -----------------------------------------------------------------
 
@@ -202,10 +202,11 @@ class RlLoop:
 
     def sync_weights(self, step: int) -> tuple[None, Metrics]:
         """Give the engine the policy of version `step`."""
-        if (source := self.learner.source) is not None:
-            self.engine.sync_from(source, policy_version=step)
-        else:
-            send_policy(self.engine, self.learner.model, policy_version=step)
+        with self.rollouts.using_engine():
+            if (source := self.learner.source) is not None:
+                self.engine.sync_from(source, policy_version=step)
+            else:
+                send_policy(self.engine, self.learner.model, policy_version=step)
         return None, {}
 
     def check_sync(self, event: str) -> tuple[None, Metrics]:
@@ -213,22 +214,24 @@ class RlLoop:
         if self.sync_check is None or not self.sync_check.is_due():
             return None, {}
         began = perf_counter()
-        metrics = self.sync_check.after(event)
+        with self.rollouts.using_engine():
+            metrics = self.sync_check.after(event)
         return None, metrics | {"time/sync_check_s": perf_counter() - began}
 
     def evaluate(self) -> tuple[Evaluation, Metrics]:
         """Greedy held-out accuracy of the engine's policy; the cheap part of an evaluation."""
         greedy_only = self.context.run.evaluation.model_copy(update={"num_samples": 0})
-        result = evaluate_policy(
-            self.engine,
-            self.tokenizer,
-            self.context.task,
-            self.held_out,
-            greedy_only,
-            self.context.run.seed,
-            lambda done: self.context.check(),
-            self.episodes,
-        )
+        with self.rollouts.using_engine():
+            result = evaluate_policy(
+                self.engine,
+                self.tokenizer,
+                self.context.task,
+                self.held_out,
+                greedy_only,
+                self.context.run.seed,
+                lambda done: self.context.check(),
+                self.episodes,
+            )
         return result, {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
 
     # -- state --------------------------------------------------------------------------------

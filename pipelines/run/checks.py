@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store import urls
+from posttrain.pipelines.run.environment_checks import check_environments
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
@@ -99,6 +100,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     check_source(config.model)
     ModelRuntime.from_config(config.model)
     check_training(resolved, manager)
+    check_environments(resolved, manager)
     check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls

@@ -40,7 +40,7 @@ from posttrain.core.models.source import known_folder, unchecked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.types import Problem
-from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
+from posttrain.pipelines.stage.inputs import episodes_of, load_tokenizer
 
 MOST = 10_000
 """Rows that are looked at for one stage."""
@@ -180,9 +180,10 @@ class _Stage:
         what: str = "prompts",
     ) -> LengthRule:
         """The prompts as the model is given them, an environment's instructions included."""
-        encoder = build_episodes(self, environment, tokenizer) or tokenizer
         rule = LengthRule.of(self.run.model, f"{what} with their response")
-        prompts = [(problem, encoder.encode_prompt(problem)) for problem in problems]
+        with episodes_of(self, environment, tokenizer) as episodes:
+            encoder = episodes or tokenizer
+            prompts = [(problem, encoder.encode_prompt(problem)) for problem in problems]
         fitting_prompts(prompts, longest, rule)
         return rule
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.core.analysis import evidence
 from posttrain.core.config.sections import KeepSection
+from posttrain.core.rollout import episode_log
 from posttrain.core.store.mirror import Mirror
 from posttrain.core.training import step_record
 from posttrain.core.training.checkpoint import newest_whole, read_step, settle
@@ -94,6 +95,8 @@ class StageFiles:
         record = self.root / step_record.FOLDER
         if (record / step_record.STEPS).is_file() and step_record.read_record(record):
             shutil.copytree(record, out / step_record.FOLDER)
+        if (self.root / episode_log.FOLDER).is_dir():
+            shutil.copytree(self.root / episode_log.FOLDER, out / episode_log.FOLDER)
 
     def settle(self) -> None:
         """The stage is done: only what a replay starts from stays."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -12,9 +14,19 @@ import torch
 
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.presets import tool_components
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EnvironmentComponent, EvaluationSection
-from posttrain.core.contracts import Environment, Plugin, Renderer, Task, Tool
+from posttrain.core.contracts import (
+    AnyEnvironment,
+    Environment,
+    LiveEnvironment,
+    PlayedEnvironment,
+    Plugin,
+    Renderer,
+    Task,
+    Tool,
+)
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.problem_sets import (
     check_disjoint,
@@ -24,10 +36,16 @@ from posttrain.core.data.problem_sets import (
     training_problems,
 )
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.gateway.runner import PlayedRunner
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
+from posttrain.core.rollout.live import LiveRunner
+from posttrain.core.rollout.plays import EpisodeLimits, Plays
+from posttrain.core.rollout.single import OneTurn, ValueEpisodes
+from posttrain.core.rollout.tool_use import ANY_NUMBER
+from posttrain.core.rollout.turns import Turns
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.types import Problem
@@ -38,6 +56,8 @@ if TYPE_CHECKING:
 
 
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
+Episodes = EpisodeRunner | Plays
+"""Whoever runs the episodes of a stage's environment."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +89,40 @@ class StagePlugins(Protocol):
         """The plugin that a component of the config names."""
 
 
-def build_episodes(
+@contextmanager
+def episodes_of(
     context: StagePlugins,
     component: EnvironmentComponent | None,
     tokenizer: ChatTokenizer,
     check: Callable[[], None] = lambda: None,
-) -> EpisodeRunner | None:
+) -> Iterator[Episodes | None]:
     """What runs the episodes of a stage, with its tools; None when responses have one turn.
 
-    `check` is called while several turns are answered at once.
+    `check` is called while episodes or turns are waited for.
     """
-    if component is None:
-        return None
-    environment = context.build(Environment, component)
+    episodes = None if component is None else _episodes(context, component, tokenizer, check)
+    try:
+        yield episodes
+    finally:
+        if isinstance(episodes, Plays):
+            episodes.close()
+
+
+def _episodes(
+    context: StagePlugins,
+    component: EnvironmentComponent,
+    tokenizer: ChatTokenizer,
+    check: Callable[[], None],
+) -> Episodes:
+    environment = context.build(AnyEnvironment, component)
+    if isinstance(environment, LiveEnvironment):
+        turns = Turns(tokenizer, component.max_turns, component.max_observation_tokens)
+        limits = episode_limits(component, environment.at_once, context.run.model.max_model_len)
+        return LiveRunner(environment, turns, limits, check)
+    if isinstance(environment, PlayedEnvironment):
+        limits = episode_limits(component, environment.at_once, context.run.model.max_model_len)
+        return PlayedRunner(environment, tokenizer, limits, component.max_calls, check)
+    assert isinstance(environment, Environment)
     tools = [context.build(Tool, tool) for _, tool in tool_components(component.fields())]
     environment.setup(tools)
     return EpisodeRunner(
@@ -90,6 +131,33 @@ def build_episodes(
         component.max_turns,
         component.max_observation_tokens,
         AnswersHere(environment, tools, check),
+    )
+
+
+def played_one_by_one(
+    context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer, episodes: Episodes | None
+) -> Plays:
+    """Whoever plays the stage's episodes without letting them wait for one another."""
+    if isinstance(episodes, Plays):
+        return episodes
+    component = stage.environment or EnvironmentComponent(name="none", max_failure_rate=0.0)
+    limits = episode_limits(component, ANY_NUMBER, context.run.model.max_model_len)
+    limits = replace(limits, episode_s=math.inf)
+    if episodes is None:
+        return OneTurn(tokenizer, limits, context.check)
+    return ValueEpisodes(episodes, limits, context.check)
+
+
+def episode_limits(
+    component: EnvironmentComponent, at_once: int, max_model_len: int
+) -> EpisodeLimits:
+    """The limits of episodes that are played at once, at most `at_once` unless the config says."""
+    return EpisodeLimits(
+        at_once=component.at_once or at_once,
+        episode_s=component.episode_s,
+        step_s=component.step_s,
+        most_failed=component.max_failure_rate,
+        max_model_len=max_model_len,
     )
 
 

@@ -10,6 +10,7 @@ from posttrain.core.config.sections import NodePoolSection
 from posttrain.core.rollout.answers import AnswersHere
 from posttrain.core.rollout.episodes import EpisodeRunner
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stage.inputs import Episodes
 
 if TYPE_CHECKING:
     from posttrain.core.cluster.on_ray.pools import PoolResources
@@ -51,17 +52,17 @@ def scored_on_nodes(context: StageContext, scorer: Scorer) -> Iterator[None]:
 
 
 @contextmanager
-def answered_on_nodes(context: StageContext, episodes: EpisodeRunner | None) -> Iterator[None]:
+def answered_on_nodes(context: StageContext, episodes: Episodes | None) -> Iterator[None]:
     """Let the nodes of the cluster make the environment's steps, if the config says so."""
     cluster = context.run.cluster
-    if episodes is None or cluster is None or cluster.environments is None:
+    if cluster is None or cluster.environments is None or not isinstance(episodes, EpisodeRunner):
         yield
         return
     from posttrain.core.cluster.on_ray.pools import RayNodes
     from posttrain.core.rollout.on_nodes import WORKER, AnswersOnNodes, sharing
 
     section, here = cluster.environments, episodes.answers
-    assert isinstance(here, AnswersHere), "build_episodes made them"
+    assert isinstance(here, AnswersHere), "`episodes_of` made them"
     at_once = min(section.at_once or AT_ONCE, here.at_once)
     resources = _resources(context, "environments", section)
     nodes = RayNodes(WORKER, resources, sharing(at_once, section.timeout_s), context.warn)

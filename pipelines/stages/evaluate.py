@@ -14,7 +14,7 @@ from posttrain.pipelines.stage.context import (
     evaluation_table,
     write_evaluation,
 )
-from posttrain.pipelines.stage.inputs import build_episodes, load_tokenizer
+from posttrain.pipelines.stage.inputs import episodes_of, load_tokenizer
 from posttrain.pipelines.stage.on_nodes import answered_on_nodes
 
 
@@ -38,20 +38,20 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
     section = stage.evaluation or context.run.evaluation
     problems = context.held_out_problems(section)
     tokenizer = load_tokenizer(model_dir, context.run, context.manager)
-    episodes = build_episodes(context, stage.environment, tokenizer, context.check)
-    prompts = context.encode_prompts(
-        episodes or tokenizer, problems, section.max_response_length, "eval"
-    )
-    context.started(len(prompts))
 
     def progress(done: int) -> None:
         context.check()
         context.reporter.step_done(context.name, done, {})
 
-    with context.engines.lease(model_dir) as engine, answered_on_nodes(context, episodes):
-        return evaluate_policy(
-            engine, tokenizer, context.task, prompts, section, context.run.seed, progress, episodes
-        )
+    with episodes_of(context, stage.environment, tokenizer, context.check) as episodes:
+        encoder, longest = episodes or tokenizer, section.max_response_length
+        prompts = context.encode_prompts(encoder, problems, longest, "eval")
+        context.started(len(prompts))
+        with context.engines.lease(model_dir) as engine, answered_on_nodes(context, episodes):
+            seed = context.run.seed
+            return evaluate_policy(
+                engine, tokenizer, context.task, prompts, section, seed, progress, episodes
+            )
 
 
 def gain_over(baseline: Path, metrics: dict[str, float]) -> dict[str, float]:

@@ -16,8 +16,14 @@ from posttrain.core.contracts import (
     Sampler,
     StageOutput,
 )
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rewards.checking import unreadable_references
+from posttrain.core.rollout.episode_log import FOLDER, EpisodeLog
+from posttrain.core.rollout.plays import Plays
 from posttrain.core.rollout.prompts import PromptStream
+from posttrain.core.rollout.streaming import GroupStream
+from posttrain.core.rollout.submitting import STRETCH_TOKENS, Submitting
+from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
@@ -34,10 +40,10 @@ from posttrain.pipelines.rl.build import (
     value_phase,
 )
 from posttrain.pipelines.rl.recording import Recorder
-from posttrain.pipelines.rl.rollouts import Rollouts
+from posttrain.pipelines.rl.rollouts import Rollouts, sampling_of
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stage.context import StageContext
-from posttrain.pipelines.stage.inputs import build_episodes
+from posttrain.pipelines.stage.inputs import Episodes, episodes_of, played_one_by_one
 from posttrain.pipelines.stage.on_nodes import answered_on_nodes, scored_on_nodes
 from posttrain.pipelines.stage.trained import save_trained
 from posttrain.pipelines.stages.microscope import log_pages
@@ -74,7 +80,12 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
     assert isinstance(stage, RlStage)
     with context.engines.lease(context.model_dir) as engine, ExitStack() as opened:
         ranks = opened.enter_context(RankTrainer(context)) if wants_ranks(context) else None
-        loop = build_loop(context, stage, engine, ranks)
+        tokenizer = context.tokenizer()
+        episodes = opened.enter_context(
+            episodes_of(context, stage.environment, tokenizer, context.check)
+        )
+        loop = build_loop(context, stage, engine, tokenizer, episodes, ranks)
+        opened.callback(loop.rollouts.close)
         loop.check_sync("the start of the stage")
         opened.enter_context(scored_on_nodes(context, loop.scorer))
         opened.enter_context(answered_on_nodes(context, loop.episodes))
@@ -83,16 +94,46 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
         yield loop
 
 
+def episode_log(
+    context: StageContext, stage: RlStage, episodes: Episodes | None
+) -> EpisodeLog | None:
+    """Where samples are kept that cannot be drawn a second time."""
+    repeatable = not isinstance(episodes, Plays) or episodes.repeatable
+    if stage.schedule != "streaming" and repeatable:
+        return None
+    return EpisodeLog(context.checkpoints / FOLDER, context.warn)
+
+
+def build_stream(
+    context: StageContext,
+    stage: RlStage,
+    engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    episodes: Episodes | None,
+    prompts: PromptStream,
+    use: SharedLock,
+) -> GroupStream | None:
+    """What samples while the policy is trained, if the stage streams."""
+    if stage.schedule != "streaming":
+        return None
+    plays = played_one_by_one(context, stage, tokenizer, episodes)
+    seed = derive_seed(context.run.seed, context.name, "rollout")
+    most = stage.prompts_per_step * (1 + stage.max_staleness)
+    stretch = stage.stretch_tokens or STRETCH_TOKENS
+    submitting = Submitting(engine, stretch, use.together)
+    return GroupStream(plays, submitting, prompts.at, sampling_of(stage, seed), most)
+
+
 def build_loop(
     context: StageContext,
     stage: RlStage,
     engine: RolloutEngine[Any],
+    tokenizer: ChatTokenizer,
+    episodes: Episodes | None,
     ranks: RankTrainer | None = None,
 ) -> RlLoop:
     """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
     run = context.run
-    tokenizer = context.tokenizer()
-    episodes = build_episodes(context, stage.environment, tokenizer, context.check)
     problems = context.training_problems(stage.steps * stage.prompts_per_step)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length
@@ -112,6 +153,8 @@ def build_loop(
         learner, model = on_ranks(context, stage, ranks)
     critic = value_phase(model, stage.critic)
     scorer = build_scorer(context, stage, tokenizer)
+    order, use = PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")), SharedLock()
+    stream = build_stream(context, stage, engine, tokenizer, episodes, order, use)
     rewards = {weighted.name: weighted.reward for weighted in scorer.rewards}
     for sentence in unreadable_references(rewards, problems):
         context.warn(f"{context.name}: {sentence}")
@@ -128,9 +171,12 @@ def build_loop(
             engine=engine,
             tokenizer=tokenizer,
             sampler=context.build(Sampler, stage.sampler),
-            prompts=PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")),
+            prompts=order,
             episodes=episodes,
             recording=output_recording(context, stage, engine, learner),
+            log=episode_log(context, stage, episodes),
+            stream=stream,
+            engine_use=use,
         ),
         scorer=scorer,
         estimator=context.build(AdvantageEstimator, stage.advantage),

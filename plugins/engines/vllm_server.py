@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +52,7 @@ from posttrain.core.rollout.vllm_server import (
     server_variables,
 )
 from posttrain.core.rollout.weight_sync import sent, share_folder, share_weights, write_weights
+from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
 
     name = "vllm_server"
     Config = VllmServerConfig
+    calls_at_once = 64
     _setup: EngineSetup | None = None
     _fleet: VllmFleet | None = None
     _shapes: dict[str, list[int]]
@@ -171,7 +172,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
     def __init__(self, config: VllmServerConfig) -> None:
         super().__init__(config)
         # A sync waits for the samples of the old weights, and samples wait for a sync.
-        self._lock = threading.Lock()
+        self._use = SharedLock()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -258,7 +259,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         At temperature 0 log-probs are those of temperature 1. Raises `DataError` for a prompt that
         is empty or too long, `RunError` when no server is left.
         """
-        with self._lock:
+        with self._use.together():
             fleet, setup = self._ready()
             check_request(prompts, params, setup.max_model_len)
             repeats = range(params.num_generations)
@@ -285,7 +286,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each token but the first, given those before it."""
-        with self._lock:
+        with self._use.together():
             fleet, _ = self._ready()
             answers = fleet.complete([scoring_request(fleet.model_name, s) for s in sequences])
             return [read_scores(a, ids) for a, ids in zip(answers, sequences, strict=True)]
@@ -296,7 +297,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         Raises `RunError` on a missing, unknown or misshaped weight, before any server hears of it,
         and when no server takes them: then the engine answers no more until a sync succeeds.
         """
-        with self._lock:
+        with self._use.alone():
             fleet, setup = self._started()
             given = checked_weights(weights, self._shapes, self._tied)
             self._syncs += 1
@@ -311,7 +312,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
         if not self.fetches_weights:
             super().sync_from(source, policy_version)
             return
-        with self._lock:
+        with self._use.alone():
             fleet, setup = self._started()
             shared = source.shared(setup.dtype, self._tied)
             check_shapes(shared.shapes, self._shapes, self._tied)
@@ -334,7 +335,7 @@ class VllmServerEngine(RolloutEngine[VllmServerConfig]):
 
     def sync_adapter(self, folder: Path, policy_version: int) -> None:
         """Load a copy of the adapter under a new name at all servers; see the contract."""
-        with self._lock:
+        with self._use.alone():
             fleet, _ = self._ready()
             if self.config.max_lora_rank is None:
                 raise RunError("the servers take no adapters: set engine.max_lora_rank")

@@ -15,8 +15,14 @@ from posttrain.core.contracts import (
     ToolResult,
     Turn,
 )
-from posttrain.core.rollout.tool_use import ANY_NUMBER, ToolUseConfig, answer_of
-from posttrain.core.types import Message, Problem, ToolCall
+from posttrain.core.rollout.tool_use import (
+    ANY_NUMBER,
+    ToolUseConfig,
+    answer_of,
+    answered,
+    no_such_tool,
+)
+from posttrain.core.types import Problem, ToolCall
 
 
 class ToolCallsConfig(ToolUseConfig):
@@ -59,33 +65,17 @@ class ToolCallsEnvironment(Environment[ToolCallsConfig]):
     def step(self, state: object, turn: Turn) -> Observation:
         """The results of the calls that `turn` makes."""
         assert isinstance(state, int)
-        calls, malformed = turn.message.tool_calls, turn.message.malformed
-        if not calls and not malformed:
+        said = turn.message
+        if not said.tool_calls and not said.malformed:
             return Observation("", True, state)
-        messages, failed = [], 0
-        for number, call in enumerate(calls):
-            result = self._result(state + number, call)
-            failed += result.failed
-            text = result.text[: self.config.max_result_chars]
-            messages.append(Message("tool", text, name=call.name, tool_call_id=call.id))
-        for _ in malformed:
-            failed += 1
-            messages.append(
-                Message(
-                    "tool",
-                    "error: the tool call could not be read, expected an object with the tool's "
-                    "name and its arguments as JSON",
-                )
-            )
-        count = len(messages)
-        counts = {"calls": float(count), "failed": float(failed)}
-        return Observation("", False, state + count, counts, tuple(messages))
+        results = [self._result(state + n, call) for n, call in enumerate(said.tool_calls)]
+        messages, counts = answered(said, results, self.config.max_result_chars)
+        return Observation("", False, state + len(said.tool_calls), counts, messages)
 
     def _result(self, made: int, call: ToolCall) -> ToolResult:
         if made >= self.config.max_calls:
             return self.config.none_left()
         tool = self._tools.get(call.name)
         if tool is None:
-            known = ", ".join(self._tools)
-            return ToolResult(f"error: no such tool; the tools are {known}", failed=True)
+            return no_such_tool(self._tools)
         return answer_of(tool.call_json, call.arguments)

@@ -19,7 +19,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.contracts.rollout import Episode
 from posttrain.core.errors import ConfigError
-from posttrain.core.rollout.episodes import completion_of
+from posttrain.core.rollout.turns import completion_of
 from posttrain.core.runtime.seeding import derive_seed
 
 

@@ -13,6 +13,7 @@ class GroupSampler(Sampler[NoConfig]):
 
     name = "group"
     Config = NoConfig
+    is_plain = True
 
     def sample(self, request: RolloutRequest) -> SampledRollout:
         """One group of `params.num_generations` completions for each prompt, in order."""

@@ -18,7 +18,9 @@ class EpisodesConfig(PluginConfig):
     """Settings of `episodes`."""
 
     prompt: str = Field(
-        default="Play.", min_length=1, description="what the model is told before the environment"
+        default="Play.",
+        min_length=1,
+        description="what the model reads before the environment's own words",
     )
     count: int = Field(
         default=100_000, ge=2, le=10_000_000, description="seeds 0 to count - 1; different episodes"

@@ -86,12 +86,17 @@ def install(folder: Path) -> None:
 
 
 def measure(folder: Path, seconds: float, steps: int) -> dict[str, Any]:
-    """One pipeline run with a stage for each `max_staleness`; steps per hour of each."""
+    """One pipeline run with a stage for each schedule; steps per hour of each."""
     install(folder / "site")
     timed = {"policy_loss": {"name": "timed", "seconds": seconds}}
+    schedules: dict[str, dict[str, Any]] = {
+        "staleness0": {"max_staleness": 0},
+        "staleness1": {"max_staleness": 1},
+        "streaming": {"max_staleness": 1, "schedule": "streaming"},
+    }
     budgets = {
-        f"staleness{k}": Budget(steps, {**timed, "max_staleness": k}, preset="dr_grpo")
-        for k in (0, 1)
+        name: Budget(steps, {**timed, **fields}, preset="dr_grpo")
+        for name, fields in schedules.items()
     }
     config = learning_config(make_model(folder, seed=0), budgets, seed=0)
     config["engine"] = {"name": "timed", "seconds": seconds}
@@ -111,8 +116,9 @@ def measure(folder: Path, seconds: float, steps: int) -> dict[str, Any]:
             "steps_per_hour_with_first": round(3600 * len(lengths) / sum(lengths)),
             "step_s": round(sum(lengths[1:]) / len(lengths[1:]), 3),
             "staleness_max": max(learned.history(name, "staleness/max")),
+            "last_reward": round(learned.history(name, "reward/mean")[-1], 3),
         }
-    plain, ahead = found["staleness0"], found["staleness1"]
+    plain, ahead, streamed = (found[name] for name in schedules)
     return {
         "benchmark": "overlap",
         "seconds": seconds,
@@ -122,6 +128,7 @@ def measure(folder: Path, seconds: float, steps: int) -> dict[str, Any]:
         "speedup_with_first": round(
             ahead["steps_per_hour_with_first"] / plain["steps_per_hour_with_first"], 3
         ),
+        "streaming_speedup": round(streamed["steps_per_hour"] / plain["steps_per_hour"], 3),
         "load": round(os.getloadavg()[0], 2),
     }
 

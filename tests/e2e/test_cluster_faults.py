@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rl_config(tmp_path_factory.mktemp("config"), steps=10)
+    return rl_config(tmp_path_factory.mktemp("config"), steps=40)  # as long as a drain takes
 
 
 @pytest.fixture(scope="module")

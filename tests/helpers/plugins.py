@@ -15,6 +15,8 @@ MANAGER = PluginManager()
 # Fields of plugins that have no useful default.
 REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("aggregator", "seq-mean-token-sum-norm"): {"norm_length": 8},
+    ("environment", "openenv"): {"url": "http://127.0.0.1:9"},
+    ("environment", "mcp"): {"servers": [{"command": ["no-such-server"]}]},
     ("reward", "llm_judge"): {
         "base_url": "http://127.0.0.1:9/v1",  # nobody listens on the discard port
         "model": "none",
@@ -22,6 +24,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
         "max_retries": 0,
     },
     ("task", "jsonl"): {"path": "problems.jsonl"},
+    ("environment", "agent"): {"command": ["agent"]},
     ("tool", "search"): {"path": "texts"},
     ("task", "parquet"): {"path": "problems.parquet"},
     ("task", "rows"): {"path": "problems.jsonl"},

@@ -65,7 +65,7 @@ def loop_of(pipeline: Pipeline, name: str, folder: Path) -> RlLoop:
     files = StageFiles(folder / "kept", pipeline.config.keep, pipeline.warn)
     context = pipeline._context(name, stage, inputs, folder / "out", files, tracker)
     with pipeline.engines.lease(context.model_dir) as engine:
-        loop = build_loop(context, stage, engine)
+        loop = build_loop(context, stage, engine, context.tokenizer(), None)
     tracker.finish("FINISHED")
     return loop
 

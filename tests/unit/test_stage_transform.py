@@ -128,7 +128,7 @@ def test_rl_trains_on_the_rewritten_problems_of_a_transform_stage(
     files = StageFiles(folder / "kept", forms.config.keep, forms.warn)
     context = forms._context("rl", stage, inputs, folder / "out", files, tracker)
     with forms.engines.lease(context.model_dir) as engine:
-        loop = build_loop(context, stage, engine)
+        loop = build_loop(context, stage, engine, context.tokenizer(), None)
     problems = [prompt.problem for prompt in loop.rollouts.prompts.prompts]
     assert len(problems) == 6
     assert {p.prompt for p in problems} <= {row["prompt"] for row in rows}

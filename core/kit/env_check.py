@@ -1,0 +1,658 @@
+"""An environment, played by scripted turns as training plays it: what `posttrain env check` finds.
+
+Each check plays episodes in one event loop, in a thread of its own; an environment that blocks the
+loop or hangs fails the check and holds up nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+from posttrain.core.contracts import (
+    AnyEnvironment,
+    Environment,
+    LiveEnvironment,
+    NoConfig,
+    Observation,
+    Opening,
+    PromptGroup,
+    SampledGroup,
+    Task,
+    Turn,
+)
+from posttrain.core.contracts.rollout import Episode
+from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
+from posttrain.core.errors import PosttrainError
+from posttrain.core.kit.checks import Broken, Finding, Skipped, broken, expect, raised
+from posttrain.core.kit.environments import expect_sound
+from posttrain.core.rollout.turns import Turns, completion_of, score_of
+from posttrain.core.types import Completion, Message, Problem, ToolCall, ToolSchema
+
+T = TypeVar("T")
+Json = Mapping[str, Any]  # Any: JSON values
+BEAT_S = 0.1
+CANCEL_S = 1.0
+START_S = 120.0
+ROOM = 1_000_000
+SHORTEST_ANSWER = 3
+"""A shorter one would be found in ordinary texts."""
+WORD = re.compile(r"[\w+-]+(?:\.\w+)*")
+CALL = re.compile(r"\S*\.\.\.\S+")
+"""How instructions write a call, with dots for its argument."""
+PROBLEMS = tuple(
+    Problem(f"episode {n}", f"What is {n} + 140?", str(n + 140), "", {"seed": str(n)})
+    for n in range(3)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSubject:
+    """An environment that is ready, but not started, and what it is played with.
+
+    `turns` are what the policy says, one after another; without any they are made of the opening's
+    words and tools. `limit_s` is for one call of the environment.
+    """
+
+    environment: AnyEnvironment[Any]
+    tokenizer: ChatTokenizer
+    problems: Sequence[Problem] = PROBLEMS
+    task: Task[Any] | None = None
+    turns: Sequence[str] = ()
+    max_turns: int = 8
+    max_observation_tokens: int = 512
+    at_once: int = 32
+    limit_s: float = 10.0
+
+
+def check_environment(subject: EnvironmentSubject) -> list[Finding]:
+    """How each check ended. Raises `PosttrainError` where the environment refuses to start."""
+    made = subject.environment
+    if isinstance(made, Environment):
+        live: LiveEnvironment[Any] = _AsLive(made)
+    elif isinstance(made, LiveEnvironment):
+        live = made
+    else:
+        why = "a program plays its episodes, which scripted turns cannot"
+        return [Finding(name, "skipped", why) for name, _ in CHECKS]
+    loop = _Loop(subject.limit_s)
+    playing = _Playing(subject, live)
+    findings: list[Finding] = []
+    try:
+        loop.run(limited(live.start(), START_S, "`start`"))
+        for name, function in CHECKS:
+            if findings and findings[0].state == "failed":
+                findings.append(Finding(name, "skipped", f"first correct: {CHECKS[0][0]}"))
+            else:
+                findings.append(_found(name, function, playing, loop))
+    finally:
+        findings.append(_found("it stops", _stops, playing, loop))
+        loop.close()
+    return findings
+
+
+# -- playing ------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """One episode: how it began, what was said, what was answered, and the slowest call."""
+
+    problem: Problem
+    opening: Opening
+    said: list[Turn] = field(default_factory=list)
+    answers: list[Observation] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+    def view(self) -> list[object]:
+        """All that the model is shown and given, states left out."""
+        opening = self.opening
+        begun = (opening.suffix, opening.system, opening.tools, opening.messages)
+        return [begun, *(replace(answer, state=None) for answer in self.answers)]
+
+    def score(self) -> float | None:
+        """The environment's own score."""
+        rewards = tuple(answer.reward for answer in self.answers)
+        outcome = next((a.outcome for a in self.answers[::-1] if a.outcome is not None), None)
+        empty = PromptGroup(self.problem, ())
+        return score_of(Episode(empty, None, rewards=rewards, reward=outcome))
+
+    def shown(self) -> str:
+        """What the environment wrote to the model."""
+        opening = self.opening
+        texts = [opening.suffix, opening.system or "", *(m.content for m in opening.messages)]
+        for answer in self.answers:
+            texts += [answer.text, *(m.content for m in answer.messages)]
+        return "\n".join(texts)
+
+
+Says = Callable[[Problem, Opening], Sequence[Turn]]
+"""What the policy says in an episode."""
+
+
+@dataclass
+class _Playing:
+    subject: EnvironmentSubject
+    live: LiveEnvironment[Any]
+
+    @property
+    def value(self) -> Environment[Any] | None:
+        """The environment, if its states are values."""
+        made = self.subject.environment
+        return made if isinstance(made, Environment) else None
+
+    def turns(self) -> Turns:
+        special = self.value is not None and self.value.reads_special_tokens
+        subject = self.subject
+        return Turns(subject.tokenizer, subject.max_turns, subject.max_observation_tokens, special)
+
+    async def play(
+        self, problem: Problem | None = None, seed: int = 0, says: Says | None = None
+    ) -> Played:
+        """An episode to its end, or as long as there is something to say; it is closed."""
+        problem = problem or self.subject.problems[0]
+        limit = self.subject.limit_s
+        began = time.perf_counter()
+        opening = await limited(self.live.reset(problem, seed), limit, "`reset`")
+        found = Played(problem, opening, slowest_s=time.perf_counter() - began)
+        expect(isinstance(opening, Opening), f"`reset` gives {type(opening).__name__}, not Opening")
+        found.opening = replace(opening, tools=(*self.live.schemas(), *opening.tools))
+        state = opening.state
+        try:
+            for turn in (says or self.says)(problem, found.opening)[: self.subject.max_turns]:
+                began = time.perf_counter()
+                what = f"`step` with {turn.text[:40]!r}"
+                answer = await limited(self.live.step(state, turn), limit, what)
+                found.slowest_s = max(found.slowest_s, time.perf_counter() - began)
+                expect_sound(answer, f"to the text {turn.text[:40]!r}")
+                found.said.append(turn)
+                found.answers.append(answer)
+                if answer.done or answer.truncated:
+                    break
+                state = answer.state
+        finally:
+            await limited(self.live.close(state), limit, "`close`")
+        return found
+
+    def says(self, problem: Problem, opening: Opening) -> list[Turn]:
+        """The given turns, or words of the opening and calls of its tools."""
+        subject = self.subject
+        stops = () if self.value is None else self.value.stop_strings()
+        texts = list(subject.turns)
+        if not texts:
+            shown = "\n".join([opening.suffix, *(m.content for m in opening.messages)])
+            words = sorted({*WORD.findall(shown), "2"})
+            texts = random.Random(problem.key).sample(words, min(len(words), subject.max_turns))
+            texts = (texts * subject.max_turns)[: subject.max_turns]
+            if stops:  # calls as the instructions show them, and odd ones
+                calls = [
+                    (call[: len(call) - len(rest)]).replace("...", "2")
+                    for call in CALL.findall(shown)
+                    for stop in stops
+                    for _, found, rest in [call.partition(stop)]
+                    if found
+                ]
+                texts = [*calls, *(text + stops[0] for text in texts)]
+        made = [_turn(text, ended=not any(text.endswith(s) for s in stops)) for text in texts]
+        if subject.turns or not opening.tools:
+            return made
+        offered = [ToolCall(*_called(tool), id="call00000") for tool in opening.tools]
+        random.Random(problem.key).shuffle(offered)
+        return [Turn("", True, Message("assistant", tool_calls=(c,))) for c in offered] + made
+
+
+def _turn(text: str, *, ended: bool = True) -> Turn:
+    return Turn(text, ended, Message("assistant", text))
+
+
+def _always(text: str, turns: int) -> Says:
+    """One text in each turn."""
+    return lambda problem, opening: [_turn(text)] * turns
+
+
+def _called(tool: ToolSchema) -> tuple[str, Json]:
+    """A tool's name, and arguments that fit its schema as far as that is easy."""
+    function = tool["function"]
+    return function["name"], _sample(function.get("parameters", {})) or {}
+
+
+def _sample(schema: Json) -> Any:  # Any: JSON
+    if "enum" in schema:
+        return schema["enum"][0]
+    properties = schema.get("properties", {})
+    if properties or schema.get("type") == "object":
+        return {name: _sample(properties.get(name, {})) for name in schema.get("required", ())}
+    plain = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "null": None}
+    return plain.get(str(schema.get("type")), "1")
+
+
+class _AsLive(LiveEnvironment[NoConfig]):
+    """A value environment as a live one: each call in a thread, as many as it allows at once."""
+
+    name = "value"
+    Config = NoConfig
+    deterministic: ClassVar[bool] = True
+
+    def __init__(self, inner: Environment[Any]) -> None:
+        super().__init__(NoConfig())
+        self.inner = inner
+
+    async def start(self) -> None:
+        self._room = asyncio.Semaphore(min(self.inner.at_once, 64))
+
+    async def reset(self, problem: Problem, seed: int) -> Opening:
+        return await self._apart(lambda: self.inner.reset(problem))
+
+    async def step(self, state: object, turn: Turn) -> Observation:
+        return await self._apart(lambda: self.inner.step(state, turn))
+
+    async def _apart(self, call: Callable[[], T]) -> T:
+        async with self._room:
+            return await apart(call)
+
+
+async def apart(call: Callable[[], T]) -> T:
+    """What `call` gives, from a thread that nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: Any, error: BaseException | None) -> None:  # Any: T, or None
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as problem:  # it is raised where it is waited for
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
+
+async def limited(call: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
+    """What `call` gives within `limit_s`; then it is cancelled, and left alone if it goes on."""
+    task = asyncio.ensure_future(call)
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if done:
+        return task.result()
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
+    deaf = "" if done else ", and goes on when it is cancelled"
+    raise Broken(f"{what} took more than {limit_s:g} s{deaf}")
+
+
+class _Loop:
+    """An event loop in a thread, left behind once an environment blocks it."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.blocked = ""
+        self._limit_s, self._beat = limit_s, time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._loop.call_soon_threadsafe(self._beats)
+
+    def _beats(self) -> None:
+        self._beat = time.monotonic()
+        self._loop.call_later(BEAT_S, self._beats)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; `Broken` when the loop stands still for longer than a call may."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(BEAT_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+            if time.monotonic() - self._beat > self._limit_s:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                at = traceback.extract_stack(frame)[-1] if frame else None
+                where = f" (at {at.filename}:{at.lineno}, in {at.name})" if at else ""
+                self.blocked = (
+                    f"it blocks the event loop{where}, so that all episodes wait: call what blocks "
+                    "by `await asyncio.to_thread(...)`"
+                )
+                raise Broken(self.blocked)
+
+    def close(self) -> None:
+        if self.blocked:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CANCEL_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+
+# -- the checks ---------------------------------------------------------------------------
+
+Function = Callable[[_Playing], Awaitable[str]]
+CHECKS: list[tuple[str, Function]] = []
+
+
+def _check(name: str) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        CHECKS.append((name, function))
+        return function
+
+    return register
+
+
+def _found(name: str, function: Function, playing: _Playing, loop: _Loop) -> Finding:
+    if loop.blocked:
+        return Finding(name, "skipped", "the event loop is blocked")
+
+    async def run() -> str:
+        return await function(playing)
+
+    try:
+        return Finding(name, "passed", loop.run(run()))
+    except Skipped as reason:
+        return Finding(name, "skipped", str(reason))
+    except Broken as error:
+        return Finding(name, "failed", str(error))
+    except PosttrainError as error:
+        return Finding(name, "failed", str(error))
+    except Exception as error:  # somebody else's code: what it raised is the finding
+        return Finding(name, "failed", raised(error))
+
+
+async def _stops(playing: _Playing) -> str:
+    await limited(playing.live.stop(), START_S, "`stop`")
+    return ""
+
+
+@_check("episodes begin, answer and are closed")
+async def _episodes(playing: _Playing) -> str:
+    found = [await playing.play(problem) for problem in playing.subject.problems]
+    turns = sum(len(each.answers) for each in found)
+    ended = sum(bool(e.answers) and (e.answers[-1].done or e.answers[-1].truncated) for e in found)
+    slowest = max(each.slowest_s for each in found)
+    expect(turns, "no turn was played: give some by --turn TEXT")
+    return (
+        f"{len(found)} episodes of {turns} turns, {ended} ended; slowest call {1000 * slowest:.1f} "
+        f"ms; {_moves(found)}"
+    )
+
+
+def _moves(found: Sequence[Played]) -> str:
+    """How many calls or actions failed, so that one sees whether anything was tried."""
+    failed = sum(a.counts.get("failed", 0.0) for each in found for a in each.answers)
+    made = sum(a.counts.get("calls", 0.0) for each in found for a in each.answers)
+    if not made:
+        return "no calls"
+    hint = ": give better turns by --turn TEXT" if failed == made else ""
+    return f"{failed:g} of {made:g} calls or actions failed{hint}"
+
+
+@_check("equal seeds and turns give equal episodes")
+async def _deterministic(playing: _Playing) -> str:
+    for problem in playing.subject.problems:
+        first, second = [(await playing.play(problem, seed=1)).view() for _ in range(2)]
+        at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+        if at is None and len(first) != len(second):
+            at = min(len(first), len(second))
+        if at is None:
+            continue
+        where = f"turn {at}" if at else "the opening"
+        what = f"{where} of problem '{problem.key}' differs the second time"
+        if not playing.live.deterministic:
+            raise Skipped(f"it does not promise that (deterministic = False); {what}")
+        broken(f"{what}: {_first_difference(first[at:], second[at:])}")
+    own = [(await playing.play(seed=seed)).view()[0] for seed in (1, 2)]
+    alike = "alike" if own[0] == own[1] else "differently, so that a group's episodes do too"
+    kept = "" if playing.live.deterministic else ", which it does not promise"
+    return f"with other seeds a problem begins {alike}{kept}"
+
+
+def _first_difference(first: Sequence[object], second: Sequence[object]) -> str:
+    one, two = (str(view[0]) if view else "nothing" for view in (first, second))
+    at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0)
+    start = max(0, at - 20)
+    return f"{one[start : start + 60]!r} and {two[start : start + 60]!r}"
+
+
+@_check("a state can be gone on from again")
+async def _forkable(playing: _Playing) -> str:
+    value = playing.value
+    if value is None:
+        raise Skipped("its states are sessions of their own: trees and branches cannot use it")
+    problem = playing.subject.problems[0]
+    played = await playing.play(problem)
+    state, steps = played.opening.state, 0
+    for turn, answer in zip(played.said, played.answers, strict=True):
+        before = copy.deepcopy(state)
+        again = await playing.live.step(state, turn)
+        expect(state == before, f"the step with {turn.text[:40]!r} changes the state it began from")
+        expect(again == answer, f"the second step with {turn.text[:40]!r} answers otherwise")
+        state, steps = answer.state, steps + 1
+    return f"{steps} steps made again"
+
+
+async def _written(playing: _Playing) -> tuple[Turns, Played, Episode, list[Message]]:
+    """An episode as tokens, up to an observation, and the messages of its conversation."""
+    turns, tokenizer = playing.turns(), playing.subject.tokenizer
+    for problem in playing.subject.problems:
+        played = await playing.play(problem)
+        if any(not (a.done or a.truncated) for a in played.answers):
+            break
+    else:
+        raise Skipped("no turn was followed by another: give turns by --turn TEXT")
+    tools = (*played.problem.tools, *played.opening.tools)
+    ids = turns.prompt(played.problem, played.opening)
+    chat = turns.chat(played.problem, played.opening)
+    episode = Episode(PromptGroup(played.problem, ids), None)
+    for turn, answer in zip(played.said, played.answers, strict=True):
+        if turn.ended:
+            said = tokenizer.encode_answer(chat, turn.message, tools)
+        else:
+            said = tokenizer.encode_text(turn.text, special=False)
+        completion = _completion(said, ended=turn.ended)
+        before = turns.after(episode, completion)
+        if before.finish_reason is not None:
+            break
+        after = turns.answered(before, completion, answer, tools, ROOM)
+        if after.finish_reason is not None:
+            break
+        episode, kept = after, len(before.token_ids)
+        expect(
+            episode.token_ids[:kept] == before.token_ids,
+            f"the answer to {turn.text[:40]!r} changes tokens before it",
+        )
+        chat += [turn.message, *answer.messages]
+        if answer.messages:
+            expect(
+                episode.token_ids[-1:] == ids[-1:],
+                "after an observation the model's turn does not begin as after the prompt",
+            )
+    return turns, played, episode, chat
+
+
+def _completion(ids: Sequence[int], *, ended: bool) -> Completion:
+    reason: Any = "stop" if ended else "stop_string"
+    return Completion(tuple(ids), (0.0,) * len(ids), reason, 0, 0, "check", "")
+
+
+@_check("tokens before an observation stay as they were sampled")
+async def _continuity(playing: _Playing) -> str:
+    turns, played, episode, chat = await _written(playing)
+    if not all(answer.messages for answer in played.answers[: len(episode.turns)]):
+        return f"{len(episode.token_ids)} tokens; observations go on in the model's own turn"
+    tools = (*played.problem.tools, *played.opening.tools)
+    ids = (*episode.prompt.prompt_ids, *episode.token_ids)
+    whole = playing.subject.tokenizer.encode_chat(chat, tools)
+    if whole == ids:
+        return f"{len(ids)} tokens, as the template writes the whole conversation"
+    pairs = enumerate(zip(ids, whole, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
+    return (
+        f"{len(ids)} tokens; the template would write the history otherwise from token {at} on, "
+        "and what was sampled is kept"
+    )
+
+
+@_check("observations take no loss")
+async def _masks(playing: _Playing) -> str:
+    turns, played, episode, _ = await _written(playing)
+    completion = completion_of(episode)
+    own = completion.sampled or (True,) * len(completion.token_ids)
+    batch = rollout_batch([SampledGroup(episode.prompt, (completion,))], playing.subject.tokenizer)
+    mask = [bool(value) for value in batch.response_mask[0].tolist()]
+    said = sum(len(turn.token_ids) for turn in episode.turns)
+    expect(mask == list(own), "the mask of the loss is not that of what was sampled")
+    expect(sum(mask) == said, f"the loss sees {sum(mask)} tokens, and {said} were sampled")
+    return f"{said} tokens of turns, {len(mask) - said} of observations"
+
+
+@_check("special tokens in an observation are text")
+async def _injection(playing: _Playing) -> str:
+    turns, played, episode, _ = await _written(playing)
+    names = playing.subject.tokenizer.control.ids
+    planted = " ".join(names)
+    tools = (*played.problem.tools, *played.opening.tools)
+    control = set(names.values())
+
+    def count(answer: Observation) -> int:
+        first = replace(episode, segments=episode.segments[:1], counts={"turns": 1.0})
+        after = turns.answered(first, first.turns[0], answer, tools, ROOM)
+        return sum(token in control for token in after.segments[-1].token_ids)
+
+    answer = replace(played.answers[0], done=False, truncated=False)
+    if answer.messages:
+        first = replace(answer.messages[0], content=planted + answer.messages[0].content)
+        attacked = replace(answer, messages=(first, *answer.messages[1:]))
+    else:
+        attacked = replace(answer, text=planted + answer.text)
+    expect(
+        count(attacked) == count(answer),
+        f"the names of {len(names)} special tokens in an observation become control tokens; set "
+        "reads_special_tokens = False, or choose another renderer",
+    )
+    opening = replace(played.opening, suffix=f"{played.opening.suffix} {planted}")
+    plain = replace(played.opening, suffix=f"{played.opening.suffix} x")
+    prompts = [turns.prompt(played.problem, each) for each in (opening, plain)]
+    found = [sum(token in control for token in ids) for ids in prompts]
+    expect(found[0] == found[1], "the names of special tokens in an opening become control tokens")
+    return f"{len(names)} names of special tokens, planted in an observation and in the opening"
+
+
+@_check("a step that is cut off harms nobody")
+async def _cut(playing: _Playing) -> str:
+    if playing.value is not None:
+        slowest = (await playing.play()).slowest_s
+        raise Skipped(f"its steps are made in threads; the slowest took {1000 * slowest:.1f} ms")
+    live, limit = playing.live, playing.subject.limit_s
+    problem = playing.subject.problems[0]
+    wanted = (await playing.play(problem)).view()
+    opening = await limited(live.reset(problem, 0), limit, "`reset`")
+    says = playing.says(problem, replace(opening, tools=(*live.schemas(), *opening.tools)))
+    step = asyncio.ensure_future(live.step(opening.state, says[0]))
+    await asyncio.sleep(0)
+    step.cancel()
+    done, _ = await asyncio.wait({step}, timeout=limit)
+    expect(done, f"a cancelled `step` goes on for more than {limit:g} s")
+    cut = step.cancelled()
+    if not cut:
+        step.exception()
+    await limited(live.close(opening.state), limit, "`close` after a cancelled `step`")
+    again = (await playing.play(problem)).view()
+    if live.deterministic:
+        expect(again == wanted, "an episode after one that was cut off is another")
+    return "cancelled, closed, and played again" if cut else "it answered before it was cancelled"
+
+
+async def _attack(playing: _Playing, says: Says, what: str) -> str:
+    """The rewards of a policy that knows nothing; `Broken` where one is above 0."""
+    task, rewards = playing.subject.task, []
+    for problem in playing.subject.problems:
+        played = await playing.play(problem, says=says)
+        score = played.score()
+        if score is None and task is not None and not task.by_environment and played.said:
+            score = task.verify(problem, played.said[-1].text).correct
+        if score is not None:
+            rewards.append(score)
+    if not rewards:
+        raise Skipped("neither the environment nor the task scores such an episode")
+    shown = ", ".join(f"{reward:g}" for reward in rewards)
+    expect(max(rewards) <= 0, f"{what} gets the rewards {shown}")
+    return f"rewards {shown}"
+
+
+@_check("attack: empty answers")
+async def _empty(playing: _Playing) -> str:
+    return await _attack(playing, _always("", playing.subject.max_turns), "saying nothing")
+
+
+@_check("attack: one word again and again")
+async def _repeated(playing: _Playing) -> str:
+    says = _always("yes " * 200, playing.subject.max_turns)
+    return await _attack(playing, says, "a word again and again")
+
+
+@_check("attack: the prompt as the answer")
+async def _echo(playing: _Playing) -> str:
+    def says(problem: Problem, opening: Opening) -> list[Turn]:
+        return [_turn(problem.prompt + opening.suffix)] * playing.subject.max_turns
+
+    return await _attack(playing, says, "repeating the prompt")
+
+
+@_check("attack: the answer is not shown")
+async def _leak(playing: _Playing) -> str:
+    found = 0
+    for problem in playing.subject.problems:
+        if len(problem.answer) < SHORTEST_ANSWER:
+            continue
+        found += 1
+        for text in ("", problem.prompt):
+            played = await playing.play(problem, says=_always(text, playing.subject.max_turns))
+            leaks = re.search(rf"(?<!\w){re.escape(problem.answer)}(?!\w)", played.shown())
+            expect(not leaks, f"it shows the answer {problem.answer[:60]!r} to '{problem.key}'")
+    if not found:
+        raise Skipped(f"no problem has an answer of {SHORTEST_ANSWER} characters or more")
+    return f"{found} problems"
+
+
+@_check("many episodes at once")
+async def _many(playing: _Playing) -> str:
+    subject = playing.subject
+    problems = [subject.problems[n % len(subject.problems)] for n in range(subject.at_once)]
+    room = asyncio.Semaphore(playing.live.at_once)
+
+    async def one(problem: Problem, seed: int) -> Played:
+        async with room:
+            return await playing.play(problem, seed)
+
+    began = time.perf_counter()
+    tasks = [one(problem, seed) for seed, problem in enumerate(problems)]
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    took = time.perf_counter() - began
+    played = [each for each in found if isinstance(each, Played)]
+    errors = [each for each in found if isinstance(each, BaseException)]
+    if errors:
+        first = str(errors[0]) if isinstance(errors[0], Broken) else raised(errors[0])
+        broken(f"{len(errors)} of {len(found)} episodes failed, the first: {first}")
+    turns = sum(len(each.answers) for each in played)
+    slowest = max(each.slowest_s for each in played)
+    return (
+        f"{len(played)} episodes in {took:.2f} s: {len(played) / took:.1f} episodes/s, "
+        f"{turns / took:.1f} turns/s; slowest call {1000 * slowest:.0f} ms"
+    )
