@@ -134,7 +134,8 @@ class ReplaySampler(Sampler[ReplayConfig]):
         """Keep the fresh groups that differ, within the capacity; how many came."""
         new = []
         for group in groups:
-            priority = _spread(group, request.verify(group))
+            verdicts = group.of_episodes(request.verify(group))
+            priority = statistics.pstdev(verdicts) if verdicts else 0.0
             if priority > self.config.tolerance:
                 new.append(_Kept(group, priority))
         self._kept += new
@@ -157,10 +158,3 @@ class ReplaySampler(Sampler[ReplayConfig]):
         groups = groups_from_json(state["groups"])
         columns = zip(groups, state["priorities"], state["uses"], strict=True)
         self._kept = [_Kept(*each) for each in columns]
-
-
-def _spread(group: SampledGroup, verdicts: Sequence[float]) -> float:
-    """Standard deviation of the verdicts on responses that did not fail; 0 for fewer than two."""
-    pairs = zip(verdicts, group.completions, strict=True)
-    counted = [verdict for verdict, completion in pairs if not completion.failed]
-    return statistics.pstdev(counted) if len(counted) > 1 else 0.0

@@ -162,6 +162,20 @@ def test_failed_episodes_do_not_count_as_wrong() -> None:
     assert plugin.state()["known"] == {}
 
 
+def test_branches_of_an_episode_have_one_verdict() -> None:
+    (group,) = World(1, lambda n: 2).generate(World(1, half).take(1), SamplingParams())
+    one, two, three, four = group.completions
+    completions = (
+        replace(one, episode=0),
+        replace(two, episode=0, elsewhere=(True, False)),
+        three,
+        replace(four, failed="crash"),
+    )
+    group = replace(group, completions=completions)
+    assert group.of_episodes([1.0, 1.0, 0.0, 1.0]) == [1.0, 0.0]
+    assert group.sampled_tokens == 4 * 2 - 1
+
+
 def test_an_empty_band_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"low 0\.8 is not below high 0\.2"):
         sampler("curriculum", low=0.8, high=0.2)
