@@ -234,11 +234,11 @@ def test_likelier_to_be_taken_is_what_taught_more() -> None:
     assert 105 < counts[1] < 150
 
 
-def test_a_problem_is_not_twice_in_a_batch() -> None:
+def test_a_task_of_few_problems_is_replayed_too() -> None:
     world, plugin = World(2, lambda n: 2), sampler("replay", share=0.5)
     first, second = run(world, plugin, 2, [1, 2])
-    assert numbers(first) == numbers(second) == [0, 1]
-    assert second.metrics["replay/taken_frac"] == 0
+    assert numbers(first) == [0, 1] and second.groups[1] in first.groups
+    assert second.metrics["replay/taken_frac"] == 0.5
 
 
 # --- both -------------------------------------------------------------------------------------
