@@ -63,8 +63,7 @@ def test_the_gradient_of_two_ranks_is_the_plain_one(
             lora,
             options,
             id=f"{family}-{'lora' if lora else 'weights'}-{name}",
-            # Compiling takes minutes: `make test` has adapters here, weights in unit/training.
-            marks=[] if (family, lora, name) == ("llama", True, "stream") else pytest.mark.slow,
+            marks=pytest.mark.slow,  # compiling takes minutes; one process is in unit/training
         )
         for family in SPEED_FAMILIES
         for lora in (False, True)

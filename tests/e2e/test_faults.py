@@ -178,6 +178,7 @@ def posttrain_on_stage_end(stage, status, metrics):
 """
 
 
+@pytest.mark.slow  # minutes of waiting for a server
 def test_a_lost_connection_repeats_an_evaluation_and_never_a_step_of_training(
     config: Path, whole: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

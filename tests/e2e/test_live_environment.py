@@ -127,7 +127,9 @@ def config_of(project: Path, environment: dict[str, Any] | None, **rl: Any) -> P
     "environment",
     [
         pytest.param({"name": "game.py:Whims", "max_turns": 4}, id="game"),
-        pytest.param({"name": "program.py:Player", "max_calls": 8}, id="program"),
+        pytest.param(
+            {"name": "program.py:Player", "max_calls": 8}, id="program", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(

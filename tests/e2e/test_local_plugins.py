@@ -167,6 +167,7 @@ def test_local_plugins_from_run_to_rescoring(project: Path) -> None:
     (record / "mine.json").write_text(json.dumps(first, default=str))
 
 
+@pytest.mark.slow  # a run for each of the templates, which `plugins check` tests too
 def test_what_new_writes_for_every_kind_works_in_a_run_untouched(tmp_path: Path) -> None:
     named = {}
     for kind in CONTRACTS:

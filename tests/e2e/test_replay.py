@@ -164,6 +164,7 @@ def test_two_homes_share_finished_stages(workspace: Path, first: Finished) -> No
     assert again.result["from_step"] == 0 and again.result["equal"]
 
 
+@pytest.mark.slow  # one more run of the whole pipeline
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     workspace: Path, first: Finished
 ) -> None:

@@ -70,7 +70,10 @@ def replayed(home: Path, done: Finished, step: int) -> Finished:
     return run_command("replay", run, "--step", str(step), "--home", str(home), "--json")
 
 
-@pytest.mark.parametrize("environment", [False, True], ids=["one turn", "game"])
+@pytest.mark.parametrize(
+    "environment",
+    [pytest.param(False, id="one turn", marks=pytest.mark.slow), pytest.param(True, id="game")],
+)
 def test_a_run_that_is_killed_goes_on_and_replays_bit_for_bit(
     project: Path, tmp_path: Path, environment: bool
 ) -> None:

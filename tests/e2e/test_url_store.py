@@ -91,6 +91,7 @@ def weights(result: dict[str, Any]) -> str:
     return str(next(a["digest"] for a in made if a["kind"] == "model"))
 
 
+@pytest.mark.slow  # two more runs; the killed one below reads the store too
 def test_another_machine_finds_everything_and_computes_nothing(
     config: Path, server: S3Server, undisturbed: Finished, tmp_path: Path
 ) -> None:
