@@ -114,7 +114,7 @@ def test_replayed_groups_and_observations_do_not_keep_it_from_learning(
         "policy_loss": ["ppo_clip", {"name": "echo", "alpha": 0.3}],
     }
     learned = run(tmp_path, turns_config(tmp_path, seed, "gigpo", steps=50, **extra))
-    assert final(learned.history("rl", "reward/mean")) > 0.9
+    assert final(learned.history("rl", "reward/mean")) > 0.85
     assert max(learned.history("rl", "staleness/max")) == 2
     nll = learned.history("rl", "observed/nll")
     assert final(nll) < nll[0], "the environment's answers are learned too"
