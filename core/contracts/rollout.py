@@ -275,12 +275,32 @@ class SampledGroup:
     @property
     def policy_version(self) -> int:
         """Version of the oldest policy that took part."""
-        return min(completion.policy_version for completion in self.completions)
+        return min(completion.oldest_version for completion in self.completions)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return sum(sum(c.sampled) if c.sampled else len(c.token_ids) for c in self.completions)
+        """Tokens that the policy sampled; those that branches share count once."""
+        return sum(
+            sum(own and not other for own, other in zip(sampled, elsewhere, strict=True))
+            for sampled, elsewhere in (
+                (
+                    c.sampled or (True,) * len(c.token_ids),
+                    c.elsewhere or (False,) * len(c.token_ids),
+                )
+                for c in self.completions
+            )
+        )
+
+    def of_episodes(self, verdicts: Sequence[float]) -> list[float]:
+        """Those of the `verdicts` on the responses that count: one for each episode, whatever its
+        branches, and none for an episode that failed.
+        """
+        found: dict[int, float] = {}
+        for index, (verdict, completion) in enumerate(zip(verdicts, self.completions, strict=True)):
+            if not completion.failed:
+                episode = completion.episode if completion.episode >= 0 else -1 - index
+                found.setdefault(episode, verdict)
+        return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)

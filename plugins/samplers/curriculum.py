@@ -14,7 +14,6 @@ from posttrain.core.contracts import (
     PluginConfig,
     PromptGroup,
     RolloutRequest,
-    SampledGroup,
     SampledRollout,
     Sampler,
 )
@@ -91,8 +90,9 @@ class CurriculumSampler(Sampler[CurriculumConfig]):
         self._step += 1
         measured: dict[Band, list[float]] = {}
         for group, band in zip(groups, bands, strict=True):
-            rate = _pass_rate(group, request.verify(group))
-            if rate is not None:
+            verdicts = group.of_episodes(request.verify(group))
+            if verdicts:
+                rate = fmean(verdicts)
                 measured.setdefault(band, []).append(rate)
                 self._learn(_key(group.prompt), rate)
         return SampledRollout(groups, self._metrics(bands, measured))
@@ -172,10 +172,3 @@ class CurriculumSampler(Sampler[CurriculumConfig]):
 def _key(prompt: PromptGroup) -> str:
     """64 bits of the problem's key, which may be a long text."""
     return f"{stable_hash(prompt.problem.key) >> 192:016x}"
-
-
-def _pass_rate(group: SampledGroup, verdicts: Sequence[float]) -> float | None:
-    """The mean verdict of the responses that did not fail; None where all did."""
-    pairs = zip(verdicts, group.completions, strict=True)
-    counted = [verdict for verdict, completion in pairs if not completion.failed]
-    return fmean(counted) if counted else None

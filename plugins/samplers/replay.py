@@ -109,24 +109,20 @@ class ReplaySampler(Sampler[ReplayConfig]):
         return SampledRollout([*groups, *(kept.group for kept in taken)], metrics)
 
     def _take(self, request: RolloutRequest) -> list[_Kept]:
-        """Groups for a batch, of other problems than its prompts', each problem at most once.
+        """Groups for a batch, drawn without replacement from the buffer.
 
-        Drawn without replacement: the largest of u^(1 / weight), u uniform (Efraimidis, Spirakis).
+        They are those of the largest u^(1 / weight), u uniform (Efraimidis and Spirakis).
         """
-        count = math.floor(self.config.share * len(request.prompts))
-        now = {prompt.problem.key for prompt in request.prompts}
 
         def rank(index: int) -> float:
             chance = (derive_seed(request.params.seed, "replay", index) + 1) / 2**63
             return math.log(chance) / math.pow(self._kept[index].priority, self.config.exponent)
 
-        taken: list[_Kept] = []
-        for index in sorted(range(len(self._kept)), key=rank, reverse=True):
-            kept = self._kept[index]
-            if len(taken) < count and kept.group.prompt.problem.key not in now:
-                kept.uses += 1
-                now.add(kept.group.prompt.problem.key)
-                taken.append(kept)
+        count = math.floor(self.config.share * len(request.prompts))
+        order = sorted(range(len(self._kept)), key=rank, reverse=True)
+        taken = [self._kept[index] for index in order[:count]]
+        for kept in taken:
+            kept.uses += 1
         self._kept = [kept for kept in self._kept if kept.uses < self.config.max_uses]
         return taken
 
@@ -134,7 +130,8 @@ class ReplaySampler(Sampler[ReplayConfig]):
         """Keep the fresh groups that differ, within the capacity; how many came."""
         new = []
         for group in groups:
-            priority = _spread(group, request.verify(group))
+            verdicts = group.of_episodes(request.verify(group))
+            priority = statistics.pstdev(verdicts) if verdicts else 0.0
             if priority > self.config.tolerance:
                 new.append(_Kept(group, priority))
         self._kept += new
@@ -157,10 +154,3 @@ class ReplaySampler(Sampler[ReplayConfig]):
         groups = groups_from_json(state["groups"])
         columns = zip(groups, state["priorities"], state["uses"], strict=True)
         self._kept = [_Kept(*each) for each in columns]
-
-
-def _spread(group: SampledGroup, verdicts: Sequence[float]) -> float:
-    """Standard deviation of the verdicts on responses that did not fail; 0 for fewer than two."""
-    pairs = zip(verdicts, group.completions, strict=True)
-    counted = [verdict for verdict, completion in pairs if not completion.failed]
-    return statistics.pstdev(counted) if len(counted) > 1 else 0.0

@@ -178,6 +178,26 @@ def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(tmp_path:
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sampler",
+    [{"name": "replay", "share": 0.5, "max_lag": 3}, {"name": "curriculum", "candidates": 2.0}],
+    ids=lambda sampler: sampler["name"],
+)
+def test_what_a_sampler_remembers_survives_kill_9(
+    tmp_path: Path, sampler: dict[str, object]
+) -> None:
+    fields = {"checkpoint_every": 1, "sampler": sampler}
+    budgets = {"rl": Budget(20, fields, preset="dr_grpo")}
+    config = learning_config(make_model(tmp_path, seed=0), budgets, seed=0)
+    path = write_config(tmp_path / "run.yaml", config)
+    whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
+    assert whole.code == 0, whole.text
+    metric = {"replay": "replay/taken_frac", "curriculum": "curriculum/known"}[str(sampler["name"])]
+    assert max(value for _, value in history(whole)[metric]) > 0
+    assert_continues_bit_for_bit(path, tmp_path / "home", whole)
+
+
 def assert_continues_bit_for_bit(config: Path, home: Path, uninterrupted: Finished) -> None:
     """Killed in the middle of RL, the same command ends where an uninterrupted one does."""
     process = start_command("run", str(config), "--home", str(prepared(home)))

@@ -44,7 +44,7 @@ class Copying(Environment[NoConfig]):
         right = turn.text == str(digit)
         digit = (7 * digit + 3) % 10 if right else digit
         over = number + 1 == {TURNS}
-        return Observation(str(digit), over, (digit, number + 1), reward=right / {TURNS})
+        return Observation(f"\\n{{digit}}", over, (digit, number + 1), reward=right / {TURNS})
 '''
 
 
@@ -61,9 +61,9 @@ def turns_config(folder: Path, seed: int, algorithm: str, **rl: Any) -> dict[str
         "name": "turns",
         "seed": seed,
         "engine": "transformers",
-        "model": {"source": str(model), "dtype": "float32", "max_model_len": 16},
+        "model": {"source": str(model), "dtype": "float32", "max_model_len": 24},
         "task": {"name": "episodes", "prompt": "\n", "count": 1000},
-        "evaluation": {"num_problems": 20, "max_response_length": 12, "num_samples": 0},
+        "evaluation": {"num_problems": 20, "max_response_length": 16, "num_samples": 0},
         "limits": {"num_threads": 1},
         "stages": {
             "rl": {
@@ -75,7 +75,7 @@ def turns_config(folder: Path, seed: int, algorithm: str, **rl: Any) -> dict[str
                 "prompts_per_step": 16,
                 "num_generations": 8,
                 "micro_batch_size": 128,
-                "generation": {"max_response_length": 12},
+                "generation": {"max_response_length": 16},
                 "evaluate_every": 0,
                 "kl": {"controller": {"name": "fixed", "coef": 0.0}},
                 "optimizer": {"learning_rate": 5.0e-3},
@@ -111,10 +111,10 @@ def test_replayed_groups_and_observations_do_not_keep_it_from_learning(
 ) -> None:
     extra = {
         "sampler": {"name": "replay", "share": 0.25, "max_lag": 2},
-        "policy_loss": ["ppo_clip", "echo"],
+        "policy_loss": ["ppo_clip", {"name": "echo", "alpha": 0.3}],
     }
     learned = run(tmp_path, turns_config(tmp_path, seed, "gigpo", steps=50, **extra))
-    assert final(learned.history("rl", "reward/mean")) > 0.9
+    assert final(learned.history("rl", "reward/mean")) > 0.85
     assert max(learned.history("rl", "staleness/max")) == 2
     nll = learned.history("rl", "observed/nll")
     assert final(nll) < nll[0], "the environment's answers are learned too"

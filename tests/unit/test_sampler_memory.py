@@ -162,6 +162,20 @@ def test_failed_episodes_do_not_count_as_wrong() -> None:
     assert plugin.state()["known"] == {}
 
 
+def test_branches_of_an_episode_have_one_verdict() -> None:
+    (group,) = World(1, lambda n: 2).generate(World(1, half).take(1), SamplingParams())
+    one, two, three, four = group.completions
+    completions = (
+        replace(one, episode=0),
+        replace(two, episode=0, elsewhere=(True, False)),
+        three,
+        replace(four, failed="crash"),
+    )
+    group = replace(group, completions=completions)
+    assert group.of_episodes([1.0, 1.0, 0.0, 1.0]) == [1.0, 0.0]
+    assert group.sampled_tokens == 4 * 2 - 1
+
+
 def test_an_empty_band_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"low 0\.8 is not below high 0\.2"):
         sampler("curriculum", low=0.8, high=0.2)
@@ -220,11 +234,11 @@ def test_likelier_to_be_taken_is_what_taught_more() -> None:
     assert 105 < counts[1] < 150
 
 
-def test_a_problem_is_not_twice_in_a_batch() -> None:
+def test_a_task_of_few_problems_is_replayed_too() -> None:
     world, plugin = World(2, lambda n: 2), sampler("replay", share=0.5)
     first, second = run(world, plugin, 2, [1, 2])
-    assert numbers(first) == numbers(second) == [0, 1]
-    assert second.metrics["replay/taken_frac"] == 0
+    assert numbers(first) == [0, 1] and second.groups[1] in first.groups
+    assert second.metrics["replay/taken_frac"] == 0.5
 
 
 # --- both -------------------------------------------------------------------------------------
