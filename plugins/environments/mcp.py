@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class McpConfig(CallLimits):
     )
     timeout_s: float = Field(default=30.0, gt=0, le=3600, description="seconds of a call, at most")
     start_s: float = Field(
-        default=30.0, gt=0, le=3600, description="seconds of a connection's start, at most"
+        default=60.0, gt=0, le=3600, description="seconds of a connection's start, at most"
     )
     max_result_bytes: int = Field(
         default=1 << 20,
@@ -63,7 +64,7 @@ class McpEnvironment(LiveEnvironment[McpConfig]):
 
     name = "mcp"
     Config = McpConfig
-    at_once = 32
+    at_once = 4 * (os.cpu_count() or 1)
 
     def __init__(self, config: McpConfig) -> None:
         super().__init__(config)
