@@ -109,7 +109,7 @@ class EnvironmentComponent(Component):
         le=10_000_000,
         description="tokens of one observation, at most; the rest is cut off",
     )
-    max_calls: int = Field(
+    max_requests: int = Field(
         default=64,
         ge=1,
         le=100_000,

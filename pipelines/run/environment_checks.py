@@ -53,13 +53,13 @@ def _refuse_fields(component: EnvironmentComponent, manager: PluginManager, name
 
     idle: tuple[str, ...]
     if _is_value(component, manager):
-        idle = (*LIVE_FIELDS, "max_calls")
+        idle = (*LIVE_FIELDS, "max_requests")
         why = f"all episodes of '{component.name}' take their turns together"
     elif issubclass(manager.find("environment", component.name).cls, PlayedEnvironment):
         idle = (*TURN_FIELDS, "step_s")
-        why = f"a program plays the episodes of '{component.name}', and max_calls limits it"
+        why = f"a program plays the episodes of '{component.name}', and max_requests limits it"
     else:
-        idle = ("max_calls",)
+        idle = ("max_requests",)
         why = f"max_turns limits the episodes of '{component.name}'"
     fields = type(component).model_fields
     changed = [f for f in idle if getattr(component, f) != fields[f].default]

@@ -121,7 +121,7 @@ def _episodes(
         return LiveRunner(environment, turns, limits, check)
     if isinstance(environment, PlayedEnvironment):
         limits = episode_limits(component, environment.at_once, context.run.model.max_model_len)
-        return PlayedRunner(environment, tokenizer, limits, component.max_calls, check)
+        return PlayedRunner(environment, tokenizer, limits, component.max_requests, check)
     assert isinstance(environment, Environment)
     tools = [context.build(Tool, tool) for _, tool in tool_components(component.fields())]
     environment.setup(tools)

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "environment",
     [
         pytest.param(game("Whims", max_turns=4), id="game"),
-        pytest.param(game("Whimsical", max_calls=8), id="program", marks=pytest.mark.slow),
+        pytest.param(game("Whimsical", max_requests=8), id="program", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(
@@ -53,7 +53,7 @@ def test_a_killed_run_learns_from_the_episodes_that_it_had_and_replays(
     assert not any(each["differences"] for each in steps), replayed.text
     failed = [line for line in done.text.splitlines() if "episodes failed" in line]
     assert failed, "one in eight episodes breaks, and the log says so"
-    if "max_calls" in environment:
+    if "max_requests" in environment:
         branches = [metrics.get("env/branches", 0.0) for metrics in again.values()]
         assert max(branches) > 1.5, "the helper's question is a branch of its own"
 
