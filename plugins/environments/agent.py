@@ -59,6 +59,11 @@ class AgentConfig(PluginConfig):
         le=604_800,
         description="seconds that the program may take; null = environment.episode_s alone",
     )
+    give_answer: bool = Field(
+        default=False,
+        description="put the right answer into POSTTRAIN_PROBLEM, for programs that score "
+        "themselves and let the model read no files",
+    )
     on_failure: float | None = Field(
         default=None,
         description="reward of an episode whose program fails or takes more than timeout_s; null "
@@ -110,7 +115,8 @@ class AgentEnvironment(PlayedEnvironment[AgentConfig]):
         ) as made:
             folder = Path(made)
             given = folder / "problem.json"
-            given.write_text(json.dumps(problem_json(problem, seed)), encoding="utf-8")
+            shown = problem_json(problem, seed, with_answer=self.config.give_answer)
+            given.write_text(json.dumps(shown), encoding="utf-8")
             (folder / "work").mkdir()
             env = self._env(endpoint, seed, given)
             ended = await _run(self._command, env, folder / "work", self.config.timeout_s)
@@ -144,12 +150,12 @@ class AgentEnvironment(PlayedEnvironment[AgentConfig]):
         return Outcome(failed=ended.why)
 
 
-def problem_json(problem: Problem, seed: int) -> dict[str, object]:
-    """What a program is given of a problem; the answer too, as it may score itself."""
+def problem_json(problem: Problem, seed: int, *, with_answer: bool) -> dict[str, object]:
+    """What a program is given of a problem, and maybe the right answer."""
     return {
         "key": problem.key,
         "prompt": problem.prompt,
-        "answer": problem.answer,
+        **({"answer": problem.answer} if with_answer else {}),
         "messages": [message_to_json(message) for message in problem.messages],
         "tools": list(problem.tools),
         "metadata": dict(problem.metadata),

@@ -333,6 +333,7 @@ for turn in range(2):
     made = post(chat, {"model": "m", "messages": messages})["choices"][0]["message"]
     messages += [made, {"role": "user", "content": "go on"}]
 assert "SECRET_OF_THE_RUN" not in os.environ
+assert "answer" not in problem
 """
 
 
