@@ -134,6 +134,10 @@ class Environment(AnyEnvironment[ConfigT]):
     """Whether special tokens written in its observations are those of the tokenizer. False: they
     are plain text, so that nothing a tool returns can end a turn or begin another role's."""
 
+    gives_rewards: ClassVar[bool] = False
+    """Whether turns that end with a stop string have rewards. False: the last turn that is allowed
+    is not answered if it ends with one, which spares a call whose result nobody would read."""
+
     def setup(self, tools: Sequence[Tool[Any]]) -> None:  # noqa: B027 - most have no tools
         """Take the tools that the config's field `tools` names; called once."""
 

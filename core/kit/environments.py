@@ -57,6 +57,12 @@ def _episode(subject: Subject) -> None:
         for number in range(MOST_TURNS):
             found = environment.step(state, _turn(text, ended=number % 2 == 1))
             expect_sound(found, f"to the text {text[:40]!r}")
+            kept = environment.gives_rewards or not environment.stop_strings()
+            expect(
+                found.reward is None or kept,
+                "it rewards turns that may end with a stop string; set `gives_rewards = True`, or "
+                "the reward of the last turn is lost",
+            )
             state, done = found.state, found.done
             if done:
                 break

@@ -113,8 +113,13 @@ class EpisodeRunner:
     ) -> None:
         self.environment, self.tokenizer = environment, tokenizer
         self.answers = answers or AnswersHere(environment)
-        special = environment.reads_special_tokens
-        self.turns = Turns(tokenizer, max_turns, max_observation_tokens, special)
+        self.turns = Turns(
+            tokenizer,
+            max_turns,
+            max_observation_tokens,
+            environment.reads_special_tokens,
+            environment.gives_rewards,
+        )
 
     @property
     def vocabulary_size(self) -> int:

@@ -23,6 +23,8 @@ class Turns:
     max_turns: int
     max_observation_tokens: int
     reads_special_tokens: bool = False
+    answers_last: bool = False
+    """Whether a last turn is answered that ended with a stop string."""
     _answers_fit: bool = field(default=False, repr=False)
 
     def chat(self, problem: Problem, opening: Opening) -> list[Message]:
@@ -64,7 +66,8 @@ class Turns:
         segments = (*episode.segments, Segment(turn.token_ids, turn))
         counts = {**episode.counts, "turns": episode.counts.get("turns", 0.0) + 1}
         episode = replace(episode, segments=segments, counts=counts)
-        cut = turn.finish_reason != "stop" and counts["turns"] >= self.max_turns
+        last = counts["turns"] >= self.max_turns and not self.answers_last
+        cut = last and turn.finish_reason != "stop"
         if turn.finish_reason == "length" or cut:
             return replace(episode, finish_reason="length")
         return episode
@@ -93,7 +96,7 @@ class Turns:
         if observation.done:
             return replace(episode, finish_reason=turn.finish_reason)
         if counts["turns"] >= self.max_turns:
-            return replace(episode, finish_reason="stop")
+            return replace(episode, finish_reason="stop" if ended else "length")
         answer = Segment(self._tokens(episode, observation, tools, ended)[: max(room, 0)])
         episode = replace(episode, segments=(*episode.segments, answer))
         cut = len(answer.token_ids) >= room

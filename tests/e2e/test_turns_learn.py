@@ -28,6 +28,7 @@ class Copying(Environment[NoConfig]):
 
     name = "copying"
     Config = NoConfig
+    gives_rewards = True
 
     def stop_strings(self) -> tuple[str, ...]:
         """A turn is one token."""
@@ -55,8 +56,7 @@ def turns_config(folder: Path, seed: int, algorithm: str, **rl: Any) -> dict[str
     model = make_tiny_model(
         folder / "model", seed=seed, layers=1, kv_heads=2, init_std=0.05, tokenizer=tokenizer
     )
-    # With max_turns: 4 the last turn would be cut before the environment answers it.
-    environment = {"name": "copying.py:Copying", "max_turns": TURNS + 1}
+    environment = {"name": "copying.py:Copying", "max_turns": TURNS}
     return {
         "name": "turns",
         "seed": seed,

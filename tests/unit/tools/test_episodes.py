@@ -161,6 +161,16 @@ def test_no_response_has_more_turns_than_allowed(tiny: Tiny, turns: int) -> None
     assert all(c.counts.get("calls", 0) <= turns - 1 for c in found)
 
 
+def test_a_last_turn_with_a_stop_string_is_answered_where_turns_have_rewards(tiny: Tiny) -> None:
+    runner = tiny.runner(max_turns=2)
+    runner.turns.answers_last = True
+    found = completions(runner.generate(tiny.engine, tiny.prompts(runner), PARAMS))
+    last = [c for c in found if c.counts["turns"] == 2 and c.counts.get("calls") == 2]
+    assert last, "some last turn was a call"
+    assert all(c.finish_reason == "length" and len(c.turn_ends) == 2 for c in last)
+    assert all(c.sampled[-1] for c in last), "its result is not shown"
+
+
 def test_observations_are_cut_to_their_limit(tiny: Tiny) -> None:
     runner = tiny.runner(max_observation_tokens=2)
     found = completions(runner.generate(tiny.engine, tiny.prompts(runner), PARAMS))
