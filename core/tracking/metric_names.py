@@ -177,7 +177,7 @@ METRICS: dict[str, Metric] = {
     "tools/turns": Metric("turns", "turns of the policy per response"),
     "tools/calls_per_response": Metric("calls", "tool calls per response"),
     "tools/failed_frac": Metric("fraction", "tool calls that failed or were malformed"),
-    "env/outcome": Metric("", "mean score that the environment gave to an episode"),
+    "env/outcome": Metric("reward", "mean score that the environment gave to an episode"),
     "env/failed_frac": Metric("fraction", "episodes that failed, and are not learned from"),
     "env/branches": Metric("responses", "branches of an episode, mean over episodes"),
     "stream/groups_waiting": Metric("groups", "done before the step asked for them"),

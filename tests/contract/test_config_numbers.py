@@ -33,6 +33,8 @@ MINUS_ONE = {
     "SoftOverlongConfig.floor": "the least penalty, -1 by default",
     "StopProperlyConfig.coef": "a negative reward, with mode: set only",
     "RlStage.reward_clip": "bounds of rewards",
+    "AgentConfig.on_failure": "a reward",
+    "GymnasiumConfig.illegal_reward": "a reward, such as that of any other turn of the game",
 }
 
 

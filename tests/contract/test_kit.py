@@ -156,7 +156,13 @@ BROKEN = [
         "continues from a checkpoint",
         "after a resume",
     ),
-    ("stage", "float(len(kept))", "float(id(kept))", "equal files", "a second run"),
+    (
+        "stage",
+        "float(len(kept))",
+        "float(__import__('time').time_ns() % 10**9)",
+        "equal files",
+        "a second run",
+    ),
     ("sampler", "[:wanted]", "[:0]", "groups hold", "no group"),
     ("algorithm", '"grpo"', '"no_such"', "each axis", "no advantage named"),
 ]
