@@ -22,6 +22,7 @@ from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.rollout.submitting import Submitting
 from posttrain.core.rollout.turns import first_branches
+from posttrain.core.runtime.machine import allow_open_files
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.runtime.waiting import result_of
 from posttrain.core.types import Completion, Problem, SamplingParams
@@ -32,6 +33,7 @@ BEAT_S = 0.5
 START_S = 300.0
 CLOSE_S = 10.0
 SLACK_S = 10.0
+OPEN_FILES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ class Plays(ABC):
         """Run the loop, and let the environment start, unless that is done."""
         if self._loop is not None:
             return
+        allow_open_files(OPEN_FILES)
         self._loop, self._beat = asyncio.new_event_loop(), time.monotonic()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()

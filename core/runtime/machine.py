@@ -68,3 +68,14 @@ def check_compiler(device: torch.device) -> None:
             f"model.compile is true, which on a CPU needs Python's headers, and {header} does not "
             "exist: install them (Debian: apt install python3-dev), or set model.compile: false"
         )
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process open `count` files, or as many as the system lets it: often 1,024 at first,
+    and each connection is one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
