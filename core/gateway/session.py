@@ -291,7 +291,7 @@ class Session:
         elif any(known.number == call for known in self.calls):
             self.rewards[call] = value
         else:
-            raise Refused(404, "no_such_call", f"there is no call {call}")
+            raise Refused(404, "no_such_call", f"call {call} is unknown in this episode")
 
     def seal(self, outcome: Outcome, *, with_discarded: bool = False) -> list[Completion]:
         """End the episode; its responses, none where nothing was sampled."""

@@ -11,10 +11,8 @@ import contextlib
 import copy
 import random
 import re
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
@@ -33,16 +31,15 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.contracts.rollout import Episode
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.kit.checks import Broken, Finding, Skipped, broken, expect, raised
 from posttrain.core.kit.environments import expect_sound
+from posttrain.core.rollout.event_loop import Blocked, Deaf, EventLoop, within
 from posttrain.core.rollout.turns import Turns, completion_of, score_of
 from posttrain.core.types import Completion, Message, Problem, ToolCall, ToolSchema
 
 T = TypeVar("T")
 Json = Mapping[str, Any]  # Any: JSON values
-BEAT_S = 0.1
-CANCEL_S = 1.0
 START_S = 120.0
 ROOM = 1_000_000
 SHORTEST_ANSWER = 3
@@ -85,11 +82,15 @@ def check_environment(subject: EnvironmentSubject) -> list[Finding]:
     else:
         why = "a program plays its episodes, which scripted turns cannot"
         return [Finding(name, "skipped", why) for name, _ in CHECKS]
-    loop = _Loop(subject.limit_s)
+    loop = EventLoop(subject.limit_s)
     playing = _Playing(subject, live)
     findings: list[Finding] = []
     try:
-        loop.run(limited(live.start(), START_S, "`start`"))
+        try:
+            loop.run(limited(live.start(), START_S, "`start`"))
+        except (Broken, Blocked) as error:
+            why = blocks(error) if isinstance(error, Blocked) else str(error)
+            raise RunError(f"environment '{made.name}' does not start: {why}") from error
         for name, function in CHECKS:
             if findings and findings[0].state == "failed":
                 findings.append(Finding(name, "skipped", f"first correct: {CHECKS[0][0]}"))
@@ -288,58 +289,15 @@ async def apart(call: Callable[[], T]) -> T:
 
 
 async def limited(call: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
-    """What `call` gives within `limit_s`; then it is cancelled, and left alone if it goes on."""
-    task = asyncio.ensure_future(call)
-    done, _ = await asyncio.wait({task}, timeout=limit_s)
-    if done:
-        return task.result()
-    task.cancel()
-    done, _ = await asyncio.wait({task}, timeout=CANCEL_S)
-    deaf = "" if done else ", and goes on when it is cancelled"
-    raise Broken(f"{what} took more than {limit_s:g} s{deaf}")
-
-
-class _Loop:
-    """An event loop in a thread, left behind once an environment blocks it."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.blocked = ""
-        self._limit_s, self._beat = limit_s, time.monotonic()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._loop.call_soon_threadsafe(self._beats)
-
-    def _beats(self) -> None:
-        self._beat = time.monotonic()
-        self._loop.call_later(BEAT_S, self._beats)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; `Broken` when the loop stands still for longer than a call may."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            try:
-                return future.result(BEAT_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-            if time.monotonic() - self._beat > self._limit_s:
-                frame = sys._current_frames().get(self._thread.ident or 0)
-                at = traceback.extract_stack(frame)[-1] if frame else None
-                where = f" (at {at.filename}:{at.lineno}, in {at.name})" if at else ""
-                self.blocked = (
-                    f"it blocks the event loop{where}, so that all episodes wait: call what blocks "
-                    "by `await asyncio.to_thread(...)`"
-                )
-                raise Broken(self.blocked)
-
-    def close(self) -> None:
-        if self.blocked:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CANCEL_S)
-        if not self._loop.is_running():
-            self._loop.close()
+    """What `call` gives within `limit_s`."""
+    try:
+        return await within(limit_s, call)
+    except Deaf:
+        raise Broken(
+            f"{what} took more than {limit_s:g} s, and goes on when it is cancelled"
+        ) from None
+    except TimeoutError:
+        raise Broken(f"{what} took more than {limit_s:g} s") from None
 
 
 # -- the checks ---------------------------------------------------------------------------
@@ -356,7 +314,15 @@ def _check(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def _found(name: str, function: Function, playing: _Playing, loop: _Loop) -> Finding:
+def blocks(error: Blocked) -> str:
+    """What is wrong with an environment whose loop stands still."""
+    return (
+        f"it blocks the event loop{error.place}, so that all episodes wait: call what blocks by "
+        "`await asyncio.to_thread(...)`"
+    )
+
+
+def _found(name: str, function: Function, playing: _Playing, loop: EventLoop) -> Finding:
     if loop.blocked:
         return Finding(name, "skipped", "the event loop is blocked")
 
@@ -371,6 +337,8 @@ def _found(name: str, function: Function, playing: _Playing, loop: _Loop) -> Fin
         return Finding(name, "failed", str(error))
     except PosttrainError as error:
         return Finding(name, "failed", str(error))
+    except Blocked as error:
+        return Finding(name, "failed", blocks(error))
     except Exception as error:  # somebody else's code: what it raised is the finding
         return Finding(name, "failed", raised(error))
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from posttrain.core.contracts import LiveEnvironment, Opening, PromptGroup
 from posttrain.core.contracts.rollout import Episode
+from posttrain.core.rollout.event_loop import CLOSE_S, within
 from posttrain.core.rollout.plays import (
-    CLOSE_S,
     EpisodeFailed,
     EpisodeLimits,
     Plays,
@@ -98,8 +98,7 @@ class LiveRunner(Plays):
 
     async def _step(self, call: Coroutine[Any, Any, T], what: str) -> T:
         try:
-            async with asyncio.timeout(self.limits.step_s):
-                return await call
+            return await within(self.limits.step_s, call)
         except TimeoutError:
             raise EpisodeFailed(f"`{what}` took more than {self.limits.step_s:g} s") from None
         except Exception as error:  # a plugin and its servers may raise anything
@@ -117,8 +116,7 @@ class LiveRunner(Plays):
 
     async def _close(self, state: object) -> None:
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await self.live.close(state)
+            await within(CLOSE_S, self.live.close(state))
         except Exception as error:  # the episode is over, and has what it has
             logger.warning(
                 "environment '%s': an episode was not closed: %s",

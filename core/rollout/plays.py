@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-import threading
-import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -20,18 +16,16 @@ from typing import Any, TypeVar
 
 from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup
 from posttrain.core.errors import PosttrainError, RunError
+from posttrain.core.rollout.event_loop import CLOSE_S, Blocked, EventLoop, within
 from posttrain.core.rollout.submitting import Submitting
 from posttrain.core.rollout.turns import first_branches
 from posttrain.core.runtime.machine import allow_open_files
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.runtime.waiting import result_of
 from posttrain.core.types import Completion, Problem, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-BEAT_S = 0.5
 START_S = 300.0
-CLOSE_S = 10.0
 SLACK_S = 10.0
 OPEN_FILES = 65_536
 
@@ -61,9 +55,7 @@ class Plays(ABC):
     def __init__(self, name: str, limits: EpisodeLimits, check: Callable[[], None]) -> None:
         self.name, self.limits = name, limits
         self._check = check
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._beat = time.monotonic()
+        self._loop: EventLoop | None = None
 
     repeatable: bool = True
     """Whether the same episodes can be played again."""
@@ -141,8 +133,7 @@ class Plays(ABC):
         """The episode, or an empty one that says why there is none."""
         limit = self.limits.episode_s
         try:
-            async with asyncio.timeout(limit):
-                return await self._episode(submitting, prompt, params, seed)
+            return await within(limit, self._episode(submitting, prompt, params, seed))
         except TimeoutError:
             reason = f"the episode took more than {limit:g} s"
         except EpisodeFailed as error:
@@ -176,26 +167,27 @@ class Plays(ABC):
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Run the loop, and let the environment start, unless that is done."""
-        if self._loop is not None:
-            return
-        allow_open_files(OPEN_FILES)
-        self._loop, self._beat = asyncio.new_event_loop(), time.monotonic()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
-        self._loop.call_soon_threadsafe(self._beats)
-        try:
-            self._run(self._started(), self._check)
-        except BaseException:
-            self.close()
-            raise
+    def _start(self) -> EventLoop:
+        """The loop; it runs, and the environment starts, unless that is done."""
+        if self._loop is None:
+            allow_open_files(OPEN_FILES)
+            self._loop = EventLoop(self.limits.step_s + SLACK_S)
+            try:
+                self._run(self._started(), self._check)
+            except BaseException:
+                self.close()
+                raise
+        return self._loop
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That of its episodes, which has started."""
+        return self._start().asyncio
 
     async def _started(self) -> None:
         name = self.name
         try:
-            async with asyncio.timeout(START_S):
-                await self._begin()
+            await within(START_S, self._begin())
         except TimeoutError:
             raise RunError(
                 f"environment '{name}' did not start within {START_S:g} s: see what it waits for"
@@ -208,67 +200,30 @@ class Plays(ABC):
                 "or start what it connects to"
             ) from error
 
-    def _beats(self) -> None:
-        self._beat = time.monotonic()
-        if self._loop is not None and self._loop.is_running():
-            self._loop.call_later(BEAT_S, self._beats)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of its episodes, which has started."""
-        self._start()
-        assert self._loop is not None
-        return self._loop
-
     def _run(self, work: Coroutine[Any, Any, T], check: Callable[[], Any]) -> T:
         """The result of `work` in the loop."""
         assert self._loop is not None
-
-        def both() -> None:
-            check()
-            self._refuse_blocking()
-
         try:
-            return result_of(asyncio.run_coroutine_threadsafe(work, self._loop), both)
+            return self._loop.run(work, check)
         except ExceptionGroup as group:
             raise first_of(group) from group
-
-    def _refuse_blocking(self) -> None:
-        """Raise `RunError` if one episode keeps all others waiting."""
-        silent = time.monotonic() - self._beat
-        if silent < self.limits.step_s + SLACK_S:
-            return
-        assert self._thread is not None and self._thread.ident is not None
-        frame = sys._current_frames().get(self._thread.ident)
-        where = traceback.extract_stack(frame)[-1] if frame else None
-        place = f" (at {where.filename}:{where.lineno}, in {where.name})" if where else ""
-        raise RunError(
-            f"environment '{self.name}' has kept all of its episodes waiting for "
-            f"{silent:.0f} s{place}: what blocks belongs into `await asyncio.to_thread(...)`"
-        )
+        except Blocked as error:
+            raise RunError(
+                f"environment '{self.name}' has kept all of its episodes waiting for "
+                f"{error.silent_s:.0f} s{error.place}: what blocks belongs into "
+                "`await asyncio.to_thread(...)`"
+            ) from error
 
     def close(self) -> None:
         """End what the environment started; may be called twice."""
         loop, self._loop = self._loop, None
-        if loop is None or self._thread is None:
+        if loop is None or loop.blocked:
             return
-        stopped = asyncio.run_coroutine_threadsafe(self._stopped(), loop)
         try:
-            stopped.result(2 * CLOSE_S)
+            loop.run(within(CLOSE_S, self._end()))
         except Exception as error:  # whatever it is, the stage is over
             logger.warning("environment '%s' did not stop: %s", self.name, described(error))
-        loop.call_soon_threadsafe(loop.stop)
-        self._thread.join(CLOSE_S)
-        if not loop.is_running():
-            loop.close()
-
-    async def _stopped(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        async with asyncio.timeout(CLOSE_S):
-            await self._end()
+        loop.close()
 
 
 async def awaited(asked: Future[Completion]) -> Completion:

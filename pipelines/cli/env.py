@@ -180,7 +180,7 @@ def _tokenizer(
 
     if folder is not None:
         if not folder.is_dir():
-            raise ConfigError(f"--tokenizer {folder}: there is no such folder; name a model's")
+            raise ConfigError(f"--tokenizer {folder}: the folder does not exist; name a model's")
         return ChatTokenizer.load(folder)
     if run is not None:
         from posttrain.core.models.source import known_folder

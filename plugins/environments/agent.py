@@ -99,7 +99,8 @@ class AgentEnvironment(PlayedEnvironment[AgentConfig]):
             raise ConfigError(f"environment 'agent': there is no '{config.path}'; correct `path`")
         if shutil.which(self._command[0]) is None:
             raise ConfigError(
-                f"environment 'agent': there is no program '{self._command[0]}'; correct `command`"
+                f"environment 'agent': program '{self._command[0]}' was not found; correct "
+                "`command`"
             )
         missing = [name for name in config.pass_env if name not in os.environ]
         if missing:

@@ -8,10 +8,8 @@ from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Task
 from posttrain.core.math.splits import split_of, too_few
+from posttrain.core.rollout.external import SEED
 from posttrain.core.types import Problem, Split, Verdict
-
-SEED = "seed"
-"""The field of a problem's metadata that environments read their seed from."""
 
 
 class EpisodesConfig(PluginConfig):

@@ -366,7 +366,7 @@ def test_an_agent_that_cannot_start_is_refused_before_the_first_episode() -> Non
             asyncio.run(made.start())
         return str(error.value)
 
-    assert "there is no program 'no-such-agent'" in refused(command=["no-such-agent"])
+    assert "program 'no-such-agent' was not found" in refused(command=["no-such-agent"])
     assert "path is not set" in refused(command=["python", "{path}"])
     assert "nowhere.py" in refused(command=["python", "{path}"], path="nowhere.py")
     assert "['NO_SUCH_KEY'], which are not set" in refused(

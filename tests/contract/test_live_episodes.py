@@ -123,6 +123,7 @@ def test_neither_order_nor_company_changes_an_episode(engine: TransformersEngine
         ("crash", "ValueError: a bug of the game"),
         ("hang at reset", "`reset` took more than 0.5 s"),
         ("hang", "`step` took more than 0.5 s"),
+        ("deaf", "`step` took more than 0.5 s"),
         ("cancel", "a library cancelled the episode"),
     ],
 )

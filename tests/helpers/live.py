@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from dataclasses import dataclass, field
@@ -90,6 +91,9 @@ class DigitGame(LiveEnvironment[DigitGameConfig]):
             raise ValueError("a bug of the game")
         if state.problem.startswith("hang"):
             await asyncio.sleep(3600)
+        while state.problem.startswith("deaf"):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
         if state.problem.startswith("cancel"):
             raise asyncio.CancelledError
         if state.problem.startswith("block"):

@@ -355,7 +355,7 @@ def test_rewards_of_calls_are_those_of_their_turns() -> None:
         second = await program.ask(user("go"), said(first), user("on"))
         program.session.give_reward(0.25, first.number)
         program.session.give_reward(0.5, second.number)
-        with pytest.raises(Refused, match="there is no call 7"):
+        with pytest.raises(Refused, match="call 7 is unknown"):
             program.session.give_reward(1.0, 7)
 
     played(play)
