@@ -277,3 +277,15 @@ def test_what_cannot_be_checked_is_one_sentence(arguments: list[str], code: int,
 def test_the_help_says_what_can_be_named() -> None:
     shown: Any = CliRunner().invoke(app, ["env", "check", "--help"])
     assert shown.exit_code == 0 and "FILE.py:CLASS" in shown.output
+
+
+def test_a_start_that_blocks_is_one_sentence(tmp_path: Path) -> None:
+    start = "\n    async def start(self) -> None:\n        time.sleep(3)\n"
+    old = "    deterministic = True\n"
+    text = SOUND.replace(old, old + start)
+    result = CliRunner().invoke(
+        app, ["env", "check", f"{put(tmp_path, text)}:Game", "--limit", "0.5", "--json"]
+    )
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
+    assert "environment 'game' does not start: it blocks the event loop" in result.output
+    assert "game.py" in result.output and "to_thread" in result.output
