@@ -7,83 +7,58 @@ loop or hangs fails the check and holds up nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import random
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from posttrain.core.contracts import (
-    AnyEnvironment,
     Environment,
     LiveEnvironment,
-    NoConfig,
     Observation,
     Opening,
     PromptGroup,
     SampledGroup,
-    Task,
     Turn,
 )
 from posttrain.core.contracts.rollout import Episode
-from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
+from posttrain.core.data.tokens import rollout_batch
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.kit.checks import Broken, Finding, Skipped, broken, expect, raised
-from posttrain.core.kit.environments import expect_sound
-from posttrain.core.rollout.event_loop import Blocked, Deaf, EventLoop, within
-from posttrain.core.rollout.turns import Turns, completion_of, score_of
-from posttrain.core.types import Completion, Message, Problem, ToolCall, ToolSchema
+from posttrain.core.kit.env_play import (
+    AsLive,
+    EnvironmentSubject,
+    Played,
+    Playing,
+    Says,
+    always,
+    limited,
+    scripted,
+)
+from posttrain.core.rollout.event_loop import Blocked, EventLoop
+from posttrain.core.rollout.turns import Turns, completion_of
+from posttrain.core.types import Completion, Message, Problem
 
-T = TypeVar("T")
-Json = Mapping[str, Any]  # Any: JSON values
 START_S = 120.0
 ROOM = 1_000_000
 SHORTEST_ANSWER = 3
 """A shorter one would be found in ordinary texts."""
-WORD = re.compile(r"[\w+-]+(?:\.\w+)*")
-CALL = re.compile(r"\S*\.\.\.\S+")
-"""How instructions write a call, with dots for its argument."""
-PROBLEMS = tuple(
-    Problem(f"episode {n}", f"What is {n} + 140?", str(n + 140), "", {"seed": str(n)})
-    for n in range(3)
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentSubject:
-    """An environment that is ready, but not started, and what it is played with.
-
-    `turns` are what the policy says, one after another; without any they are made of the opening's
-    words and tools. `limit_s` is for one call of the environment.
-    """
-
-    environment: AnyEnvironment[Any]
-    tokenizer: ChatTokenizer
-    problems: Sequence[Problem] = PROBLEMS
-    task: Task[Any] | None = None
-    turns: Sequence[str] = ()
-    max_turns: int = 8
-    max_observation_tokens: int = 512
-    at_once: int = 32
-    limit_s: float = 10.0
 
 
 def check_environment(subject: EnvironmentSubject) -> list[Finding]:
     """How each check ended. Raises `PosttrainError` where the environment refuses to start."""
     made = subject.environment
     if isinstance(made, Environment):
-        live: LiveEnvironment[Any] = _AsLive(made)
+        live: LiveEnvironment[Any] = AsLive(made)
     elif isinstance(made, LiveEnvironment):
         live = made
     else:
         why = "a program plays its episodes, which scripted turns cannot"
         return [Finding(name, "skipped", why) for name, _ in CHECKS]
     loop = EventLoop(subject.limit_s)
-    playing = _Playing(subject, live)
+    playing = Playing(subject, live)
     findings: list[Finding] = []
     try:
         try:
@@ -102,207 +77,7 @@ def check_environment(subject: EnvironmentSubject) -> list[Finding]:
     return findings
 
 
-# -- playing ------------------------------------------------------------------------------
-
-
-@dataclass
-class Played:
-    """One episode: how it began, what was said, what was answered, and the slowest call."""
-
-    problem: Problem
-    opening: Opening
-    said: list[Turn] = field(default_factory=list)
-    answers: list[Observation] = field(default_factory=list)
-    slowest_s: float = 0.0
-
-    def view(self) -> list[object]:
-        """All that the model is shown and given, states left out."""
-        opening = self.opening
-        begun = (opening.suffix, opening.system, opening.tools, opening.messages)
-        return [begun, *(replace(answer, state=None) for answer in self.answers)]
-
-    def score(self) -> float | None:
-        """The environment's own score."""
-        rewards = tuple(answer.reward for answer in self.answers)
-        outcome = next((a.outcome for a in self.answers[::-1] if a.outcome is not None), None)
-        empty = PromptGroup(self.problem, ())
-        return score_of(Episode(empty, None, rewards=rewards, reward=outcome))
-
-    def shown(self) -> str:
-        """What the environment wrote to the model."""
-        opening = self.opening
-        texts = [opening.suffix, opening.system or "", *(m.content for m in opening.messages)]
-        for answer in self.answers:
-            texts += [answer.text, *(m.content for m in answer.messages)]
-        return "\n".join(texts)
-
-
-Says = Callable[[Problem, Opening], Sequence[Turn]]
-"""What the policy says in an episode."""
-
-
-@dataclass
-class _Playing:
-    subject: EnvironmentSubject
-    live: LiveEnvironment[Any]
-
-    @property
-    def value(self) -> Environment[Any] | None:
-        """The environment, if its states are values."""
-        made = self.subject.environment
-        return made if isinstance(made, Environment) else None
-
-    def turns(self) -> Turns:
-        special = self.value is not None and self.value.reads_special_tokens
-        subject = self.subject
-        return Turns(subject.tokenizer, subject.max_turns, subject.max_observation_tokens, special)
-
-    async def play(
-        self, problem: Problem | None = None, seed: int = 0, says: Says | None = None
-    ) -> Played:
-        """An episode to its end, or as long as there is something to say; it is closed."""
-        problem = problem or self.subject.problems[0]
-        limit = self.subject.limit_s
-        began = time.perf_counter()
-        opening = await limited(self.live.reset(problem, seed), limit, "`reset`")
-        found = Played(problem, opening, slowest_s=time.perf_counter() - began)
-        expect(isinstance(opening, Opening), f"`reset` gives {type(opening).__name__}, not Opening")
-        found.opening = replace(opening, tools=(*self.live.schemas(), *opening.tools))
-        state = opening.state
-        try:
-            for turn in (says or self.says)(problem, found.opening)[: self.subject.max_turns]:
-                began = time.perf_counter()
-                what = f"`step` with {turn.text[:40]!r}"
-                answer = await limited(self.live.step(state, turn), limit, what)
-                found.slowest_s = max(found.slowest_s, time.perf_counter() - began)
-                expect_sound(answer, f"to the text {turn.text[:40]!r}")
-                found.said.append(turn)
-                found.answers.append(answer)
-                if answer.done or answer.truncated:
-                    break
-                state = answer.state
-        finally:
-            await limited(self.live.close(state), limit, "`close`")
-        return found
-
-    def says(self, problem: Problem, opening: Opening) -> list[Turn]:
-        """The given turns, or words of the opening and calls of its tools."""
-        subject = self.subject
-        stops = () if self.value is None else self.value.stop_strings()
-        texts = list(subject.turns)
-        if not texts:
-            shown = "\n".join([opening.suffix, *(m.content for m in opening.messages)])
-            words = sorted({*WORD.findall(shown), "2"})
-            texts = random.Random(problem.key).sample(words, min(len(words), subject.max_turns))
-            texts = (texts * subject.max_turns)[: subject.max_turns]
-            if stops:  # calls as the instructions show them, and odd ones
-                calls = [
-                    (call[: len(call) - len(rest)]).replace("...", "2")
-                    for call in CALL.findall(shown)
-                    for stop in stops
-                    for _, found, rest in [call.partition(stop)]
-                    if found
-                ]
-                texts = [*calls, *(text + stops[0] for text in texts)]
-        made = [_turn(text, ended=not any(text.endswith(s) for s in stops)) for text in texts]
-        if subject.turns or not opening.tools:
-            return made
-        offered = [ToolCall(*_called(tool), id="call00000") for tool in opening.tools]
-        random.Random(problem.key).shuffle(offered)
-        return [Turn("", True, Message("assistant", tool_calls=(c,))) for c in offered] + made
-
-
-def _turn(text: str, *, ended: bool = True) -> Turn:
-    return Turn(text, ended, Message("assistant", text))
-
-
-def _always(text: str, turns: int) -> Says:
-    """One text in each turn."""
-    return lambda problem, opening: [_turn(text)] * turns
-
-
-def _called(tool: ToolSchema) -> tuple[str, Json]:
-    """A tool's name, and arguments that fit its schema as far as that is easy."""
-    function = tool["function"]
-    return function["name"], _sample(function.get("parameters", {})) or {}
-
-
-def _sample(schema: Json) -> Any:  # Any: JSON
-    if "enum" in schema:
-        return schema["enum"][0]
-    properties = schema.get("properties", {})
-    if properties or schema.get("type") == "object":
-        return {name: _sample(properties.get(name, {})) for name in schema.get("required", ())}
-    plain = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "null": None}
-    return plain.get(str(schema.get("type")), "1")
-
-
-class _AsLive(LiveEnvironment[NoConfig]):
-    """A value environment as a live one: each call in a thread, as many as it allows at once."""
-
-    name = "value"
-    Config = NoConfig
-    deterministic: ClassVar[bool] = True
-
-    def __init__(self, inner: Environment[Any]) -> None:
-        super().__init__(NoConfig())
-        self.inner = inner
-
-    async def start(self) -> None:
-        self._room = asyncio.Semaphore(min(self.inner.at_once, 64))
-
-    async def reset(self, problem: Problem, seed: int) -> Opening:
-        return await self._apart(lambda: self.inner.reset(problem))
-
-    async def step(self, state: object, turn: Turn) -> Observation:
-        return await self._apart(lambda: self.inner.step(state, turn))
-
-    async def _apart(self, call: Callable[[], T]) -> T:
-        async with self._room:
-            return await apart(call)
-
-
-async def apart(call: Callable[[], T]) -> T:
-    """What `call` gives, from a thread that nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: Any, error: BaseException | None) -> None:  # Any: T, or None
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except Exception as problem:  # it is raised where it is waited for
-            error = problem
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
-
-
-async def limited(call: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
-    """What `call` gives within `limit_s`."""
-    try:
-        return await within(limit_s, call)
-    except Deaf:
-        raise Broken(
-            f"{what} took more than {limit_s:g} s, and goes on when it is cancelled"
-        ) from None
-    except TimeoutError:
-        raise Broken(f"{what} took more than {limit_s:g} s") from None
-
-
-# -- the checks ---------------------------------------------------------------------------
-
-Function = Callable[[_Playing], Awaitable[str]]
+Function = Callable[[Playing], Awaitable[str]]
 CHECKS: list[tuple[str, Function]] = []
 
 
@@ -322,7 +97,7 @@ def blocks(error: Blocked) -> str:
     )
 
 
-def _found(name: str, function: Function, playing: _Playing, loop: EventLoop) -> Finding:
+def _found(name: str, function: Function, playing: Playing, loop: EventLoop) -> Finding:
     if loop.blocked:
         return Finding(name, "skipped", "the event loop is blocked")
 
@@ -343,13 +118,13 @@ def _found(name: str, function: Function, playing: _Playing, loop: EventLoop) ->
         return Finding(name, "failed", raised(error))
 
 
-async def _stops(playing: _Playing) -> str:
+async def _stops(playing: Playing) -> str:
     await limited(playing.live.stop(), START_S, "`stop`")
     return ""
 
 
 @_check("episodes begin, answer and are closed")
-async def _episodes(playing: _Playing) -> str:
+async def _episodes(playing: Playing) -> str:
     found = [await playing.play(problem) for problem in playing.subject.problems]
     turns = sum(len(each.answers) for each in found)
     ended = sum(bool(e.answers) and (e.answers[-1].done or e.answers[-1].truncated) for e in found)
@@ -372,7 +147,7 @@ def _moves(found: Sequence[Played]) -> str:
 
 
 @_check("equal seeds and turns give equal episodes")
-async def _deterministic(playing: _Playing) -> str:
+async def _deterministic(playing: Playing) -> str:
     for problem in playing.subject.problems:
         first, second = [(await playing.play(problem, seed=1)).view() for _ in range(2)]
         at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
@@ -399,7 +174,7 @@ def _first_difference(first: Sequence[object], second: Sequence[object]) -> str:
 
 
 @_check("a state can be gone on from again")
-async def _forkable(playing: _Playing) -> str:
+async def _forkable(playing: Playing) -> str:
     value = playing.value
     if value is None:
         raise Skipped("its states are sessions of their own: trees and branches cannot use it")
@@ -415,7 +190,7 @@ async def _forkable(playing: _Playing) -> str:
     return f"{steps} steps made again"
 
 
-async def _written(playing: _Playing) -> tuple[Turns, Played, Episode, list[Message]]:
+async def _written(playing: Playing) -> tuple[Turns, Played, Episode, list[Message]]:
     """An episode as tokens, up to an observation, and the messages of its conversation."""
     turns, tokenizer = playing.turns(), playing.subject.tokenizer
     for problem in playing.subject.problems:
@@ -460,7 +235,7 @@ def _completion(ids: Sequence[int], *, ended: bool) -> Completion:
 
 
 @_check("tokens before an observation stay as they were sampled")
-async def _continuity(playing: _Playing) -> str:
+async def _continuity(playing: Playing) -> str:
     turns, played, episode, chat = await _written(playing)
     if not all(answer.messages for answer in played.answers[: len(episode.turns)]):
         return f"{len(episode.token_ids)} tokens; observations go on in the model's own turn"
@@ -478,7 +253,7 @@ async def _continuity(playing: _Playing) -> str:
 
 
 @_check("observations take no loss")
-async def _masks(playing: _Playing) -> str:
+async def _masks(playing: Playing) -> str:
     turns, played, episode, _ = await _written(playing)
     completion = completion_of(episode)
     own = completion.sampled or (True,) * len(completion.token_ids)
@@ -491,7 +266,7 @@ async def _masks(playing: _Playing) -> str:
 
 
 @_check("special tokens in an observation are text")
-async def _injection(playing: _Playing) -> str:
+async def _injection(playing: Playing) -> str:
     turns, played, episode, _ = await _written(playing)
     names = playing.subject.tokenizer.control.ids
     planted = " ".join(names)
@@ -523,7 +298,7 @@ async def _injection(playing: _Playing) -> str:
 
 
 @_check("a step that is cut off harms nobody")
-async def _cut(playing: _Playing) -> str:
+async def _cut(playing: Playing) -> str:
     if playing.value is not None:
         slowest = (await playing.play()).slowest_s
         raise Skipped(f"its steps are made in threads; the slowest took {1000 * slowest:.1f} ms")
@@ -547,7 +322,7 @@ async def _cut(playing: _Playing) -> str:
     return "cancelled, closed, and played again" if cut else "it answered before it was cancelled"
 
 
-async def _attack(playing: _Playing, says: Says, what: str) -> str:
+async def _attack(playing: Playing, says: Says, what: str) -> str:
     """The rewards of a policy that knows nothing; `Broken` where one is above 0."""
     task, rewards = playing.subject.task, []
     for problem in playing.subject.problems:
@@ -565,33 +340,33 @@ async def _attack(playing: _Playing, says: Says, what: str) -> str:
 
 
 @_check("attack: empty answers")
-async def _empty(playing: _Playing) -> str:
-    return await _attack(playing, _always("", playing.subject.max_turns), "saying nothing")
+async def _empty(playing: Playing) -> str:
+    return await _attack(playing, always("", playing.subject.max_turns), "saying nothing")
 
 
 @_check("attack: one word again and again")
-async def _repeated(playing: _Playing) -> str:
-    says = _always("yes " * 200, playing.subject.max_turns)
+async def _repeated(playing: Playing) -> str:
+    says = always("yes " * 200, playing.subject.max_turns)
     return await _attack(playing, says, "a word again and again")
 
 
 @_check("attack: the prompt as the answer")
-async def _echo(playing: _Playing) -> str:
+async def _echo(playing: Playing) -> str:
     def says(problem: Problem, opening: Opening) -> list[Turn]:
-        return [_turn(problem.prompt + opening.suffix)] * playing.subject.max_turns
+        return [scripted(problem.prompt + opening.suffix)] * playing.subject.max_turns
 
     return await _attack(playing, says, "repeating the prompt")
 
 
 @_check("attack: the answer is not shown")
-async def _leak(playing: _Playing) -> str:
+async def _leak(playing: Playing) -> str:
     found = 0
     for problem in playing.subject.problems:
         if len(problem.answer) < SHORTEST_ANSWER:
             continue
         found += 1
         for text in ("", problem.prompt):
-            played = await playing.play(problem, says=_always(text, playing.subject.max_turns))
+            played = await playing.play(problem, says=always(text, playing.subject.max_turns))
             leaks = re.search(rf"(?<!\w){re.escape(problem.answer)}(?!\w)", played.shown())
             expect(not leaks, f"it shows the answer {problem.answer[:60]!r} to '{problem.key}'")
     if not found:
@@ -600,7 +375,7 @@ async def _leak(playing: _Playing) -> str:
 
 
 @_check("many episodes at once")
-async def _many(playing: _Playing) -> str:
+async def _many(playing: Playing) -> str:
     subject = playing.subject
     problems = [subject.problems[n % len(subject.problems)] for n in range(subject.at_once)]
     room = asyncio.Semaphore(playing.live.at_once)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from posttrain.core.config.base import Component
     from posttrain.core.config.resolve import ResolvedRun
     from posttrain.core.data.tokens import ChatTokenizer
-    from posttrain.core.kit.env_check import EnvironmentSubject
+    from posttrain.core.kit.env_play import EnvironmentSubject
     from posttrain.core.plugin_manager import PluginManager
 
 app = typer.Typer(
@@ -102,8 +102,8 @@ def _subject(
     from posttrain.core.config.base import Component
     from posttrain.core.config.spec import parse_spec
     from posttrain.core.contracts import AnyEnvironment, Task
-    from posttrain.core.kit.env_check import PROBLEMS as OWN
-    from posttrain.core.kit.env_check import EnvironmentSubject
+    from posttrain.core.kit.env_play import PROBLEMS as OWN
+    from posttrain.core.kit.env_play import EnvironmentSubject
     from posttrain.core.plugin_manager import PluginManager
 
     run: ResolvedRun | None = None
