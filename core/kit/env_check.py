@@ -271,7 +271,8 @@ async def _injection(playing: Playing) -> str:
     names = playing.subject.tokenizer.control.ids
     planted = " ".join(names)
     tools = (*played.problem.tools, *played.opening.tools)
-    control = set(names.values())
+    # A character that the vocabulary lacks is the token for unknown ones, which controls nothing.
+    control = set(names.values()) - {playing.subject.tokenizer.tokenizer.unk_token_id}
 
     def count(answer: Observation) -> int:
         first = replace(episode, segments=episode.segments[:1], counts={"turns": 1.0})

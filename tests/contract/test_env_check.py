@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from posttrain.pipelines.cli.main import app
+from tests.helpers.games import game_model
 
 SOUND = '''"""A game for tests."""
 import asyncio
@@ -277,6 +278,13 @@ def test_what_cannot_be_checked_is_one_sentence(arguments: list[str], code: int,
 def test_the_help_says_what_can_be_named() -> None:
     shown: Any = CliRunner().invoke(app, ["env", "check", "--help"])
     assert shown.exit_code == 0 and "FILE.py:CLASS" in shown.output
+
+
+def test_a_small_vocabulary_is_not_taken_for_an_injection(tmp_path: Path) -> None:
+    """Its tokenizer writes letters as the token for unknown ones, which is a special token."""
+    model = game_model(tmp_path / "model")
+    found = checked(f"{put(tmp_path, SOUND)}:Game", "--tokenizer", str(model), "--limit", "1")
+    assert found["special tokens in an observation are text"][0] == "passed", found
 
 
 def test_a_start_that_blocks_is_one_sentence(tmp_path: Path) -> None:
