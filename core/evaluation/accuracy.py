@@ -15,7 +15,6 @@ from posttrain.core.math.groups import pass_at_k
 from posttrain.core.math.intervals import share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import Generates, generate_groups
 from posttrain.core.rollout.turns import first_branches
-from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Problem, SamplingParams, Verdict
 
@@ -117,7 +116,7 @@ def _evaluate_part(
         )
         for i, group in enumerate(sampled):
             verdicts[i] = tuple(
-                verdict_of(task, group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
+                task.verdict(group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
                 for c in first_branches(group.completions)
             )
     rows = []
@@ -125,7 +124,7 @@ def _evaluate_part(
         problem = group.prompt.problem
         completion = group.completions[0]  # of several branches, the one that came to an end
         said = response_texts(completion, tokenizer)
-        verdict = verdict_of(task, problem, said.last, completion.reward)
+        verdict = task.verdict(problem, said.last, completion.reward)
         rows.append(
             EvaluatedProblem(
                 problem,

@@ -29,7 +29,6 @@ from posttrain.core.rewards.checking import (
 )
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
 from posttrain.core.rollout.episodes import Generates, generate_groups
-from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.types import RewardSample, SamplingParams, Score
 
 OnMissing = Literal["zero", "unscored"]
@@ -157,7 +156,7 @@ def reward_samples(
                 response_ids=tuple(response.tolist()),
                 text=text,
                 truncated=bool(batch.truncated[row]),
-                verdict=verdict_of(task, problem, text, outcome),
+                verdict=task.verdict(problem, text, outcome),
                 transcript=batch.transcripts[row] if batch.transcripts else text,
                 turns=batch.turns[row] if batch.turns else (text,),
                 steps=task.verify_steps(problem, text) if with_steps else (),

@@ -28,7 +28,6 @@ from posttrain.core.rollout.episodes import (
 )
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.streaming import GroupStream
-from posttrain.core.rollout.verdicts import verdict_of
 from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import SamplingParams
@@ -205,7 +204,7 @@ class Rollouts:
         task, problem = self.context.task, group.prompt.problem
         texts = [response_texts(c, self.tokenizer).last for c in group.completions]
         judged = zip(texts, group.completions, strict=True)
-        return [verdict_of(task, problem, text, c.reward).correct for text, c in judged]
+        return [task.verdict(problem, text, c.reward).correct for text, c in judged]
 
     def _rollout(
         self, step: int, groups: Sequence[SampledGroup], metrics: dict[str, float]
