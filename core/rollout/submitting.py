@@ -20,6 +20,8 @@ from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.types import Completion, SamplingParams
 
 GATHER_S = 0.005
+"""Requests that come within so long of one another are put together."""
+GATHER_MOST_S = 0.05
 """How long a request may wait for others: little against the time of one."""
 STRETCH_TOKENS = 256
 """Tokens of a response that are sampled with the same weights, where weights change on the way."""
@@ -96,11 +98,12 @@ class Submitting:
                 break
 
     def _gathered(self, first: _Request) -> tuple[list[_Request], bool]:
-        """`first` and what comes within `GATHER_S`, and whether the end came too."""
-        requests, end = [first], time.monotonic() + GATHER_S
+        """`first` and those that follow closely, and whether the end came too."""
+        requests, end = [first], time.monotonic() + GATHER_MOST_S
         while len(requests) < LARGEST:
+            left = min(GATHER_S, end - time.monotonic())
             try:
-                found = self._queue.get(timeout=max(0.0, end - time.monotonic()))
+                found = self._queue.get(timeout=max(0.0, left))
             except Empty:
                 break
             if found is None:

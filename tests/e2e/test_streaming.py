@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,28 @@ def streaming(model: Path, steps: int, *, in_game: bool, **rl: Any) -> dict[str,
 def test_a_run_that_is_killed_goes_on_and_replays_bit_for_bit(
     model: Path, tmp_path: Path, in_game: bool
 ) -> None:
-    steps = 7
-    made = streaming(model, steps, in_game=in_game, evaluate_every=3, checkpoint_every=2)
-    config, home = write_config(tmp_path / "run.yaml", made), prepared(tmp_path / "home")
+    made = streaming(model, 7, in_game=in_game, evaluate_every=3, checkpoint_every=2)
+    killed_and_replayed(made, 7, ["rl:2", "rl:5"], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_with_twenty_kills_replay_bit_for_bit(
+    model: Path, tmp_path: Path
+) -> None:
+    """Kills at any moment of a step: while samples are taken, kept, learned from or written."""
+    draw = random.Random(0)
+    kills = [f"rl:{9 * n}:{draw.random():.3f}" for n in range(1, 21)]
+    made = streaming(model, 200, in_game=True, evaluate_every=50, checkpoint_every=7)
+    killed_and_replayed(made, 200, kills, tmp_path)
+
+
+def killed_and_replayed(made: dict[str, Any], steps: int, kills: list[str], folder: Path) -> None:
+    """Run `made` with a kill at each of `kills`, then replay it: no step may differ."""
+    config, home = write_config(folder / "run.yaml", made), prepared(folder / "home")
     where = ("run", str(config), "--home", str(home), "--json")
-    path = install(tmp_path / "killer")
-    for killed_at in (2, 5):
-        killed = run_command(*where, variables={"PYTHONPATH": path, WHERE: f"rl:{killed_at}"})
+    path = install(folder / "killer")
+    for killed_at in kills:
+        killed = run_command(*where, variables={"PYTHONPATH": path, WHERE: killed_at})
         assert killed.code == -9, killed.text
     done = run_command(*where)
     assert done.code == 0, done.text

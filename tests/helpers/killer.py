@@ -1,22 +1,29 @@
-"""A listener that kills its own process, as `kill -9` does, at one step of one stage."""
+"""A listener that kills its own process, as `kill -9` does, at one step of one stage or after it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.core.hooks import hookimpl
 
 WHERE = "KILLED_AT"
-"""Environment variable with `stage:step`."""
+"""Environment variable with `stage:step`, or `stage:step:seconds` for so long after the step."""
 
 
 @hookimpl
 def posttrain_on_step_end(stage: str, step: int, metrics: Mapping[str, float]) -> None:
-    if os.environ.get(WHERE) == f"{stage}:{step}":
+    where, _, seconds = os.environ.get(WHERE, "").removeprefix(f"{stage}:").partition(":")
+    if not os.environ.get(WHERE, "").startswith(f"{stage}:") or where != str(step):
+        return
+    if not seconds:
         os.kill(os.getpid(), signal.SIGKILL)
+    later = threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL))
+    later.daemon = True
+    later.start()
 
 
 def install(folder: Path) -> str:
