@@ -19,7 +19,7 @@ import pluggy
 from pydantic import ValidationError
 
 from posttrain.core import hooks
-from posttrain.core.contracts import Plugin, PluginConfig, Stage, StageBase
+from posttrain.core.contracts import Component, Plugin, PluginConfig, Stage, StageBase, Task
 from posttrain.core.contracts.validity import fault
 from posttrain.core.errors import ConfigError, PosttrainError, nearest, shortlist
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE, PluginFiles, load_file
@@ -238,6 +238,13 @@ class PluginManager:
         if not isinstance(plugin, contract):
             raise ConfigError(f"{contract.kind} '{name}' does not implement {contract.__name__}")
         return plugin
+
+    def task(self, chosen: Component) -> Task[Any]:
+        """Build a task and those that it is made of."""
+        task: Task[Any] = self.build(Task, chosen.name, chosen.fields())
+        if parts := task.parts():
+            task.setup({label: self.task(part) for label, part in parts.items()})
+        return task
 
     def stage(self, config: StageBase) -> Stage[Any]:
         """What runs a stage of a resolved config."""

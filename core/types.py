@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -102,6 +102,19 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.messages:
             object.__setattr__(self, "messages", (Message("user", self.prompt),))
+
+
+TASK = "task_of_mixture"
+"""The metadata that says which of several tasks a problem is of."""
+
+
+def of_tasks(problems: Sequence[Problem]) -> dict[str, list[int]]:
+    """Places of the problems of each task, sorted by its label; empty where there is one task."""
+    found: dict[str, list[int]] = {}
+    for place, problem in enumerate(problems):
+        if TASK in problem.metadata:
+            found.setdefault(problem.metadata[TASK], []).append(place)
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

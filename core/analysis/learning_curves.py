@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,6 +130,7 @@ def _occasional_panels(history: Rows) -> list[Panel]:
     bands = (("below", SKY), ("inside", GREEN), ("above", ORANGE))
     known = [(f"curriculum/known_frac/{band}", f"{band} the band", c) for band, c in bands]
     rates = [(f"curriculum/pass_rate/{band}", f"{band} the band", c) for band, c in bands]
+    shares = _of_tasks("progress/share/", history)
     return [
         _panel(
             "Curriculum: problems by pass rate",
@@ -145,6 +147,13 @@ def _occasional_panels(history: Rows) -> list[Panel]:
             ("curriculum/pass_rate/unseen", "unseen", BLACK),
         ),
         _panel(
+            "Tasks: shares",
+            "fraction of the batch",
+            history,
+            *_of_tasks("progress/share/", history),
+        ),
+        _panel("Tasks: accuracy", "fraction correct", history, *_of_tasks("acc/task/", history)),
+        _panel(
             "Replayed groups",
             "fraction of the batch",
             history,
@@ -156,6 +165,16 @@ def _occasional_panels(history: Rows) -> list[Panel]:
             history,
             ("observed/nll", "negative log-prob", BLUE),
         ),
+    ]
+
+
+def _of_tasks(prefix: str, history: Rows) -> list[tuple[str, str, str]]:
+    """(metric, label, colour) of each task of a mixture."""
+    names = sorted({name for row in history for name in row if name.startswith(prefix)})
+    colours = cycle((BLUE, ORANGE, GREEN, SKY, BLACK))
+    return [
+        (name, name.removeprefix(prefix), colour)
+        for name, colour in zip(names, colours, strict=False)
     ]
 
 

@@ -53,8 +53,22 @@ def rl_components(stage: RlStage) -> list[tuple[Loc, str, Component]]:
 
 def tool_components(environment: Mapping[str, object]) -> list[tuple[int, Component]]:
     """(place in `tools`, component) of the tools that an environment's fields name."""
-    tools = environment.get("tools")
-    listed = enumerate(tools if isinstance(tools, list) else ())
+    return _listed(environment.get("tools"))
+
+
+def task_components(task: Mapping[str, object]) -> list[tuple[int, Component]]:
+    """(place in `tasks`, component) of the tasks that a task's fields name; without what the
+    mixture says of each."""
+    parts = task.get("tasks")
+    plain = [
+        {k: v for k, v in part.items() if k not in ("weight", "label")}
+        for part in (parts if isinstance(parts, list) else ())
+    ]
+    return _listed(plain)
+
+
+def _listed(named: object) -> list[tuple[int, Component]]:
+    listed = enumerate(named if isinstance(named, list) else ())
     fits = (
         (i, v) for i, v in listed if isinstance(v, str) or isinstance(v, Mapping) and "name" in v
     )

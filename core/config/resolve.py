@@ -21,6 +21,7 @@ from posttrain.core.config.presets import (
     preference_components,
     put,
     rl_components,
+    task_components,
     tool_components,
     with_default_correction,
 )
@@ -95,7 +96,7 @@ def resolve(loaded: LoadedConfig, manager: PluginManager) -> ResolvedRun:
     manager.add_files(loaded.config.plugin_files)
     resolver = _Resolver(loaded, manager)
     values = loaded.config.model_dump(mode="json")
-    task, used_task = resolver.component("task", loaded.config.task, ("task",))
+    task, used_task = resolver.task(loaded.config.task)
     values["task"] = task
     renderer = loaded.config.model.renderer
     values["model"]["renderer"], used_renderer = resolver.component(
@@ -177,6 +178,16 @@ class _Resolver:
             return plain, []
         use = PluginUse(kind, entry.name, entry.package, entry.version, entry.source)
         return plain | config.model_dump(mode="json"), [use]
+
+    def task(self, value: Component) -> tuple[dict[str, object], list[PluginUse]]:
+        """The run's task with its fields and those of its parts filled in, and their plugins."""
+        filled, used = self.component("task", value, ("task",))
+        parts: Any = filled.get("tasks")  # Any: nested YAML values
+        for index, part in task_components(filled):
+            own, use = self.component("task", part, ("task", "tasks", index))
+            parts[index] |= own
+            used += use
+        return filled, used
 
     def stage(self, name: str, stage: StageBase) -> tuple[StageBase, list[PluginUse]]:
         """The stage with the plugins that its config names checked and filled in."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # rewards run in processes that must stay small
     from torch import Tensor
 
     from posttrain.core.cluster.shared import ServerPlaces, SharedWeights
+    from posttrain.core.contracts.stage import Component
 
 
 class Task(Plugin[ConfigT]):
@@ -39,6 +40,13 @@ class Task(Plugin[ConfigT]):
     """Whether `preferences` gives pairs, for stages with `data: task`."""
     by_environment: ClassVar[bool] = False
     """Whether the stage's environment judges its problems, by the outcome of their episodes."""
+
+    def parts(self) -> Mapping[str, Component]:
+        """Tasks that this one is made of, by label: those of its config's field `tasks`."""
+        return {}
+
+    def setup(self, tasks: Mapping[str, Task[Any]]) -> None:  # noqa: B027 - most have no parts
+        """Take the tasks that `parts` names; called once."""
 
     @abstractmethod
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
@@ -406,6 +414,8 @@ class Sampler(Plugin[ConfigT]):
     """Columns of the batch that it fills in addition to the responses (`node_id` of a tree)."""
     needs_environment: ClassVar[bool] = False
     """Whether it only works on episodes of several turns."""
+    needs_tasks: ClassVar[bool] = False
+    """Whether it chooses among several tasks, those of a `mixture`."""
     is_plain: ClassVar[bool] = False
     """Whether it draws one group for each prompt in its order, and no more."""
     needs_correction: ClassVar[bool] = False

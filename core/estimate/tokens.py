@@ -62,7 +62,7 @@ class RunData:
 
     def __init__(self, config: RunConfig, manager: PluginManager) -> None:
         self.config, self.manager = config, manager
-        self.task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+        self.task: Task[Any] = manager.task(config.task)
         self._preferences: dict[str, Preferences] = {}
         self._sizes: dict[str, list[int]] = {}
 

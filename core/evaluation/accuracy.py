@@ -16,7 +16,7 @@ from posttrain.core.math.intervals import share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import Generates, generate_groups
 from posttrain.core.rollout.turns import first_branches
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Problem, SamplingParams, Verdict
+from posttrain.core.types import Problem, SamplingParams, Verdict, of_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,11 @@ def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> di
         "resp_len/mean": sum(row.response_tokens for row in rows) / num,
         "resp_len/truncated_frac": sum(row.truncated for row in rows) / num,
     }
+    for label, places in of_tasks([row.problem for row in rows]).items():
+        solved = sum(rows[place].greedy_correct >= 1.0 for place in places)
+        low, high = wilson(solved, len(places))
+        metrics[f"eval/task_accuracy/{label}"] = solved / len(places)
+        metrics |= {f"eval/task_low/{label}": low, f"eval/task_high/{label}": high}
     if section.num_samples:
         shares = [row.sampled_accuracy for row in rows if row.sampled_accuracy is not None]
         mean, low, high = share_interval(shares)

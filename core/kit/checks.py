@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from posttrain.core.contracts import CONTRACTS, Plugin
+from posttrain.core.contracts import CONTRACTS, Component, Plugin
 from posttrain.core.errors import PosttrainError, causes
 from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
@@ -46,6 +46,8 @@ class Subject:
 
     def build(self) -> Any:  # Any: each check knows the contract of its kind
         """A new plugin; `ConfigError` where `fields` do not fit."""
+        if self.entry.kind == "task":
+            return self.manager.task(Component(name=self.entry.name, **self.fields))
         return self.manager.build(CONTRACTS[self.entry.kind], self.entry.name, self.fields)
 
     @property

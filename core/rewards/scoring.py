@@ -29,7 +29,7 @@ from posttrain.core.rewards.checking import (
 )
 from posttrain.core.rewards.shaping import RewardShaping, fill_steps, place_on_last_token
 from posttrain.core.rollout.episodes import Generates, generate_groups
-from posttrain.core.types import RewardSample, SamplingParams, Score
+from posttrain.core.types import RewardSample, SamplingParams, Score, of_tasks
 
 OnMissing = Literal["zero", "unscored"]
 
@@ -324,6 +324,8 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     metrics |= reward_metrics(batch.column("rewards"), scored)
     metrics |= component_metrics(batch.column("reward_components"), names)
     metrics |= failure_metrics(batch.scores, names)
+    for label, rows in of_tasks(batch.problems).items():
+        metrics[f"acc/task/{label}"] = float(acc[rows].double().mean())
     return metrics | _group_metrics(batch, acc)
 
 

@@ -183,7 +183,7 @@ class PastRun:
     ) -> StageInputs:
         """What plugins and models of stage `name` are built from, by the config `resolved`."""
         config = resolved.config
-        task: Task[Any] = self.manager.build(Task, config.task.name, config.task.fields())
+        task: Task[Any] = self.manager.task(config.task)
         return StageInputs(
             run=config,
             name=name,

@@ -101,7 +101,7 @@ def _subject(
     """What is checked, by a name for people."""
     from posttrain.core.config.base import Component
     from posttrain.core.config.spec import parse_spec
-    from posttrain.core.contracts import AnyEnvironment, Task
+    from posttrain.core.contracts import AnyEnvironment
     from posttrain.core.kit.env_play import PROBLEMS as OWN
     from posttrain.core.kit.env_play import EnvironmentSubject
     from posttrain.core.plugin_manager import PluginManager
@@ -132,7 +132,7 @@ def _subject(
     if task is not None:
         chosen = Component.model_validate(parse_spec("--task", task).component())
     if chosen is not None and chosen.name != "none":
-        of_task = manager.build(Task, chosen.name, chosen.fields())
+        of_task = manager.task(chosen)
         seed = run.config.seed if run is not None else 0
         problems = tuple(of_task.problems("train", PROBLEMS, seed))
     made = _tokenizer(*folders, run, manager)

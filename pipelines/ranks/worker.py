@@ -65,7 +65,7 @@ def build(setup: RankSetup) -> Methods:
     manager.add_files(files)
 
     def task() -> Task[Any]:
-        return manager.build(Task, run.task.name, run.task.fields())
+        return manager.task(run.task)
 
     shard_size = run.cluster.learner.shard_size if run.cluster else None
     inputs = StageInputs(

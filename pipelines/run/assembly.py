@@ -62,7 +62,7 @@ def assemble(
     keep_freed_memory()
     quiet_libraries()
     runtime = ModelRuntime.from_config(config.model)
-    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    task: Task[Any] = manager.task(config.task)
     reporter.say(f"model: {config.model.source}")
     base = obtain(config.model, home / "models")
     reporter.say(f"model: {base.origin}, digest {base.digest[:12]}")

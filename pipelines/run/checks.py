@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.store import urls
-from posttrain.pipelines.run.environment_checks import check_environments
+from posttrain.pipelines.run.environment_checks import check_environments, check_samplers
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
@@ -92,7 +92,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     a package that an optimizer needs, and `DataError` for missing, empty or malformed data.
     """
     from posttrain.core.config.base import NO_TASK
-    from posttrain.core.contracts import RolloutEngine, Task
+    from posttrain.core.contracts import RolloutEngine
     from posttrain.core.models.device import ModelRuntime
     from posttrain.core.models.source import check_source, unchecked
 
@@ -101,6 +101,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
     ModelRuntime.from_config(config.model)
     check_training(resolved, manager)
     check_environments(resolved, manager)
+    check_samplers(resolved, manager)
     check_adapters(resolved)
     if not isinstance(config.engine, str):
         engine = manager.find("rollout_engine", config.engine.name).cls
@@ -108,7 +109,7 @@ def check_inputs(resolved: ResolvedRun, manager: PluginManager) -> Inputs:
         reason = engine.unavailable_reason()
         if reason is not None:
             raise ResourceError(f"engine '{config.engine.name}' cannot run here: {reason}")
-    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    task: Task[Any] = manager.task(config.task)
     problems: dict[str, Problem] = {}
     if task.name != NO_TASK:
         problems = {split: task.problems(split, 1, config.seed)[0] for split in SPLITS}

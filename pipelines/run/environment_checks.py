@@ -1,4 +1,4 @@
-"""What a stage's environment can and cannot be combined with."""
+"""What a stage's environment and sampler can and cannot be combined with."""
 
 from __future__ import annotations
 
@@ -23,22 +23,41 @@ def check_environments(resolved: ResolvedRun, manager: PluginManager) -> None:
     from posttrain.core.contracts import Task
 
     config = resolved.config
-    task = manager.find("task", config.task.name).cls
-    assert issubclass(task, Task)
+    task = manager.build(Task, config.task.name, config.task.fields())
+    named = [config.task, *task.parts().values()]
+    classes = [(each, manager.find("task", each.name).cls) for each in named]
+    judged = [each for each, cls in classes if issubclass(cls, Task) and cls.by_environment]
     for name, stage in config.stages.items():
         if not hasattr(stage, "environment"):
             continue
         component: EnvironmentComponent | None = stage.environment
         if component is None:
-            if task.by_environment:
+            if judged:
                 raise ConfigError(
-                    f"stages.{name}: the problems of task '{task.name}' are judged by an "
+                    f"stages.{name}: the problems of task '{judged[0].name}' are judged by an "
                     f"environment, and the stage has none; add stages.{name}.environment"
                 )
             continue
         _refuse_fields(component, manager, name)
         if not _is_value(component, manager):
             _refuse_places(stage, component, resolved, manager, name)
+
+
+def check_samplers(resolved: ResolvedRun, manager: PluginManager) -> None:
+    """Raise `ConfigError` for a sampler of several tasks where there is one."""
+    from posttrain.core.contracts import Sampler, Task
+
+    chosen = resolved.config.task
+    if manager.build(Task, chosen.name, chosen.fields()).parts():
+        return
+    for name, stage in resolved.config.stages.items():
+        sampler = getattr(stage, "sampler", None)
+        cls = sampler and manager.find("sampler", sampler.name).cls
+        if cls and issubclass(cls, Sampler) and cls.needs_tasks:
+            raise ConfigError(
+                f"stages.{name}.sampler: '{sampler.name}' chooses among several tasks, and "
+                f"'{chosen.name}' is one; set task: mixture with a list of tasks, or sampler: group"
+            )
 
 
 def _is_value(component: EnvironmentComponent, manager: PluginManager) -> bool:

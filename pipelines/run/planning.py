@@ -100,7 +100,7 @@ def _plan(
 ) -> list[StagePlan]:
     config = resolved.config
     engine = choose_engine(config, manager, ModelRuntime.from_config(config.model))
-    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    task: Task[Any] = manager.task(config.task)
     fingerprint = task.fingerprint()
     base = known_digest(config.model, home / "models")
     uri = tracking_uri(home)

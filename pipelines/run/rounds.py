@@ -155,7 +155,7 @@ def _nothing(rows: dict[str, Problem], new: Sequence[str], cursor: Cursor, s: Ne
 def _rows(resolved: ResolvedRun, manager: PluginManager) -> dict[str, Problem]:
     """Every training problem by the digest of its row, in an order that the seed decides."""
     config = resolved.config
-    task: Task[Any] = manager.build(Task, config.task.name, config.task.fields())
+    task: Task[Any] = manager.task(config.task)
     available = task.available("train")
     if available is None:
         raise ConfigError(

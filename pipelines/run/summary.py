@@ -138,8 +138,26 @@ def evaluations(stages: Iterable[StageResult], baselines: Mapping[str, str]) -> 
                 "gain over baseline": gain(metrics, baselines.get(name, "")),
             }
             for name, metrics in measured.items()
+        ]
+        + [
+            {"evaluation": f"{name}: {label}", "greedy": with_interval(own, "greedy")}
+            for name, metrics in measured.items()
+            for label, own in _of_tasks(metrics).items()
         ],
     )
+
+
+def _of_tasks(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The greedy accuracy and its interval on each task of a mixture, named as those of all."""
+    prefix = "eval/task_accuracy/"
+    labels = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    return {
+        label: {
+            f"eval/greedy_{what}": metrics[f"eval/task_{what}/{label}"]
+            for what in ("accuracy", "low", "high")
+        }
+        for label in labels
+    }
 
 
 def _stages(result: RunResult) -> Table:

@@ -82,7 +82,7 @@ class Measurement:
                 "suite 'held_out' answers in one turn, and stages of this run have an environment: "
                 "a stage of kind 'evaluate' with the environment measures that"
             )
-        task: Task[Any] = self.manager.build(Task, self.run.task.name, self.run.task.fields())
+        task: Task[Any] = self.manager.task(self.run.task)
         section = self.run.evaluation
         count = min(section.num_problems, self.options.limit or section.num_problems)
         problems = held_out_problems(task, count, self.run.seed)

@@ -1,4 +1,4 @@
-"""A listener that kills its own process, as `kill -9` does, at one step of one stage or after it."""
+"""A listener that kills its own process, as `kill -9` does, at one step of a stage or after it."""
 
 from __future__ import annotations
 

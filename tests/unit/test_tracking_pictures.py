@@ -122,6 +122,8 @@ def test_what_only_some_stages_have_gets_panels_of_its_own(tmp_path: Path) -> No
     names = (
         "curriculum/known_frac/inside",
         "curriculum/pass_rate/unseen",
+        "progress/share/sums",
+        "acc/task/sums",
         "replay/taken_frac",
         "observed/nll",
     )
@@ -131,6 +133,8 @@ def test_what_only_some_stages_have_gets_panels_of_its_own(tmp_path: Path) -> No
     assert [panel.series[0].label for panel in panels[6:]] == [
         "inside the band",
         "unseen",
+        "sums",
+        "sums",
         "sampled before",
         "negative log-prob",
     ]
