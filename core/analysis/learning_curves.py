@@ -146,12 +146,7 @@ def _occasional_panels(history: Rows) -> list[Panel]:
             *rates,
             ("curriculum/pass_rate/unseen", "unseen", BLACK),
         ),
-        _panel(
-            "Tasks: shares",
-            "fraction of the batch",
-            history,
-            *_of_tasks("progress/share/", history),
-        ),
+        _panel("Tasks: shares", "fraction of the batch", history, *shares),
         _panel("Tasks: accuracy", "fraction correct", history, *_of_tasks("acc/task/", history)),
         _panel(
             "Replayed groups",

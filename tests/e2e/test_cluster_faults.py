@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.helpers.cluster import (
@@ -80,13 +78,16 @@ def test_a_run_writes_a_checkpoint_and_moves_when_a_node_is_asked_to_leave(
 ) -> None:
     home = tmp_path / "home"
     process = cluster.start(config, home)
-    cluster.drain(_node_id(cluster, _other_node(cluster)))
+    number = _other_node(cluster)
+    leaving = cluster.process_of(number)
+    cluster.drain(_node_id(cluster, number))
     done = ended(process)
     assert done.code == 0, done.text
     asked = [text for text in done.result["warnings"] if "were asked to leave the cluster" in text]
     assert len(asked) == 1 and "a checkpoint was written after step" in asked[0], done.text
     assert weights(done.result) == undisturbed
-    cluster.up()  # a node that was asked to leave ends once nothing runs on it
+    gone([leaving], 90)  # at its deadline, at the latest
+    cluster.up()
 
 
 def test_a_run_whose_head_ends_says_so_and_goes_on_when_the_cluster_is_back(
@@ -114,9 +115,7 @@ def _other_node(cluster: Cluster) -> int:
 
 def _node_id(cluster: Cluster, number: int) -> str:
     """Ray's name of a node, as in the commands of its processes."""
-    record = cluster.home / "cluster" / "running" / f"node-{number}.json"
-    node = psutil.Process(json.loads(record.read_text())["pid"])
-    for one in node.children(recursive=True):
+    for one in cluster.process_of(number).children(recursive=True):
         for word in one.cmdline():
             if word.startswith("--node_id="):
                 return word.removeprefix("--node_id=")

@@ -91,12 +91,16 @@ class Cluster:
 
     def end_node(self, number: int) -> None:
         """All processes of a node at once, as when its machine is gone."""
-        record = self.home / "cluster" / "running" / f"node-{number}.json"
-        node = psutil.Process(json.loads(record.read_text())["pid"])
+        node = self.process_of(number)
         for one in [*node.children(recursive=True), node]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs([node], timeout=10)
+
+    def process_of(self, number: int) -> psutil.Process:
+        """What runs as a node."""
+        record = self.home / "cluster" / "running" / f"node-{number}.json"
+        return psutil.Process(json.loads(record.read_text())["pid"])
 
     def node_of(self, process: psutil.Process) -> int:
         """The number of the node that has started this process."""
