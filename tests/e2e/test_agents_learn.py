@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.helpers import public_agent
 from tests.helpers.games import game, game_model, game_run, metrics_of
 from tests.helpers.pipeline import prepared, run_command, write_config
 
@@ -15,22 +19,46 @@ STEPS = 60
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reward_of_a_program_s_episodes_rises(tmp_path: Path, seed: int) -> None:
+    rises(tmp_path, seed, game("Player"), STEPS)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has the agents' package, which does not go with ours."""
+    folder = tmp_path_factory.mktemp("agents")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    made = folder / "bin" / "python"
+    pip = [made, "-m", "pip", "install", "-q", public_agent.PACKAGE]
+    if subprocess.run(pip, capture_output=True, timeout=500).returncode:
+        pytest.skip("the agents' package cannot be installed here")
+    return str(made)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_reward_of_a_public_agent_s_episodes_rises(
+    tmp_path: Path, seed: int, python: str
+) -> None:
+    environment = {"name": f"{public_agent.__file__}:PublicAgent", "python": python}
+    rises(tmp_path, seed, environment, STEPS)
+
+
+def rises(folder: Path, seed: int, environment: dict[str, Any], steps: int) -> None:
+    """Train in `environment`; a guess is right once in four at best."""
     made = game_run(
-        game_model(tmp_path / "model", seed),
-        environment=game("Player"),
-        steps=STEPS,
+        game_model(folder / "model", seed),
+        environment=environment,
+        steps=steps,
         prompts_per_step=8,
         num_generations=8,
         generation={"max_response_length": 4},
         optimizer={"learning_rate": 3.0e-3},
     )
-    home = prepared(tmp_path / "home")
-    config = write_config(tmp_path / "run.yaml", {**made, "seed": seed})
+    home = prepared(folder / "home")
+    config = write_config(folder / "run.yaml", {**made, "seed": seed})
     done = run_command("run", str(config), "--home", str(home), "--json", timeout=1500)
     assert done.code == 0, done.text
     found = metrics_of(home)
-    rewards = [found[step]["reward/mean"] for step in range(1, STEPS + 1)]
+    rewards = [found[step]["reward/mean"] for step in range(1, steps + 1)]
     first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
     print(f"seed {seed}: reward {first:.3f} in the first five steps, {last:.3f} in the last five")
-    # A guess is right once in four at best, and the tiny model has five other tokens.
-    assert last > first + 0.15, rewards
+    assert last > first + 0.15, rewards  # the tiny model has five tokens beside the digits
