@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
-LEAVING_SECONDS = 20.0
 POLL_S = 0.3
 # A node that answers nothing for five seconds is gone; Ray's own setting is about a minute.
 HEALTH = {
@@ -109,7 +108,7 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
     with locked(folder / ".lock"):
         known = shape_of(home)
         count = known.nodes if known else 0
-        missing = _ended(home, count)
+        missing = [number for number in range(count) if find(_record(home, number)) is None]
         if len(missing) < count and known != shape:
             assert known is not None
             raise ResourceError(
@@ -123,11 +122,7 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
             write_text(folder / "shape.json", json.dumps(asdict(shape)))
             missing = list(range(shape.nodes))
         if not missing:
-            nodes, missing = _once_left(home, shape.nodes)
-            if not missing:
-                if len(nodes) < shape.nodes:
-                    say("a node is about to leave the cluster; the same command starts it again")
-                return nodes
+            return joined(home)
         try:
             for number in missing:
                 launch = _node(home, shape, number)
@@ -142,23 +137,6 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
                 _stop(home, say)
             raise
         return joined(home)
-
-
-def _ended(home: Path, count: int) -> list[int]:
-    return [number for number in range(count) if find(_record(home, number)) is None]
-
-
-def _once_left(home: Path, count: int) -> tuple[list[Node], list[int]]:
-    """The nodes of a cluster whose processes all run, or the number of one that ends meanwhile.
-
-    One that was asked to leave ends once nothing runs on it, a little after it is no member.
-    """
-    deadline = time.monotonic() + LEAVING_SECONDS
-    while True:
-        nodes, ended = joined(home), _ended(home, count)
-        if ended or len(nodes) >= count or time.monotonic() > deadline:
-            return nodes, ended
-        time.sleep(POLL_S)
 
 
 def _node(home: Path, shape: Shape, number: int) -> Launch:
