@@ -52,8 +52,10 @@ def check_samplers(resolved: ResolvedRun, manager: PluginManager) -> None:
         return
     for name, stage in resolved.config.stages.items():
         sampler = getattr(stage, "sampler", None)
-        cls = sampler and manager.find("sampler", sampler.name).cls
-        if cls and issubclass(cls, Sampler) and cls.needs_tasks:
+        if sampler is None:
+            continue
+        cls = manager.find("sampler", sampler.name).cls
+        if issubclass(cls, Sampler) and cls.needs_tasks:
             raise ConfigError(
                 f"stages.{name}.sampler: '{sampler.name}' chooses among several tasks, and "
                 f"'{chosen.name}' is one; set task: mixture with a list of tasks, or sampler: group"

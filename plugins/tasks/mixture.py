@@ -60,7 +60,7 @@ class MixtureTask(Task[MixtureConfig]):
 
     Any stretch of the problems has the shares, up to one problem. The problems of a task that has
     too few for its share of training come again, before all of the others were seen once; the
-    held-out ones are as many as the shares allow. The stage's sampler may weigh the tasks anew:
+    held-out ones are as many as the shares allow. The stage's sampler may change the shares:
     `progress`.
     Source: own; shares as in T5, arXiv:1910.10683, section 3.5.2.
     """

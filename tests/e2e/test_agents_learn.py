@@ -61,4 +61,4 @@ def rises(folder: Path, seed: int, environment: dict[str, Any], steps: int) -> N
     rewards = [found[step]["reward/mean"] for step in range(1, steps + 1)]
     first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
     print(f"seed {seed}: reward {first:.3f} in the first five steps, {last:.3f} in the last five")
-    assert last > first + 0.15, rewards  # the tiny model has five tokens beside the digits
+    assert last > first + 0.15, rewards  # the tiny model has five tokens in addition to the digits
