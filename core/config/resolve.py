@@ -32,6 +32,7 @@ from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
+    ProcessRewardModelStage,
     PromoteStage,
     RewardModelStage,
     SftStage,
@@ -372,7 +373,7 @@ def _check_task(loaded: LoadedConfig, stages: Mapping[str, StageBase]) -> Iterab
 
 def _check_stage(name: str, stage: StageBase, loaded: LoadedConfig) -> Iterable[str]:
     place = ("stages", name)
-    if isinstance(stage, SftStage | RewardModelStage | PreferenceStage):
+    if isinstance(stage, SftStage | RewardModelStage | ProcessRewardModelStage | PreferenceStage):
         yield from combinations.check_optimizer(stage.optimizer, (*place, "optimizer"), loaded)
     if isinstance(stage, RlStage | PreferenceDataStage | TransformStage):
         yield from combinations.check_generation(stage.generation, (*place, "generation"), loaded)

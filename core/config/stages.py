@@ -371,6 +371,81 @@ class RewardModelStage(PreferenceDataStage):
         yield ("preference_loss",), "preference_loss", self.preference_loss
 
 
+class ProcessRewardModelStage(StageBase):
+    """A model that scores each step of an answer, from labelled steps or from own answers that are
+    continued from every step. Reads `model`."""
+
+    reads = {"model": "model"}
+    makes = "reward_model"
+    sections = ("seed", "task", "engine", "model")
+    takes_steps = True
+
+    kind: Literal["process_reward_model"]
+    data: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a file, folder or hub:owner/name@revision of rows with `prompt`, "
+        "`completions` (the steps) and `labels`; null = the model's own answers",
+    )
+    separator: str = Field(default="\n\n", min_length=1, description="the text that ends a step")
+    num_prompts: int = Field(
+        default=64, ge=2, description="training problems to answer, when there is no file"
+    )
+    num_generations: int = Field(
+        default=4, ge=1, le=1_000_000, description="answers sampled per problem"
+    )
+    num_continuations: int = Field(
+        default=8,
+        ge=1,
+        le=1_000_000,
+        description="ways to go on that are sampled from each step; the share of right ones is "
+        "the step's value",
+    )
+    estimate: Literal["share", "any"] = Field(
+        default="share",
+        description="label of a step: the share of right continuations, or 1 if one is right",
+    )
+    max_steps: int = Field(
+        default=16, ge=1, le=10_000, description="steps of an answer that are continued, at most"
+    )
+    generation: GenerationSection = GenerationSection()
+    held_out_fraction: float = Field(
+        default=0.2, gt=0, lt=1, description="of prompts, not of answers; never trained on"
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="tokens of prompt and answer together; model.overlong says what becomes of "
+        "longer rows; null = model.max_model_len",
+    )
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over the training rows")
+    batch_size: int = Field(default=16, ge=1, description="answers per optimizer step, at most")
+    micro_batch_size: int = Field(
+        default=16, ge=1, description="of these per forward and backward; memory only, never maths"
+    )
+    optimizer: OptimizerField = OptimizerSection()
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
+    )
+
+    def outside_paths(self) -> dict[str, str]:
+        """The file of labelled steps; a data set on the hub is named with its revision."""
+        elsewhere = self.data is None or self.data.startswith("hub:")
+        return {} if elsewhere else {"data": str(self.data)}
+
+    def needs_task(self) -> str:
+        return "problems, or a file of labelled steps as its `data`" if self.data is None else ""
+
+    def max_sequences(self) -> int:
+        if self.data is not None:
+            return 0
+        steps = self.num_generations * self.max_steps * self.num_continuations
+        return PAIR_PROMPTS_PER_CALL * min(steps, 64)
+
+
 class PreferenceComponent(Component):
     """A preference loss with its factor in the sum."""
 

@@ -7,7 +7,6 @@ estimators read `token_rewards`. Axes: B rows, T response tokens, S steps of a r
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import KlEstimator
+from posttrain.core.data.steps import ending_token
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.math.masking import masked, row_sums
 from posttrain.core.math.shaping import RunningMoments
@@ -172,29 +172,3 @@ def fill_steps(
             if found is not None:
                 ends[row, index], values[row, index] = columns[found], step.correct
     return batch.with_columns(step_end=ends, step_score=values)
-
-
-def step_ends(text: str, separator: str) -> tuple[int, ...]:
-    """The character after each step of `text`, its separator included; blank steps are none."""
-    ends, start = [], 0
-    while start < len(text):
-        found = text.find(separator, start)
-        end = len(text) if found < 0 else found + len(separator)
-        if text[start : end if found < 0 else found].strip():
-            ends.append(end)
-        start = end
-    return tuple(ends)
-
-
-def ending_token(ids: Sequence[int], end: int, tokenizer: ChatTokenizer) -> int | None:
-    """Index of the first token after which the decoded text has `end` characters; None: never.
-
-    Tokens and characters need not align, so prefixes are decoded, by bisection. Replacement
-    characters at a prefix's end stand for a character of which some bytes are missing: not counted.
-    """
-
-    def reached(count: int) -> int:
-        return len(tokenizer.decode_response(ids[:count]).rstrip("\ufffd"))
-
-    count = bisect_left(range(len(ids) + 1), end, key=reached)
-    return count - 1 if 0 < count <= len(ids) else None

@@ -246,6 +246,18 @@ METRICS: dict[str, Metric] = {
     "rewards/chosen": Metric("reward", "implied reward beta * log-ratio of chosen"),
     "rewards/rejected": Metric("reward", "implied reward beta * log-ratio of rejected"),
     "rewards/margin": Metric("reward", "implied reward of chosen minus rejected"),
+    "loss/process_reward": Metric("loss", "cross entropy of steps' labels, mean over steps"),
+    "prm/step_accuracy": Metric("fraction", "training steps on the right side of 1/2"),
+    "prm/score_mean": Metric("fraction", "mean probability that a training step is right"),
+    "prm/label_mean": Metric("fraction", "mean label of the training steps"),
+    "prm/held_out_step_accuracy": Metric("fraction", "held-out steps on the right side of 1/2"),
+    "prm/held_out_low": Metric("fraction", "lower 95 % bound of it"),
+    "prm/held_out_high": Metric("fraction", "upper 95 % bound of it"),
+    "prm/held_out_order_accuracy": Metric(
+        "fraction", "pairs of a better and a worse step of one problem, ordered rightly"
+    ),
+    "prm/num_steps": Metric("count", "training steps"),
+    "prm/num_held_out_steps": Metric("count", "held-out steps"),
     "rewards/accuracy": Metric("fraction", "pairs whose chosen answer has more reward"),
     "logps/chosen": Metric("nats", "log-prob of the chosen answers, sum over tokens"),
     "logps/rejected": Metric("nats", "log-prob of the rejected answers, sum over tokens"),

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair
+from posttrain.core.data.steps import StepRow
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import of_shape, write_text
 from posttrain.core.tracking.metric_names import find_metric
@@ -244,6 +245,16 @@ def preference_tensors(rows: Sequence[Pair | LabelledAnswer]) -> dict[str, Tenso
 def _ids(row: Pair | LabelledAnswer) -> list[tuple[int, ...]]:
     names = (name for name in type(row).__dataclass_fields__ if name.endswith("_ids"))
     return [getattr(row, name) for name in names]
+
+
+def step_row_tensors(rows: Sequence[StepRow]) -> dict[str, Tensor]:
+    """Of answers with labelled steps: all tokens in a row, each row's number of them, labels."""
+    ids = [[*row.prompt_ids, *row.response_ids] for row in rows]
+    return {
+        "token_ids": torch.tensor(list(chain(*ids)), dtype=torch.int64),
+        "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int64),
+        "labels": torch.tensor(list(chain(*(row.labels for row in rows))), dtype=torch.float64),
+    }
 
 
 def weight_tensors(

@@ -42,7 +42,7 @@ from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.stage.files import checkpoint_folder
 from posttrain.pipelines.stage.inputs import StageInputs
 
-TRAINING = ("rl", "sft", "reward_model", "preference")
+TRAINING = ("rl", "sft", "reward_model", "process_reward_model", "preference")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
 from posttrain.pipelines.stages.preference import run_preference
+from posttrain.pipelines.stages.process_reward_model import run_process_reward_model
 from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import opened_loop
 from posttrain.pipelines.stages.sft import run_sft
@@ -44,6 +45,7 @@ from posttrain.pipelines.stages.sft import run_sft
 _RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
     "sft": run_sft,
     "reward_model": run_reward_model,
+    "process_reward_model": run_process_reward_model,
     "preference": run_preference,
 }
 

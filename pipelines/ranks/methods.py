@@ -15,9 +15,15 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.stages import PreferenceStage, RewardModelStage, SftStage
+from posttrain.core.config.stages import (
+    PreferenceStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+    SftStage,
+)
 from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.data.preference import Pair
+from posttrain.core.data.steps import StepRow
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.forward import forward_only
@@ -28,6 +34,7 @@ from posttrain.core.training.preference_objective import (
     PreferenceTerm,
     Scoring,
 )
+from posttrain.core.training.process_reward import StepRanking, process_step, rank_steps
 from posttrain.core.training.reward_model import pair_hits, reward_step
 from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
@@ -91,8 +98,8 @@ def policy_model(inputs: StageInputs) -> PreTrainedModel:
 
 
 def reward_head(inputs: StageInputs) -> PreTrainedModel:
-    """The reward model with its new head that a `reward_model` stage starts from."""
-    assert isinstance(inputs.stage, RewardModelStage)
+    """The model with a new head that a stage of (process) reward models starts from."""
+    assert isinstance(inputs.stage, RewardModelStage | ProcessRewardModelStage)
     model = load_reward_model(inputs.model_dir, inputs.trained_runtime, new_head=True)
     start_training(inputs, model, inputs.stage.lora)
     return model
@@ -145,6 +152,23 @@ def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
     return Trained(model, {ONLY: optimizer}, {"step": step, "hits": hits})
 
 
+def process_reward_model(inputs: StageInputs, num_steps: int) -> Trained:
+    """Steps on answers with labelled steps, and how unseen ones are ranked."""
+    stage = inputs.stage
+    assert isinstance(stage, ProcessRewardModelStage)
+    model = reward_head(inputs)
+    optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
+    size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
+
+    def step(rows: Sequence[StepRow]) -> dict[str, float]:
+        return process_step(model, optimizer, rows, micro_batch_size=size, check=check, ranks=ranks)
+
+    def rank(rows: Sequence[StepRow]) -> StepRanking:
+        return rank_steps(model, rows, size, check, ranks)
+
+    return Trained(model, {ONLY: optimizer}, {"step": step, "rank": rank})
+
+
 def preference(inputs: StageInputs, num_steps: int) -> Trained:
     """Steps on pairs or labelled answers, and how the policy ranks unseen ones."""
     stage = inputs.stage
@@ -193,11 +217,13 @@ BUILDERS: dict[type[StageBase], Callable[..., Trained]] = {
     RlStage: rl,
     SftStage: sft,
     RewardModelStage: reward_model,
+    ProcessRewardModelStage: process_reward_model,
     PreferenceStage: preference,
 }
 UNTRAINED: dict[type[StageBase], Callable[[StageInputs], PreTrainedModel]] = {
     SftStage: policy_model,
     RewardModelStage: reward_head,
+    ProcessRewardModelStage: reward_head,
     PreferenceStage: policy_model,
 }
 """The model as it is before the first step, without optimizer or reference."""

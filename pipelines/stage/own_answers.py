@@ -53,21 +53,31 @@ class OwnAnswers:
 
     def write(self, path: Path) -> None:
         """Write a line with a digest and a line with all else, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"pairs": [asdict(pair) for pair in self.pairs], "table": self.table})
-        write_text(path, f"{_digest(text)}\n{text}\n")
+        made = {"pairs": [asdict(pair) for pair in self.pairs], "table": self.table}
+        write_digested(path, json.dumps(made))
 
     @classmethod
     def read(cls, path: Path) -> OwnAnswers:
         """What `write` wrote; raises `RunError` when it is something else."""
-        digest, _, text = path.read_text(errors="replace").rstrip("\n").partition("\n")
-        if digest != _digest(text):
-            raise RunError(
-                f"'{path}' is damaged (its digest differs), and the stage has begun to train on "
-                "it: run with --fresh to start the stage again"
-            )
-        found = json.loads(text)
+        found = json.loads(read_digested(path))
         return cls([pair_from_json(row) for row in found["pairs"]], found["table"])
+
+
+def write_digested(path: Path, text: str) -> None:
+    """Write one line `text` below a line with its digest, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, f"{_digest(text)}\n{text}\n")
+
+
+def read_digested(path: Path) -> str:
+    """What `write_digested` wrote; raises `RunError` when it is something else."""
+    digest, _, text = path.read_text(errors="replace").rstrip("\n").partition("\n")
+    if digest != _digest(text):
+        raise RunError(
+            f"'{path}' is damaged (its digest differs), and the stage has begun to train on "
+            "it: run with --fresh to start the stage again"
+        )
+    return text
 
 
 def pair_from_json(row: Mapping[str, Any]) -> Pair:  # Any: JSON values
@@ -111,7 +121,7 @@ def _sample(
     table: list[dict[str, object]] = []
     seen = 0
     params = _params(stage, stage.num_generations)
-    for prompt, group in _completions(context, engine, prompts, params, (context.name,)):
+    for prompt, group in sampled_groups(context, engine, prompts, params, (context.name,)):
         problem, answers = prompt.problem, []
         for completion in group:
             text = tokenizer.decode_response(completion.token_ids)
@@ -136,7 +146,7 @@ def _params(stage: PreferenceDataStage, num_generations: int) -> SamplingParams:
     )
 
 
-def _completions(
+def sampled_groups(
     context: StageContext,
     engine: RolloutEngine[Any],
     prompts: Sequence[PromptGroup],
@@ -265,7 +275,7 @@ class OnlinePairs:
     def _ranked(self, number: int, prompts: Sequence[PromptGroup]) -> Iterator[_Ranked]:
         context, purpose = self.context, (self.context.name, "online", number)
         params = _params(self.stage, self.section.num_generations)
-        for prompt, group in _completions(context, self.engine, prompts, params, purpose):
+        for prompt, group in sampled_groups(context, self.engine, prompts, params, purpose):
             texts = [self.tokenizer.decode_response(c.token_ids) for c in group]
             verdicts = [context.task.verify(prompt.problem, text) for text in texts]
             correct = [verdict.correct for verdict in verdicts]

@@ -19,6 +19,7 @@ from posttrain.core.config.stages import (
     EvaluateStage,
     NewDataStage,
     PreferenceStage,
+    ProcessRewardModelStage,
     PromoteStage,
     RewardModelStage,
     SftStage,
@@ -76,6 +77,12 @@ class RewardModel(BuiltIn[RewardModelStage]):
     name, Config = "reward_model", RewardModelStage
 
 
+class ProcessRewardModel(BuiltIn[ProcessRewardModelStage]):
+    """Trains a model that scores each step of an answer, on labelled steps or on own answers."""
+
+    name, Config = "process_reward_model", ProcessRewardModelStage
+
+
 class Preference(BuiltIn[PreferenceStage]):
     """Trains a model on preferences: DPO, IPO, KTO and their relatives."""
 
@@ -125,6 +132,7 @@ def posttrain_register() -> list[type[Stage[Any]]]:
         Benchmark,
         Sft,
         RewardModel,
+        ProcessRewardModel,
         Preference,
         Rl,
         Transform,

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from posttrain.core.config.stages import PreferenceStage, RewardModelStage, SftStage
+from posttrain.core.config.stages import (
+    PreferenceStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+    SftStage,
+)
 from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,
@@ -20,6 +25,9 @@ from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
 from posttrain.pipelines.rl.step import Stateful
 from posttrain.pipelines.stage.context import StageContext
+
+TRAINED = SftStage | PreferenceStage | RewardModelStage | ProcessRewardModelStage
+"""Stages without a loop of their own."""
 
 
 @dataclass
@@ -48,7 +56,7 @@ class Steps:
     ) -> Steps:
         """From the context's checkpoint on, if an interrupted run of the stage has left one."""
         stage = context.stage
-        assert isinstance(stage, SftStage | PreferenceStage | RewardModelStage)
+        assert isinstance(stage, TRAINED)
         guard = FiniteGuard(context.name, stage.optimizer, context.warn)
         keeper = context.keeper(total, stage.checkpoint_every)
         steps = cls(context, trainer, total, keeper, guard, kept=kept or {})

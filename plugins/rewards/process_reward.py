@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig, Reward, RewardContext
-from posttrain.core.rewards.shaping import ending_token, step_ends
+from posttrain.core.data.steps import StepPlaces, step_places
 from posttrain.core.types import RewardSample, Score, StepVerdict
 
 ROLE = "process_reward_model"
@@ -32,15 +31,6 @@ class ProcessRewardConfig(PluginConfig):
         description="policy: the tokens as sampled, for a model with the policy's vocabulary; own: "
         "the texts, tokenised again for this model (the policy's tokens stay as they are)",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What the model reads for one sample, the places of its scores, the ends of its steps."""
-
-    ids: tuple[int, ...]
-    places: tuple[int, ...]
-    ends: tuple[int, ...]
 
 
 class ProcessRewardReward(Reward[ProcessRewardConfig]):
@@ -80,48 +70,44 @@ class ProcessRewardReward(Reward[ProcessRewardConfig]):
         self.tokenizer = ChatTokenizer.load(path)
         self.batch_size = context.batch_size
         self.max_tokens = getattr(self.model.config, "max_position_embeddings", math.inf)
-        self.closing = self.tokenizer.encode_text(self.config.separator, special=True)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One score per sample, in order, with its steps."""
         from posttrain.core.models.process_reward import token_scores
 
         rows = [self._row(sample) for sample in samples]
-        ready = [index for index, row in enumerate(rows) if isinstance(row, Row)]
+        ready = [index for index, row in enumerate(rows) if isinstance(row, StepPlaces)]
         scores: dict[int, Score] = {}
         for start in range(0, len(ready), self.batch_size):
             part = ready[start : start + self.batch_size]
-            batch = [row for row in (rows[index] for index in part) if isinstance(row, Row)]
+            batch = [row for row in (rows[index] for index in part) if isinstance(row, StepPlaces)]
             found = token_scores(self.model, [r.ids for r in batch], [r.places for r in batch])
             for index, row, values in zip(part, batch, found, strict=True):
                 scores[index] = self._of_steps(row, values)
-        return [scores[i] if isinstance(row, Row) else row for i, row in enumerate(rows)]
+        return [scores[i] if isinstance(row, StepPlaces) else row for i, row in enumerate(rows)]
 
-    def _row(self, sample: RewardSample) -> Row | Score:
-        ends = step_ends(sample.text, self.config.separator)
-        if not ends:
-            return Score(0.0, detail="no step found")
+    def _row(self, sample: RewardSample) -> StepPlaces | Score:
+        """What the model reads, the prompt included, or why it reads nothing."""
         prompt, response = sample.prompt_ids, sample.response_ids
         if self.config.tokens == "own":
             prompt = self.tokenizer.encode_prompt(sample.problem)
             response = self.tokenizer.encode_text(sample.text, special=True)
+        found = step_places(sample.text, response, self.config.separator, self.tokenizer)
+        if not found.places:
+            return Score(0.0, detail="no step found")
         if self.tokenizer.decode_response(response) != sample.text:
             fix = (
                 "set tokens: own" if self.config.tokens == "policy" else "its tokenizer loses text"
             )
             return Score(None, "error", f"the model's tokenizer reads other text: {fix}")
-        found = [ending_token(response, end, self.tokenizer) for end in ends]
-        places = [len(response) - 1 if place is None else place for place in found]
-        if not sample.text[: ends[-1]].endswith(self.config.separator):
-            response = (*response[: places[-1] + 1], *self.closing)
-            places[-1] = len(response) - 1
-        ids = (*prompt, *response)
-        if len(ids) > self.max_tokens:
-            limit = f"{len(ids)} tokens; the process reward model reads {self.max_tokens}"
+        count = len(prompt) + len(found.ids)
+        if count > self.max_tokens:
+            limit = f"{count} tokens; the process reward model reads {self.max_tokens}"
             return Score(None, "error", limit)
-        return Row(ids, tuple(len(prompt) + place for place in places), ends)
+        places = tuple(len(prompt) + place for place in found.places)
+        return StepPlaces((*prompt, *found.ids), places, found.ends)
 
-    def _of_steps(self, row: Row, values: Sequence[float]) -> Score:
+    def _of_steps(self, row: StepPlaces, values: Sequence[float]) -> Score:
         if not all(map(math.isfinite, values)):
             return Score(
                 None, "error", "the process reward model gave a score that is not a number"

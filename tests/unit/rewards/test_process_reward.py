@@ -12,10 +12,10 @@ from transformers import LlamaForSequenceClassification, LlamaForTokenClassifica
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import Reward, RewardContext
+from posttrain.core.data.steps import ending_token, step_ends
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import CHARACTERS, make_tiny_model, make_tiny_tokenizer
-from posttrain.core.rewards.shaping import ending_token, step_ends
 from posttrain.core.types import Message, RewardSample, Score
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rewards import sample
