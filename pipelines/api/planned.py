@@ -140,6 +140,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
         NewDataStage,
         PreferenceDataStage,
         PreferenceStage,
+        ProcessRewardModelStage,
         PromoteStage,
         SftStage,
     )
@@ -187,6 +188,16 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                 f"{rows}, at most {found.train} to train on and {found.held_out} held out; batches "
                 f"of {stage.batch_size}, {stage.epochs} epoch(s): at most {found.steps} "
                 "optimizer step(s)"
+            )
+        case ProcessRewardModelStage():
+            passes = f"batches of {stage.batch_size}, {stage.epochs} epoch(s)"
+            if stage.data is not None:
+                return f"labelled steps of {stage.data}; {passes}"
+            answers = stage.num_prompts * stage.num_generations
+            return (
+                f"{stage.num_prompts} problems x {stage.num_generations} answers = {answers} "
+                f"sampled, and {stage.num_continuations} ways to go on from each of their first "
+                f"{stage.max_steps} steps but the last; {passes}"
             )
         case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations

@@ -186,10 +186,11 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     `ptx.path`, and keys of judges."""
     from posttrain.core.config.base import TASK_DATA
     from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.stages import PreferenceDataStage, SftStage
+    from posttrain.core.config.stages import PreferenceDataStage, ProcessRewardModelStage, SftStage
     from posttrain.core.data.formats import examples
     from posttrain.core.data.problem_sets import check_worked, read_examples
     from posttrain.core.data.rows import data_rows
+    from posttrain.core.data.steps import read_labelled_steps
     from posttrain.core.rewards.judge import api_key
 
     for name, stage in resolved.config.stages.items():
@@ -204,6 +205,8 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
                 pass
         if isinstance(stage, PreferenceDataStage) and stage.data == TASK_DATA:
             task.preferences()
+        if isinstance(stage, ProcessRewardModelStage) and stage.data is not None:
+            read_labelled_steps(stage.data, f"stages.{name}.data", stage.separator)
         if isinstance(stage, RlStage) and stage.ptx.path is not None:
             read_examples(stage.ptx.path, f"stages.{name}.ptx.path")
         for reward in stage.rewards if isinstance(stage, RlStage) else ():
@@ -215,7 +218,11 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
     """Refuse what needs answers where the data have none: rewards, and pairs that the verifier
     makes; returns a note on accuracies."""
     from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
+    from posttrain.core.config.stages import (
+        PreferenceDataStage,
+        PreferenceStage,
+        ProcessRewardModelStage,
+    )
     from posttrain.core.contracts import Reward
 
     where = task.unjudged()
@@ -239,6 +246,12 @@ def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]
                 f"{where} has no answer that a verifier reads; add answers (task.answer_field), "
                 "name a file of preferences as `data`, or rank by a model (online.ranked_by: "
                 "reward_model)"
+            )
+        if isinstance(stage, ProcessRewardModelStage) and stage.data is None:
+            raise ConfigError(
+                f"stages.{name}: a step's value is the share of right answers after it, but "
+                f"{where} has no answer that a verifier reads; add answers (task.answer_field), or "
+                "name a file of labelled steps as `data`"
             )
     return f"{where} has no answer that a verifier reads: accuracies count such problems as wrong"
 

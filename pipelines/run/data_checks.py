@@ -19,6 +19,7 @@ from posttrain.core.config.sections import EnvironmentComponent
 from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
+    ProcessRewardModelStage,
     RewardModelStage,
     SftStage,
 )
@@ -34,6 +35,7 @@ from posttrain.core.data.problem_sets import (
     training_problems,
 )
 from posttrain.core.data.sft_rows import SourceReport, encoded_rows
+from posttrain.core.data.steps import fitting_rows, read_labelled_steps
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.models.source import known_folder, unchecked
@@ -146,6 +148,11 @@ class _Stage:
         elif isinstance(stage, PreferenceDataStage) and not made:
             longest = stage.generation.max_response_length
             yield self._prompts(tokenizer, None, self.problems(stage.num_prompts), longest)
+        elif isinstance(stage, ProcessRewardModelStage) and stage.data is not None:
+            yield self._steps(tokenizer, stage, stage.data)
+        elif isinstance(stage, ProcessRewardModelStage):
+            longest = stage.generation.max_response_length
+            yield self._prompts(tokenizer, None, self.problems(stage.num_prompts), longest)
         elif isinstance(stage, RlStage):
             if not made:
                 problems = self.problems(stage.steps * stage.prompts_per_step)
@@ -213,4 +220,12 @@ class _Stage:
         rule = LengthRule.of(self.run.model, "rows", stage.max_length)
         tokenise = tokenise_pairs if kind == "pairs" else tokenise_labelled
         tokenise(rows[:MOST], tokenizer, rule)
+        return rule
+
+    def _steps(
+        self, tokenizer: ChatTokenizer, stage: ProcessRewardModelStage, data: str
+    ) -> LengthRule:
+        rule = LengthRule.of(self.run.model, "answers with steps", stage.max_length)
+        rows = read_labelled_steps(data, f"stages.{self.name}.data", stage.separator)
+        fitting_rows([row.tokenised(stage.separator, tokenizer) for row in rows[:MOST]], rule)
         return rule
