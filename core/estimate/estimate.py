@@ -22,6 +22,7 @@ from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
+    ProcessRewardModelStage,
     PromoteStage,
     RewardModelStage,
     SftStage,
@@ -41,7 +42,11 @@ ADAMW_BYTES, DRAW_BYTES = 46, 24
 """Memory traffic of a fused AdamW step per parameter (weight, gradient and moments read, three of
 them written, norm, clipping, the bfloat16 copy), and of drawing a token per logit."""
 
-Training = SftStage | RewardModelStage | PreferenceStage | RlStage
+Training = SftStage | RewardModelStage | ProcessRewardModelStage | PreferenceStage | RlStage
+HEADLESS = RewardModelStage | ProcessRewardModelStage
+"""Stages that train a model with a scalar head, which makes no logits of a vocabulary."""
+ASSUMED_STEPS = 3
+"""Steps of an answer that a process reward model's stage goes on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,11 @@ class Estimator:
                 tokens = response[0] + self.lengths.prompt / group
                 micro = min(micro, max(1, int(stage.max_tokens_per_microbatch / tokens)))
             return self._rows(count, group, micro, response)
+        if isinstance(stage, ProcessRewardModelStage):
+            found = self.data.labelled_steps(stage)
+            response = (found.answer, found.answer) if found.answer else response
+            answers = math.ceil(stage.epochs * found.train / max(1, found.steps))
+            return self._rows(answers, 1, stage.micro_batch_size, response)
         found = self.data.preferences(stage)
         response = (found.answer, found.answer) if found.answer else response
         pairs = math.ceil(stage.epochs * found.train / max(1, found.steps))
@@ -186,6 +196,10 @@ class Estimator:
             batch = min(PAIR_PROMPTS_PER_CALL, online.prompts_per_round)
         elif isinstance(stage, PreferenceDataStage) and stage.data is None:
             count, batch, groups = stage.num_prompts, PAIR_PROMPTS_PER_CALL, [stage.num_generations]
+            limit = stage.generation.max_response_length
+        elif isinstance(stage, ProcessRewardModelStage) and stage.data is None:
+            count, batch, answers = stage.num_prompts, PAIR_PROMPTS_PER_CALL, stage.num_generations
+            groups = [answers, answers * ASSUMED_STEPS * stage.num_continuations]
             limit = stage.generation.max_response_length
         elif isinstance(stage, TransformStage) and stage.rewrite != "rules":
             count, batch = data.count("train", stage.num_problems), stage.batch_size
@@ -250,6 +264,11 @@ class Estimator:
             update = self.train(rows, stage.lora, head=head) + reference * scoring
             ranking = (1 + reference) * scoring * 2 * found.held_out / max(1, rows.number)
             return found.steps, {"update": update}, sampling + ranking
+        if isinstance(stage, ProcessRewardModelStage):
+            found, rows = self.data.labelled_steps(stage), self.trained(stage)
+            ranking = self.forward(rows, head=False) * found.held_out / max(1, rows.number)
+            update = self.train(rows, stage.lora, head=False)
+            return found.steps, {"update": update}, sampling + ranking
         name = "evaluate" if isinstance(stage, EvaluateStage) else "generate"
         return int(sampling > 0), {name: sampling}, 0.0
 
@@ -310,7 +329,7 @@ class Estimator:
 
     def _models(self, stage: Training) -> list[memory.TrainedModel]:
         """The model that a stage trains, and its critic."""
-        parts = [(stage.lora, stage.optimizer, not isinstance(stage, RewardModelStage))]
+        parts = [(stage.lora, stage.optimizer, not isinstance(stage, HEADLESS))]
         if isinstance(stage, RlStage) and stage.critic is not None:
             parts.append((stage.critic.lora, stage.critic.optimizer, False))
         each = self.weight_bytes
@@ -342,7 +361,7 @@ class Estimator:
             shape,
             self.trained(stage),
             each,
-            head=not isinstance(stage, RewardModelStage),
+            head=not isinstance(stage, HEADLESS),
             checkpointing=self.data.config.model.gradient_checkpointing,
             on_gpu=on_gpu,
         )

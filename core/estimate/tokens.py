@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, SftStage
+from posttrain.core.config.stages import (
+    PreferenceDataStage,
+    PreferenceStage,
+    ProcessRewardModelStage,
+    SftStage,
+)
 from posttrain.core.contracts import Renderer, Task
 from posttrain.core.data.formats import examples
 from posttrain.core.data.messages import chat_text
 from posttrain.core.data.preference_files import read_preference_rows
 from posttrain.core.data.rows import data_rows
+from posttrain.core.data.steps import read_labelled_steps
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import PosttrainError
 from posttrain.core.estimate.shape import KnownModel
@@ -98,6 +104,20 @@ class RunData:
                 for _, example in examples(data_rows(path, "data"))
             ]
         return self._sizes[path]
+
+    def labelled_steps(self, stage: ProcessRewardModelStage) -> Preferences:
+        """The answers of a stage, each a row; a file is read once for each call."""
+        if stage.data is None:
+            sampled = stage.num_prompts * stage.num_generations
+            keys, answer = [str(i % stage.num_prompts) for i in range(sampled)], 0
+        else:
+            rows = read_labelled_steps(stage.data, "data", stage.separator)
+            sampled, keys = 0, [row.problem.key for row in rows]
+            answer = math.ceil(sum(_tokens("".join(row.steps)) for row in rows) / len(rows))
+        kept_out = held_out_keys(keys, stage.held_out_fraction)
+        train = sum(key not in kept_out for key in keys)
+        steps = stage.epochs * math.ceil(train / stage.batch_size)
+        return Preferences(train, len(keys) - train, steps, sampled, answer)
 
     def _read(self, stage: PreferenceDataStage) -> Preferences:
         sampled = answer = 0

@@ -78,7 +78,7 @@ def process_step(
 
 @dataclass(frozen=True, slots=True)
 class StepRanking:
-    """How well steps are told apart: `right` of `steps` on the right side of 1/2; `ordered` of
+    """How well steps are kept apart: `right` of `steps` on the right side of 1/2; `ordered` of
     `pairs` of a better and a worse step of one problem have the better one's score higher."""
 
     right: int

@@ -197,7 +197,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             return (
                 f"{stage.num_prompts} problems x {stage.num_generations} answers = {answers} "
                 f"sampled, and {stage.num_continuations} ways to go on from each of their first "
-                f"{stage.max_steps} steps but the last; {passes}"
+                f"{stage.max_steps} steps but the last (estimates assume 3); {passes}"
             )
         case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations
