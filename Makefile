@@ -110,6 +110,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed-run
 docs: $(VENV)/.installed-docs ## build the documentation site in build/site; dead links fail
 	$(BIN)/python docs/generate_algorithms.py
 	$(BIN)/python docs/generate_plugins.py
+	$(BIN)/python docs/generate_peers.py
 	$(BIN)/python docs/generate_microscope.py
 	$(BIN)/python docs/build_site.py
 

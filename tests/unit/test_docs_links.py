@@ -17,6 +17,7 @@ PAGES = sorted(
 )
 GENERATED = (
     "docs/algorithms.md",
+    "docs/peers.md",
     "docs/microscope",
     "docs/plugins/",
 )  # by scripts of docs/; may not be there yet
