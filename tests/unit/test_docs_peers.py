@@ -1,4 +1,4 @@
-"""The table of what TRL and verl have: plugins that are installed, and names that the peers have."""
+"""What stands here for what TRL and verl have is installed, and the table has all their names."""
 
 from __future__ import annotations
 
