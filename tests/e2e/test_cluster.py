@@ -117,6 +117,7 @@ def test_one_rank_on_a_node_makes_the_weights_of_one_process(
     assert replayed.code == 0 and replayed.result["equal"], replayed.text
 
 
+@pytest.mark.slow  # in CI: contract/test_cluster_kills.py
 def test_a_run_goes_on_after_a_rank_was_killed(
     cluster: Cluster, config: Path, local: dict[str, Any], tmp_path: Path
 ) -> None:

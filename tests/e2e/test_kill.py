@@ -117,7 +117,11 @@ def histories(run: Finished) -> dict[tuple[str, str], list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "kills"), [(44, 2), *(pytest.param(n, 6, marks=pytest.mark.slow) for n in range(5))]
+    ("seed", "kills"),
+    [
+        pytest.param(seed, kills, marks=pytest.mark.slow)
+        for seed, kills in [(44, 2), *((n, 6) for n in range(5))]
+    ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_were_not(
     config: Path, whole: Finished, tmp_path: Path, seed: int, kills: int

@@ -153,6 +153,7 @@ def kubernetes(tmp_path: Path) -> Iterator[FakeKubernetes]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_command_finds_its_cluster_which_is_removed_after_it(
     kubernetes: FakeKubernetes, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "environment",
     [
-        pytest.param(game("Whims", max_turns=4), id="game"),
+        pytest.param(game("Whims", max_turns=4), id="game", marks=pytest.mark.slow),
         pytest.param(game("Whimsical", max_requests=8), id="program", marks=pytest.mark.slow),
     ],
 )

@@ -78,7 +78,7 @@ def whole(exact: Path) -> Learned:
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param((3, 5), id="two"),
+        pytest.param((3, 5), id="two", marks=pytest.mark.slow),
         pytest.param((1, 2, 3, 5), id="four", marks=pytest.mark.slow),
     ],
 )

@@ -115,6 +115,7 @@ def test_the_stage_reads_measures_and_stops(whole: Finished) -> None:
     assert max(value for _, value in found["tokens/total"]) <= 600
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_model(
     config: Path, whole: Finished, tmp_path: Path
 ) -> None:
