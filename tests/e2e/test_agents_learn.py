@@ -13,7 +13,11 @@ from tests.helpers import public_agent
 from tests.helpers.games import game, game_model, game_run, metrics_of
 from tests.helpers.pipeline import prepared, run_command, write_config
 
-pytestmark = [pytest.mark.usefixtures("shared_prefect"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.usefixtures("shared_prefect"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 STEPS = 60
 
 

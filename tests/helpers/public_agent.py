@@ -16,11 +16,18 @@ TURNS = 3
 
 
 async def serve() -> None:
-    """A line in, `{id, base_url, key, model, digits}`; a line out, `{id, reward}`."""
+    """A line in, `{id, base_url, key, model, digits}`; a line out, `{id, reward}` or `{id, error}`."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner
     from openai import AsyncOpenAI
 
-    async def play(asked: dict[str, Any]) -> None:
+    async def answer(asked: dict[str, Any]) -> None:
+        try:
+            found: dict[str, Any] = {"reward": await play(asked)}
+        except Exception as error:  # whatever the package raises
+            found = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"id": asked["id"], **found}), flush=True)
+
+    async def play(asked: dict[str, Any]) -> float:
         client = AsyncOpenAI(base_url=asked["base_url"], api_key=asked["key"])
         agent = Agent(name="player", model=OpenAIChatCompletionsModel(asked["model"], client))
         history: list[Any] = []
@@ -30,14 +37,14 @@ async def serve() -> None:
             history = found.to_input_list()
             right += str(found.final_output)[:1] == digit
         await client.close()
-        print(json.dumps({"id": asked["id"], "reward": right / TURNS}), flush=True)
+        return right / TURNS
 
     lines = asyncio.StreamReader(limit=2**20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     running = set()
     while line := await lines.readline():
-        running.add(asyncio.create_task(play(json.loads(line))))
+        running.add(asyncio.create_task(answer(json.loads(line))))
 
 
 if __name__ == "__main__":
@@ -81,9 +88,13 @@ class PublicAgent(PlayedEnvironment[PublicAgentConfig]):
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             found = json.loads(line)
-            self.answers.pop(found["id"]).set_result(found["reward"])
-        for waiting in self.answers.values():
-            waiting.set_exception(RuntimeError("the agents' process has ended"))
+            waiting = self.answers.pop(found["id"])
+            if "error" in found:
+                waiting.set_exception(RuntimeError(found["error"]))
+            else:
+                waiting.set_result(found["reward"])
+        for left in self.answers.values():
+            left.set_exception(RuntimeError("the agents' process has ended"))
 
     async def stop(self) -> None:
         self.process.kill()
