@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import json
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -15,6 +16,9 @@ MIB = 1 << 20
 
 class Job(SimpleNamespace):
     """One run. `prefixes` are folders in addition to /usr that the interpreter needs.
+
+    With `session` the program is `inside`, which runs commands: it is the first process, and sets
+    the limits for each of them. `folders` are more scratch folders, such as /app.
 
     No dataclass: the guard imports this module, and `dataclasses` would cost it 15 ms a run.
     """
@@ -34,6 +38,8 @@ class Job(SimpleNamespace):
     scratch_mib: int
     open_files: int
     output_kib: int
+    session: bool = False
+    folders: Sequence[str] = ()
 
     def dump(self) -> bytes:
         return json.dumps(vars(self)).encode()
