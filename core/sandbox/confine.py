@@ -81,7 +81,7 @@ def _build(job: Job) -> None:
     # A folder to build on that nothing is taken from: it is covered in this namespace only.
     base = "/proc"
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
-    links, folders = system_folders()
+    links, _ = system_folders()
     kernel.mount("root", base, "tmpfs", safe, "mode=755,size=64m,nr_inodes=4k")
     options = f"mode=700,size={job.scratch_mib * MIB},nr_inodes=4k"
     for folder in (SCRATCH, *job.folders):
@@ -89,7 +89,7 @@ def _build(job: Job) -> None:
         kernel.mount("scratch", base + folder, "tmpfs", safe, options)
     for path, target in links.items():
         os.symlink(target, base + path)
-    for path in ["/usr", *folders, *job.prefixes]:
+    for path in job.shown():
         os.makedirs(base + path, exist_ok=True)
         kernel.bind(path, base + path)
     os.mkdir(base + "/dev")
@@ -228,12 +228,12 @@ def _sealed(content: bytes) -> int:
 
 
 def _bubblewrap(job: Job, ends: Ends) -> None:
-    links, folders = system_folders()
+    links, _ = system_folders()
     line = [job.bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     line += ["--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
     for folder in (SCRATCH, *job.folders):
         line += ["--perms", "0700", "--size", str(job.scratch_mib * MIB), "--tmpfs", folder]
-    for path in ["/usr", *folders, *job.prefixes]:
+    for path in job.shown():
         line += ["--ro-bind", path, path]
     for path, target in links.items():
         line += ["--symlink", target, path]

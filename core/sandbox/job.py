@@ -12,6 +12,8 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 USR_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
 BOX, SCRATCH = "/box", "/tmp"
 MIB = 1 << 20
+ALTERNATIVES = "/etc/alternatives"
+"""Links by which Debian's /usr/bin has awk, cc and other commands; nothing else is in it."""
 
 
 class Job(SimpleNamespace):
@@ -46,6 +48,11 @@ class Job(SimpleNamespace):
 
     def command(self, box: str) -> list[str]:
         return [self.python, "-B", f"{box}/main.py", *self.arguments]
+
+    def shown(self) -> list[str]:
+        """Folders of this machine that are there, read-only."""
+        links = [ALTERNATIVES] if self.session and os.path.isdir(ALTERNATIVES) else []
+        return ["/usr", *system_folders()[1], *self.prefixes, *links]
 
     def contents(self) -> dict[str, bytes]:
         return {name: binascii.a2b_base64(text) for name, text in self.files.items()}

@@ -27,15 +27,14 @@ _OPEN_S = 60.0
 _FILES_S = 60.0
 _CLOSE_S = 20.0
 _ENTRIES_MIB = 16
-TAKEN = frozenset({"/usr", "/dev", "/proc", "/sys", BOX, *(f"/{name}" for name in USR_LINKS)})
+TAKEN = frozenset(
+    {"/usr", "/etc", "/dev", "/proc", "/sys", BOX, *(f"/{name}" for name in USR_LINKS)}
+)
 """Folders in / that a session cannot have as its own."""
 
 
 class SessionLost(RunError):
-    """A session has ended and is of no more use: its first process was killed, or does not answer.
-
-    A command can do that, so it is not a failure of the sandbox.
-    """
+    """A command has broken its session, whose first process has ended or does not answer."""
 
 
 class FilesError(RunError):
@@ -211,9 +210,9 @@ class Session:
 
     async def _ask(self, request: Header, payload: bytes, wall_s: float) -> tuple[Header, bytes]:
         if self._guard is None:
-            raise SessionLost("the sandbox is closed: open another one")
+            raise RunError("the sandbox is closed: open another one")
         if self._busy:
-            raise SessionLost("the sandbox's last call was cut off, or still runs: close it")
+            raise RunError("the sandbox's last call was cut off, or still runs: close it")
         self._busy = True  # stays so when this call is cancelled: its answer would be the next one
         try:
             self._writer.write(pack({**request, "wall_s": wall_s}, payload))
@@ -222,7 +221,7 @@ class Session:
             found = json.loads(await self._reader.readexactly(lengths[0]))
             data = await self._reader.readexactly(lengths[1])
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise SessionLost("the sandbox has ended: its guard is gone") from None
+            raise RunError("the guard of a sandbox is gone: something killed it") from None
         if "lost" in found:
             raise SessionLost(f"the sandbox has ended: {found['lost']}")
         self._busy = False
