@@ -80,8 +80,9 @@ class Server:
                 answer = getattr(self, "do_" + request[0]["op"])(*request)
             except (OSError, ValueError, KeyError, MemoryError, tarfile.TarError) as error:
                 answer = pack({"error": f"{type(error).__name__}: {error}"[:300]})
-            while answer:
-                answer = answer[os.write(self.answers, answer) :]
+            left = memoryview(answer)
+            while left:
+                left = left[os.write(self.answers, left) :]
 
     def do_begin(self, request: Header, payload: bytes) -> bytes:
         """Take the limits, make the folders, and put the files there."""

@@ -128,7 +128,7 @@ class Session:
                     cwd="/",
                     start_new_session=True,
                 )
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         except BaseException:
             ours.close()
             raise
@@ -152,14 +152,17 @@ class Session:
             return CommandResult("nonzero", 126, text, len(text), 0, 0.0)
         request = {"op": "run", "command": command, "cwd": self.cwd}
         most = limits.output_kib << 10
-        found, output = await self._ask({**request, "output": most}, b"", wall_s)
+        try:
+            found, output = await self._ask({**request, "output": most}, b"", wall_s)
+        except FilesError as error:  # its first process can start no command
+            raise SessionLost(str(error)) from None
         if "exit_code" not in found:
             return CommandResult("killed", None, b"", 0, 0, 0.0, found["killed"])
         self.cwd = found["cwd"]
         code, reason = found["exit_code"], found.get("killed", "")
         status: Literal["ok", "nonzero", "timeout", "killed"] = "ok" if code == 0 else "nonzero"
         if found["late"]:
-            status, code, reason = "timeout", None, f"ran longer than its {wall_s:g} s"
+            status, code, reason = "timeout", None, f"ran longer than its {round(wall_s, 1):g} s"
         elif reason:
             status, code = "killed", None
         return CommandResult(

@@ -132,7 +132,7 @@ class Guard:
         return found
 
     def _answer(self, header: Header, payload: bytes = b"") -> None:
-        data = pack(header, payload)
+        data = memoryview(pack(header, payload))
         try:
             while data:
                 data = data[os.write(self.parent, data) :]
@@ -141,7 +141,7 @@ class Guard:
 
     def _ask(self, header: Header, payload: bytes, wall_s: float) -> tuple[Header, bytes]:
         """The answer from inside. Raises `_Lost` when there is none, `_Gone` without a parent."""
-        out, data, killed = pack(header, payload), bytearray(), ""
+        out, data, killed = memoryview(pack(header, payload)), bytearray(), ""
         deadline = time.monotonic() + wall_s + _LATE_S
         look, struck = time.monotonic() + _LOOK_S, False
         poll = select.poll()
