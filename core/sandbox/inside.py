@@ -200,8 +200,6 @@ class Server:
             null = os.open(os.devnull, os.O_RDONLY)
             for target, source in ((0, null), (1, writer), (2, writer), (CWD, folder)):
                 os.dup2(source, target)
-            os.closerange(3, CWD)
-            os.closerange(CWD + 1, 1 << 12)
             cwd = self._folder(request["cwd"])
             for name, (soft, hard) in self.limits.items():
                 which = getattr(resource, name)

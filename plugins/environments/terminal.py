@@ -243,7 +243,7 @@ class TerminalEnvironment(LiveEnvironment[TerminalConfig]):
         """What the tests say. Raises `RunError` where they say nothing."""
         await verifier.write(archive({TESTS: task.path / "tests"}))
         limit = min(task.verifier_s, self.config.verifier_s)
-        ended = await verifier.run(f"cd {task.workdir}; bash {TESTS}/test.sh", wall_s=limit)
+        ended = await verifier.run(f"bash {TESTS}/test.sh", wall_s=limit)
         logger.debug("tests of '%s': %s", task.name, self._shown(ended))
         if ended.status == "timeout":
             if self.config.timeout_reward is not None:

@@ -189,6 +189,7 @@ def test_tests_that_take_too_long_may_have_a_reward(folder: Path) -> None:
     ],
 )
 def test_no_mess_keeps_the_tests_from_running(folder: Path, mess: str) -> None:
+    with_tests(folder, "cp answer /tmp/copy && grep -q 1 /tmp/copy")
     assert play([bash(f"echo 1 > answer; {mess}")], folder)[1] == 1.0
 
 
