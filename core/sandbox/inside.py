@@ -122,14 +122,16 @@ class Server:
 
     def _add_all(self, tar: tarfile.TarFile, left: int, shut: dict[str, int]) -> None:
         """Add all files, of `left` bytes at most; `shut` gets the modes of what is opened."""
+        own = {os.lstat(path).st_dev for path in self.scratch}
         waiting = [os.path.relpath(path, self.base) for path in self.scratch]
         while waiting:
             name = waiting.pop()
             path = os.path.join(self.base, name)
             try:
+                found = os.lstat(path)
+                if stat.S_IFMT(found.st_mode) in SKIPPED or found.st_dev not in own:
+                    continue  # an interpreter's folder may be shown inside one of these
                 entry = tar.gettarinfo(path, name)
-                if entry is None or stat.S_IFMT(os.lstat(path).st_mode) in SKIPPED:
-                    continue
                 needed = 0o700 if entry.isdir() else 0o400
                 if (entry.isdir() or entry.isreg()) and entry.mode & needed != needed:
                     os.chmod(path, needed)

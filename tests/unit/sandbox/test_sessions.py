@@ -20,7 +20,7 @@ import pytest
 from posttrain.core.errors import RunError
 from posttrain.core.sandbox.inside import pack, unpack
 from posttrain.core.sandbox.model import SESSIONS, Level, SandboxLimits, sessions_table
-from posttrain.core.sandbox.runner import Sandbox, guard_start
+from posttrain.core.sandbox.runner import Interpreter, Sandbox, guard_start
 from posttrain.core.sandbox.session import FilesError, Session, SessionLost, archive
 from tests.unit.sandbox.conftest import SMALL, interpreter_at, running_with, wait_until_gone
 
@@ -171,6 +171,36 @@ def test_files_that_cannot_be_copied_are_an_error(play: Play[None], program: str
     play(use)
 
 
+def test_a_snapshot_leaves_out_an_interpreter_that_is_shown_inside(
+    level: Level, holds: Holds, token: str
+) -> None:
+    holds("folders such as /app")
+    shown = Path("/tmp") / f"posttrain-test-{token}"
+    shown.mkdir()
+    (shown / "big").write_bytes(bytes(30 << 20))
+    shown.chmod(0o755)
+
+    async def whole() -> None:
+        session = session_at(level)
+        path = session.sandbox.interpreter.path
+        interpreter = Interpreter(path, (str(shown),))
+        session.sandbox = Sandbox(level, interpreter, SMALL)
+        await session.open()
+        try:
+            assert (await session.run(f"stat -c %s {shown}/big")).output == b"31457280\n"
+            snapshot = await session.snapshot()
+            assert len(snapshot.files) < 1 << 20
+            await session.restore(snapshot)
+            assert (await session.run(f"ls {shown}")).output == b"big\n"
+        finally:
+            await session.close()
+
+    try:
+        asyncio.run(whole())
+    finally:
+        shutil.rmtree(shown)
+
+
 # --- what a command can harm --------------------------------------------------------------------
 
 
@@ -205,10 +235,10 @@ def test_a_snapshot_of_a_full_disk_takes_no_time_worth_naming(level: Level) -> N
         session = session_at(level, SMALL.model_copy(update={"file_mib": 256, "scratch_mib": 64}))
         await session.open()
         try:
-            await session.run("head -c 60000000 /dev/urandom > x; cp x /tmp/x")
+            await session.run("head -c 60000000 /dev/urandom > x; cp x ../logs/x")
             began = time.monotonic()
             await session.restore(await session.snapshot())
-            assert (await session.run("cmp x /tmp/x; stat -c %s x")).output == b"60000000\n"
+            assert (await session.run("cmp x ../logs/x; stat -c %s x")).output == b"60000000\n"
             return time.monotonic() - began
         finally:
             await session.close()
