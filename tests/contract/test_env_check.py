@@ -266,21 +266,21 @@ def test_tools_over_mcp() -> None:
 )
 def test_task_folders_whose_solution_is_wrong_or_not_needed_are_found(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
-    shutil.copytree(TERMINAL_TASKS, tasks)
+    for name in ("hello", "fix-script"):
+        shutil.copytree(TERMINAL_TASKS / name, tasks / name)
     given = ("--task", f"terminal,path={tasks}", "--at-once", "2", "--problems", "9")
     given = (*given, "--turn", "x", "--max-turns", "1")
     found = checked("terminal", *given)
     assert {state for state, _ in found.values()} == {"passed", "skipped"}, found
-    assert found["the known solution scores 1"] == ("passed", "2 solutions")
-    assert "rewards 0, 0" in found["attack: empty answers"][1]
-    trained = ("sum-column", "fix-script")
-    (tasks / trained[0] / "solution" / "solve.sh").write_text("true\n")
-    (tasks / trained[1] / "tests" / "test.sh").write_text("exit 0\n")
+    assert found["the known solution scores 1"] == ("passed", "1 solutions")
+    assert found["attack: empty answers"][1] == "rewards 0"
+    for task in tasks.iterdir():
+        (task / "tests" / "test.sh").write_text("echo 0.5 > /logs/verifier/reward.txt\n")
     found = checked("terminal", *given, code=1)
-    solved = "the solution of 'sum-column' scores 0.0, not 1"
-    assert found["the known solution scores 1"] == ("failed", solved)
-    state, why = found["attack: empty answers"]
-    assert state == "failed" and "saying nothing gets the rewards" in why
+    state, why = found["the known solution scores 1"]
+    assert state == "failed" and why.endswith("scores 0.5, not 1")
+    wanted = ("failed", "saying nothing gets the rewards 0.5")
+    assert found["attack: empty answers"] == wanted
 
 
 @pytest.mark.parametrize(
