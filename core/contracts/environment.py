@@ -183,6 +183,18 @@ class LiveEnvironment(AnyEnvironment[ConfigT]):
     async def step(self, state: object, turn: Turn) -> Observation:
         """The answer to `turn`. The next state may be the same object, changed."""
 
+    async def score(self, state: object) -> float | None:
+        """The score of an episode that is over, also where a limit on turns or tokens ended it.
+
+        None = what its observations gave. Called once, before `close`, with the time that is left
+        to the episode; what it raises makes the episode a failed one.
+        """
+        return None
+
+    async def solve(self, state: object) -> bool:
+        """Solve the episode, for `posttrain env check`; False = no solution is known."""
+        return False
+
     async def close(self, state: object) -> None:  # noqa: B027 - most have nothing to close
         """Free what the episode holds; called once for each `reset` that returned."""
 

@@ -28,6 +28,7 @@ from posttrain.core.data.tokens import rollout_batch
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.kit.checks import Broken, Finding, Skipped, broken, expect, raised
 from posttrain.core.kit.env_play import (
+    SCORE_S,
     AsLive,
     EnvironmentSubject,
     Played,
@@ -373,6 +374,24 @@ async def _leak(playing: Playing) -> str:
     if not found:
         raise Skipped(f"no problem has an answer of {SHORTEST_ANSWER} characters or more")
     return f"{found} problems"
+
+
+@_check("the known solution scores 1")
+async def _solved(playing: Playing) -> str:
+    live, subject, count = playing.live, playing.subject, 0
+    for problem in subject.problems:
+        opening = await limited(live.reset(problem, 0), subject.limit_s, "`reset`")
+        try:
+            if not await limited(live.solve(opening.state), SCORE_S, "`solve`"):
+                continue
+            score = await limited(live.score(opening.state), SCORE_S, "`score`")
+        finally:
+            await limited(live.close(opening.state), subject.limit_s, "`close`")
+        expect(score == 1, f"the solution of '{problem.key}' scores {score}, not 1")
+        count += 1
+    if not count:
+        raise Skipped("it knows no solutions")
+    return f"{count} solutions"
 
 
 @_check("many episodes at once")

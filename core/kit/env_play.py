@@ -36,6 +36,8 @@ Json = Mapping[str, Any]  # Any: JSON values
 WORD = re.compile(r"[\w+-]+(?:\.\w+)*")
 CALL = re.compile(r"\S*\.\.\.\S+")
 """How instructions write a call, with dots for its argument."""
+SCORE_S = 600.0
+"""Seconds of a score or of a solution, which may run programs."""
 PROBLEMS = tuple(
     Problem(f"episode {n}", f"What is {n} + 140?", str(n + 140), "", {"seed": str(n)})
     for n in range(3)
@@ -70,6 +72,7 @@ class Played:
     said: list[Turn] = field(default_factory=list)
     answers: list[Observation] = field(default_factory=list)
     slowest_s: float = 0.0
+    outcome: float | None = None
 
     def view(self) -> list[object]:
         """All that the model is shown and given, states left out."""
@@ -79,6 +82,8 @@ class Played:
 
     def score(self) -> float | None:
         """The environment's own score."""
+        if self.outcome is not None:
+            return self.outcome
         rewards = tuple(answer.reward for answer in self.answers)
         outcome = next((a.outcome for a in self.answers[::-1] if a.outcome is not None), None)
         empty = PromptGroup(self.problem, ())
@@ -137,6 +142,7 @@ class Playing:
                 if answer.done or answer.truncated:
                     break
                 state = answer.state
+            found.outcome = await limited(self.live.score(state), SCORE_S, "`score`")
         finally:
             await limited(self.live.close(state), limit, "`close`")
         return found

@@ -88,6 +88,8 @@ class LiveRunner(Plays):
                 episode = self.turns.answered(
                     episode, turn, observation, tools, left - len(turn.token_ids)
                 )
+            outcome = await self._scored(state)
+            episode = episode if outcome is None else replace(episode, reward=outcome)
         except EpisodeFailed as error:
             if not episode.turns:
                 raise
@@ -103,6 +105,14 @@ class LiveRunner(Plays):
             raise EpisodeFailed(f"`{what}` took more than {self.limits.step_s:g} s") from None
         except Exception as error:  # a plugin and its servers may raise anything
             logger.debug("`%s` of an episode failed", what, exc_info=True)
+            raise EpisodeFailed(described(error)) from error
+
+    async def _scored(self, state: object) -> float | None:
+        """The environment's score of the whole; the episode's time limits it."""
+        try:
+            return await self.live.score(state)
+        except Exception as error:  # as above
+            logger.debug("`score` of an episode failed", exc_info=True)
             raise EpisodeFailed(described(error)) from error
 
     async def _closed(self, state: object) -> None:

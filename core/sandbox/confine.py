@@ -49,6 +49,8 @@ def run_in_jail(job: Job, report: int, start: Callable[[], None]) -> None:
         _build(job)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.drop_capabilities()
+        if job.session:  # the first process, which nothing inside can kill
+            start()
         program = os.fork()
         if program == 0:
             start()
@@ -79,14 +81,15 @@ def _build(job: Job) -> None:
     # A folder to build on that nothing is taken from: it is covered in this namespace only.
     base = "/proc"
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
-    links, folders = system_folders()
+    links, _ = system_folders()
     kernel.mount("root", base, "tmpfs", safe, "mode=755,size=64m,nr_inodes=4k")
-    os.mkdir(base + SCRATCH)
     options = f"mode=700,size={job.scratch_mib * MIB},nr_inodes=4k"
-    kernel.mount("scratch", base + SCRATCH, "tmpfs", safe, options)
+    for folder in (SCRATCH, *job.folders):
+        os.mkdir(base + folder)
+        kernel.mount("scratch", base + folder, "tmpfs", safe, options)
     for path, target in links.items():
         os.symlink(target, base + path)
-    for path in ["/usr", *folders, *job.prefixes]:
+    for path in job.shown():
         os.makedirs(base + path, exist_ok=True)
         kernel.bind(path, base + path)
     os.mkdir(base + "/dev")
@@ -134,13 +137,14 @@ def become_program(job: Job, uid: int | None, ends: Ends, box: str, scratch: str
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if job.level == "bubblewrap":
-            _set_limits(job)
+            if not job.session:
+                _set_limits(job)
             _bubblewrap(job, ends)
         elif job.level == "namespaces":
             run_in_jail(job, ends.report, lambda: _start(job, ends, BOX, SCRATCH, 1))
         else:
             os.chdir(scratch)
-            others = 0 if uid is not None else _threads_of(os.getuid())
+            others = 0 if uid is not None else threads_of(os.getuid())
             _start(job, ends, box, scratch, others)
     except BaseException as error:  # also a fault of ours must reach the guard, not the program
         os.write(ends.report, f"error {type(error).__name__}: {error}\n".encode())
@@ -158,8 +162,9 @@ def drop_to(uid: int) -> None:
 
 def _start(job: Job, ends: Ends, box: str, scratch: str, others: int) -> None:
     try:
-        _set_limits(job)
-        resource.setrlimit(resource.RLIMIT_NPROC, (job.processes + others,) * 2)
+        if not job.session:
+            _set_limits(job)
+            resource.setrlimit(resource.RLIMIT_NPROC, (job.processes + others,) * 2)
         # Python ignores SIGPIPE and SIGXFSZ, which execve would hand on.
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -171,17 +176,22 @@ def _start(job: Job, ends: Ends, box: str, scratch: str, others: int) -> None:
         os._exit(127)
 
 
-def _set_limits(job: Job) -> None:
+def limits_of(job: Job) -> dict[str, tuple[int, int]]:
     """Every limit that counts per process; the number of processes is set where it counts."""
-    for which, soft, hard in (
-        (resource.RLIMIT_CPU, job.cpu_s, job.cpu_s + 1),
-        (resource.RLIMIT_AS, job.memory_mib * MIB, job.memory_mib * MIB),
-        (resource.RLIMIT_FSIZE, job.file_mib * MIB, job.file_mib * MIB),
-        (resource.RLIMIT_NOFILE, job.open_files, job.open_files),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ):
+    return {
+        "RLIMIT_CPU": (job.cpu_s, job.cpu_s + 1),
+        "RLIMIT_AS": (job.memory_mib * MIB,) * 2,
+        "RLIMIT_FSIZE": (job.file_mib * MIB,) * 2,
+        "RLIMIT_NOFILE": (job.open_files,) * 2,
+        "RLIMIT_CORE": (0, 0),
+        "RLIMIT_MEMLOCK": (0, 0),
+        "RLIMIT_MSGQUEUE": (0, 0),
+    }
+
+
+def _set_limits(job: Job) -> None:
+    for name, (soft, hard) in limits_of(job).items():
+        which = getattr(resource, name)
         _, most = resource.getrlimit(which)
         if most != resource.RLIM_INFINITY:  # only root may go up again
             soft, hard = min(soft, most), min(hard, most)
@@ -196,7 +206,7 @@ def _close_all_but(keep: set[int]) -> None:
     os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
 
 
-def _threads_of(uid: int) -> int:
+def threads_of(uid: int) -> int:
     """Threads of `uid` on this machine: RLIMIT_NPROC counts them all, whoever started them."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -218,11 +228,12 @@ def _sealed(content: bytes) -> int:
 
 
 def _bubblewrap(job: Job, ends: Ends) -> None:
-    links, folders = system_folders()
+    links, _ = system_folders()
     line = [job.bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     line += ["--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
-    line += ["--perms", "0700", "--size", str(job.scratch_mib * MIB), "--tmpfs", SCRATCH]
-    for path in ["/usr", *folders, *job.prefixes]:
+    for folder in (SCRATCH, *job.folders):
+        line += ["--perms", "0700", "--size", str(job.scratch_mib * MIB), "--tmpfs", folder]
+    for path in job.shown():
         line += ["--ro-bind", path, path]
     for path, target in links.items():
         line += ["--symlink", target, path]
@@ -236,8 +247,11 @@ def _bubblewrap(job: Job, ends: Ends) -> None:
     line += ["--clearenv"]
     for name, value in environment(SCRATCH).items():
         line += ["--setenv", name, value]
-    # prlimit runs inside, where processes are counted per user namespace; bwrap's init is one.
-    line += ["--", "/usr/bin/prlimit", f"--nproc={job.processes + 1}", *job.command(BOX)]
+    if job.session:  # bwrap still waits outside, and ends with its parent
+        line += ["--as-pid-1", "--", *job.command(BOX)]
+    else:
+        # prlimit runs inside, where processes are counted per user namespace; bwrap's init is one.
+        line += ["--", "/usr/bin/prlimit", f"--nproc={job.processes + 1}", *job.command(BOX)]
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     os.execve(job.bwrap, line, {})

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 
 from posttrain.core.sandbox import kernel
 from posttrain.core.sandbox.confine import Ends, become_program, drop_to
@@ -46,10 +47,10 @@ class Tree:
             found.append(pid)
         return found[1:]
 
-    def resident_bytes(self) -> int:
+    def resident_bytes(self, without: Collection[int] = ()) -> int:
         """Sum of resident memory; pages that are shared count once for each process."""
         pages = 0
-        for pid in self.members():
+        for pid in set(self.members()).difference(without):
             try:
                 with open(f"/proc/{pid}/statm") as file:
                     pages += int(file.read().split()[1])
@@ -80,9 +81,13 @@ class Tree:
         if self.uid is not None:
             self._strike_uid(self.uid)
             return
+        self.strike_all_but(())
+
+    def strike_all_but(self, kept: Collection[int]) -> None:
+        """Send SIGKILL to all but these."""
         # A stopped process cannot fork while the others are looked for.
         seen: set[int] = set()
-        while new := set(self.members()) - seen:
+        while new := set(self.members()).difference(seen, kept):
             seen |= new
             for pid in new:
                 _send(pid, signal.SIGSTOP)
@@ -149,12 +154,12 @@ def main() -> None:
     box = scratch = folder = ""
     uid = own_uid()
     if job.level == "rlimits":
-        folder, box, scratch = _folders(job, uid)
+        folder, box, scratch = make_folders(job, uid)
     try:
         answer = _supervise(job, uid, alive, box, scratch)
     finally:
         if folder:
-            _remove(folder)
+            remove_folder(folder)
     sys.stdout.write(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # nothing is left to tidy up
@@ -185,7 +190,7 @@ def _is_free(uid: int) -> bool:
     return False
 
 
-def _folders(job: Job, uid: int | None) -> tuple[str, str, str]:
+def make_folders(job: Job, uid: int | None) -> tuple[str, str, str]:
     import tempfile  # not at the other levels: it takes time to load
 
     folder = tempfile.mkdtemp(prefix="posttrain-sandbox-")
@@ -203,7 +208,7 @@ def _folders(job: Job, uid: int | None) -> tuple[str, str, str]:
     return folder, box, scratch
 
 
-def _remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Remove `folder`, whatever modes its folders were given; symbolic links are not followed.
 
     Nothing that the program made can stop this: however deep folders are nested, each is moved up

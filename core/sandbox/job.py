@@ -5,16 +5,22 @@ from __future__ import annotations
 import binascii
 import json
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 USR_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
 BOX, SCRATCH = "/box", "/tmp"
 MIB = 1 << 20
+ALTERNATIVES = "/etc/alternatives"
+"""Links by which Debian's /usr/bin has awk, cc and other commands; nothing else is in it."""
 
 
 class Job(SimpleNamespace):
     """One run. `prefixes` are folders in addition to /usr that the interpreter needs.
+
+    With `session` the program is `inside`, which runs commands: it is the first process, and sets
+    the limits for each of them. `folders` are more scratch folders, such as /app.
 
     No dataclass: the guard imports this module, and `dataclasses` would cost it 15 ms a run.
     """
@@ -34,12 +40,19 @@ class Job(SimpleNamespace):
     scratch_mib: int
     open_files: int
     output_kib: int
+    session: bool = False
+    folders: Sequence[str] = ()
 
     def dump(self) -> bytes:
         return json.dumps(vars(self)).encode()
 
     def command(self, box: str) -> list[str]:
         return [self.python, "-B", f"{box}/main.py", *self.arguments]
+
+    def shown(self) -> list[str]:
+        """Folders of this machine that are there, read-only."""
+        links = [ALTERNATIVES] if self.session and os.path.isdir(ALTERNATIVES) else []
+        return ["/usr", *system_folders()[1], *self.prefixes, *links]
 
     def contents(self) -> dict[str, bytes]:
         return {name: binascii.a2b_base64(text) for name, text in self.files.items()}

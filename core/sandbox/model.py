@@ -60,6 +60,19 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
 )
 
+SESSIONS: tuple[Capability, ...] = (
+    Capability("state between commands", _ALL, "files and the working folder"),
+    Capability("folders such as /app", _NAMED, "file systems of its own, in memory"),
+    Capability("total size of files", _NAMED, "`scratch_mib` in /tmp, and in each of its folders"),
+    Capability("snapshots", _ALL, "a copy of its folders: to go back, or for another session"),
+    Capability(
+        "its first process",
+        _NAMED,
+        "no command can kill or stop it; at rlimits another one is started, with the same files",
+    ),
+)
+"""What holds for a sandbox that lives on, in addition."""
+
 
 def strength(level: Level) -> int:
     return LEVELS.index(level)
@@ -71,9 +84,18 @@ def not_contained(level: Level) -> list[str]:
 
 def table() -> str:
     """The table as Markdown, as docs/sandbox.md shows it."""
+    return _table("contained", CAPABILITIES)
+
+
+def sessions_table() -> str:
+    """The same for what holds for sessions."""
+    return _table("of a session", SESSIONS)
+
+
+def _table(title: str, rows: tuple[Capability, ...]) -> str:
     names = LEVELS[::-1]
-    lines = [f"| contained | {' | '.join(names)} | how |", "|---" * (len(names) + 2) + "|"]
-    for row in CAPABILITIES:
+    lines = [f"| {title} | {' | '.join(names)} | how |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
         marks = " | ".join("yes" if row.contained(level) else "**no**" for level in names)
         lines.append(f"| {row.name} | {marks} | {row.how} |")
     return "\n".join(lines)

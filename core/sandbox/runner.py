@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError, ResourceError
@@ -35,7 +35,7 @@ _START = """import sys
 for name, path in (("posttrain", []), ("posttrain.core", [{core!r}])):
     sys.modules[name] = type(sys)(name)
     sys.modules[name].__path__ = path
-from posttrain.core.sandbox.guard import main
+from posttrain.core.sandbox.{guard} import main
 main()
 """
 _PROBE = "import sys; assert sys.version_info >= (3, 8); print('%d.%d.%d' % sys.version_info[:3])"
@@ -125,21 +125,32 @@ class Sandbox:
         contents = {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}
         if any("/" in name or name in ("", ".", "..") for name in contents):
             raise ValueError(f"files of a sandbox have plain names, got {sorted(contents)}")
-        job = Job(
+        job = replace(self, limits=limits).job(contents)
+        job.arguments = list(arguments)
+        job.stdin = None if stdin is None else base64.b64encode(stdin).decode()
+        return _result(job, self.level)
+
+    def job(self, files: Mapping[str, bytes]) -> Job:
+        """What a guard is given to run `main.py` of these files."""
+        return Job(
             level=self.level,
             python=self.interpreter.path,
             prefixes=list(self.interpreter.prefixes),
             bwrap=_bwrap() or "",
-            arguments=list(arguments),
-            files={name: base64.b64encode(data).decode() for name, data in contents.items()},
-            stdin=None if stdin is None else base64.b64encode(stdin).decode(),
-            **limits.model_dump(),
+            arguments=[],
+            files={name: base64.b64encode(data).decode() for name, data in files.items()},
+            stdin=None,
+            **self.limits.model_dump(),
         )
-        return _result(job, self.level)
+
+
+def guard_start(guard: str, core: Path | None = None) -> str:
+    """The program by which a bare interpreter becomes the guard of that name."""
+    return _START.format(core=str(core or Path(__file__).resolve().parents[1]), guard=guard)
 
 
 def _result(job: Job, level: Level) -> SandboxResult:
-    start = _START.format(core=str(Path(__file__).resolve().parents[1]))
+    start = guard_start("guard")
     alive, held = os.pipe()
     try:
         with subprocess.Popen(

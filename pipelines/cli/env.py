@@ -69,6 +69,9 @@ def check(
         list[str] | None,
         typer.Option("--turn", metavar="TEXT", help="What the policy says, turn by turn."),
     ] = None,
+    problems: Annotated[
+        int, typer.Option(min=1, help="Problems of the task that are played, at most.")
+    ] = PROBLEMS,
     max_turns: Annotated[int, typer.Option(min=1, help="Turns of an episode, at most.")] = 8,
     at_once: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 32,
     limit_s: Annotated[
@@ -80,7 +83,7 @@ def check(
 
     from posttrain.core.kit.env_check import check_environment
 
-    title, subject = _subject(name, stage, given or [], task, (tokenizer, context.home))
+    title, subject = _subject(name, stage, given or [], task, problems, (tokenizer, context.home))
     subject = replace(
         subject, turns=turns or (), max_turns=max_turns, at_once=at_once, limit_s=limit_s
     )
@@ -96,6 +99,7 @@ def _subject(
     stage: str | None,
     given: list[str],
     task: str | None,
+    count: int,
     folders: tuple[Path | None, Path],
 ) -> tuple[str, EnvironmentSubject]:
     """What is checked, by a name for people."""
@@ -134,7 +138,9 @@ def _subject(
     if chosen is not None and chosen.name != "none":
         of_task = manager.task(chosen)
         seed = run.config.seed if run is not None else 0
-        problems = tuple(of_task.problems("train", PROBLEMS, seed))
+        held = of_task.available("train")
+        count = count if held is None else min(count, held)
+        problems = tuple(of_task.problems("train", count, seed))
     made = _tokenizer(*folders, run, manager)
     return title, EnvironmentSubject(
         environment=environment, tokenizer=made, problems=problems, task=of_task

@@ -1,12 +1,13 @@
 """What one run in the sandbox costs: `python tests/bench/sandbox.py [--runs 30]`.
 
-Prints, per level, the median and the least wall time of running an empty program, and that of the
-bare interpreter.
+Prints, per level, the median and the least wall time of running an empty program, of opening and
+closing a session, and of a command in one; and the wall time of the bare interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 from posttrain.core.sandbox.model import SandboxLimits
 from posttrain.core.sandbox.runner import Sandbox, probe
+from posttrain.core.sandbox.session import Session
 
 
 def times(action: Callable[[], object], runs: int) -> list[float]:
@@ -42,8 +44,28 @@ def main() -> None:
         box = Sandbox(found.level, found.interpreter, SandboxLimits())
         seconds = times(lambda box=box: box.run(""), runs)  # type: ignore[misc]
         show(found.level, seconds)
+        asyncio.run(show_sessions(box, runs))
     if python:
         show("bare python", times(lambda: subprocess.run([python, "-c", ""], check=True), runs))
+
+
+async def show_sessions(box: Sandbox, runs: int) -> None:
+    """Two lines: a session from its beginning to its end, and a command."""
+    whole, commands = [], []
+    for _ in range(runs):
+        began = time.monotonic()
+        session = Session(box)
+        await session.open()
+        await session.close()
+        whole.append(time.monotonic() - began)
+    await session.open()
+    for _ in range(runs):
+        began = time.monotonic()
+        await session.run("true")
+        commands.append(time.monotonic() - began)
+    await session.close()
+    show(f"{box.level}, a session", whole)
+    show(f"{box.level}, a command in one", commands)
 
 
 def show(name: str, seconds: list[float]) -> None:

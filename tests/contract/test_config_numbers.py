@@ -28,6 +28,7 @@ MINUS_ONE = {
     "ClipCovConfig.cov_low": "a covariance",
     "ClipCovConfig.cov_high": "a covariance",
     "ArpoRuleConfig.broken": "a reward, -1 by default",
+    "TerminalConfig.timeout_reward": "a reward, which may be a penalty",
     "LlmJudgeConfig.low": "end of a judge's scale",
     "LlmJudgeConfig.high": "end of a judge's scale; above low",
     "SoftOverlongConfig.floor": "the least penalty, -1 by default",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from posttrain.core.sandbox.runner import levels_available
 from posttrain.pipelines.cli.main import app
 from tests.helpers.games import game_model
+from tests.helpers.plugins import TERMINAL_TASKS
 
 SOUND = '''"""A game for tests."""
 import asyncio
@@ -86,7 +89,7 @@ def test_sound_environments_pass(tmp_path: Path) -> None:
     live = checked(f"{file}:Game")
     assert {state for state, _ in live.values()} == {"passed", "skipped"}
     skipped = [name for name, (state, _) in live.items() if state == "skipped"]
-    assert skipped == ["a state can be gone on from again"]
+    assert skipped == ["a state can be gone on from again", "the known solution scores 1"]
     assert live["a step that is cut off harms nobody"][1].startswith("cancelled, closed")
     value = checked(f"{file}:Value")
     assert value["a state can be gone on from again"] == ("passed", "5 steps made again")
@@ -256,6 +259,28 @@ def test_tools_over_mcp() -> None:
     found = checked("mcp", *given, "--at-once", "4")
     assert {state for state, _ in found.values()} == {"passed", "skipped"}
     assert "0 of 6 calls or actions failed" in found["episodes begin, answer and are closed"][1]
+
+
+@pytest.mark.skipif(
+    not set(levels_available()) - {"rlimits"}, reason="no sandbox here has folders of its own"
+)
+def test_task_folders_whose_solution_is_wrong_or_not_needed_are_found(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    for name in ("hello", "fix-script"):
+        shutil.copytree(TERMINAL_TASKS / name, tasks / name)
+    given = ("--task", f"terminal,path={tasks}", "--at-once", "2", "--problems", "9")
+    given = (*given, "--turn", "x", "--max-turns", "1")
+    found = checked("terminal", *given)
+    assert {state for state, _ in found.values()} == {"passed", "skipped"}, found
+    assert found["the known solution scores 1"] == ("passed", "1 solutions")
+    assert found["attack: empty answers"][1] == "rewards 0"
+    for task in tasks.iterdir():
+        (task / "tests" / "test.sh").write_text("echo 0.5 > /logs/verifier/reward.txt\n")
+    found = checked("terminal", *given, code=1)
+    state, why = found["the known solution scores 1"]
+    assert state == "failed" and why.endswith("scores 0.5, not 1")
+    wanted = ("failed", "saying nothing gets the rewards 0.5")
+    assert found["attack: empty answers"] == wanted
 
 
 @pytest.mark.parametrize(

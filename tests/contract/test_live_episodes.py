@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from posttrain.core.contracts import EngineSetup, PromptGroup, SampledGroup
+from posttrain.core.data.task_folders import FOLDER
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
@@ -17,9 +19,12 @@ from posttrain.core.rollout.episodes import groups_from_json, groups_to_json
 from posttrain.core.rollout.live import LiveRunner
 from posttrain.core.rollout.plays import EpisodeLimits
 from posttrain.core.rollout.turns import Turns
+from posttrain.core.sandbox.runner import levels_available
 from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
-from tests.helpers.live import CHARACTERS, TEMPLATE, DigitGame, DigitGameConfig
+from posttrain.plugins.environments.terminal import TerminalConfig
+from tests.helpers.live import CHARACTERS, TEMPLATE, DigitGame, DigitGameConfig, Game
+from tests.helpers.typed_shell import TypedShell, task_folder
 
 LIMITS = EpisodeLimits(at_once=2048, episode_s=60, step_s=60, most_failed=0.5, max_model_len=64)
 PARAMS = SamplingParams(num_generations=2, max_tokens=40, seed=3)
@@ -104,6 +109,66 @@ def test_an_episode_is_what_was_sampled_and_what_the_game_showed(
     assert own_mask[rows, ends[rows, turns]].all(), "a turn ends with a sampled token"
     assert game.seen.closed == 2 and game.seen.open == 0
     assert (game.seen.started, game.seen.stopped) == (1, 1)
+
+
+class Judged(DigitGame):
+    """A game that scores whole episodes: the turns that were played, or a fault."""
+
+    name = "judged"
+
+    async def score(self, state: object) -> float | None:
+        assert isinstance(state, Game) and not state.closed
+        if state.problem.startswith("unfair"):
+            raise OSError("the judge is away")
+        return None if state.problem.startswith("open") else 10.0 + state.at
+
+
+def test_an_episode_has_its_score_whatever_ended_it(engine: TransformersEngine) -> None:
+    player = Player(engine, turns=9, most_failed=1.0)
+    player.game = Judged(DigitGameConfig(turns=9))
+    player.runner = LiveRunner(player.game, player.runner.turns, player.runner.limits)
+    cut, unfair, unscored = player.play(["a", "unfair 1", "open 1"])
+    for completion in cut.completions:
+        assert completion.reward is not None and completion.reward >= 10 and not completion.failed
+    assert any(c.finish_reason == "length" for c in cut.completions), "cut by its turns or tokens"
+    assert {c.failed for c in unfair.completions} == {"OSError: the judge is away"}
+    for completion in unscored.completions:
+        given = [r for r in completion.turn_rewards if r is not None]
+        assert completion.reward == (pytest.approx(sum(given)) if given else None)
+    assert player.game.seen.open == 0
+
+
+@pytest.mark.skipif(
+    not set(levels_available()) - {"rlimits"}, reason="no sandbox here has folders of its own"
+)
+def test_episodes_in_sandboxes_are_judged_by_the_tests_of_their_task(
+    engine: TransformersEngine, tmp_path: Path
+) -> None:
+    assert engine._setup is not None
+    tokenizer = ChatTokenizer.load(engine._setup.model_dir)
+    shell = TypedShell(TerminalConfig(instructions=""))
+    runner = LiveRunner(shell, Turns(tokenizer, 2, 16), LIMITS)
+    folders = [task_folder(tmp_path / f"write-{wanted}", wanted) for wanted in "13"]
+    problems = [Problem(f.name, f.name[-1], "", "", {FOLDER: str(f)}) for f in folders]
+    try:
+        prompts = [PromptGroup(p, runner.encode_prompt(p)) for p in problems]
+        groups = runner.generate(engine, prompts, replace(PARAMS, num_generations=4))
+    finally:
+        runner.close()
+    for wanted, group in zip("13", groups, strict=True):
+        for completion in group.completions:
+            assert not completion.failed, completion.failed
+            begins = [0, *(end + 1 for end in completion.turn_ends)]
+            own = [
+                tokenizer.decode_response([t for t, mine in zip(ids, sampled, strict=True) if mine])
+                for start, end in zip(begins, completion.turn_ends, strict=False)
+                for ids in [completion.token_ids[start : end + 1]]
+                for sampled in [(completion.sampled or (True,) * 999)[start : end + 1]]
+            ]
+            # A turn that was cut by the length of the response is not typed.
+            typed = "".join(own[: int(completion.counts["calls"])])
+            right = typed.count(wanted) / (len(typed) + 1)
+            assert completion.reward == pytest.approx(right, abs=1e-4)
 
 
 def test_neither_order_nor_company_changes_an_episode(engine: TransformersEngine) -> None:

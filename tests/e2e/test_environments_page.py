@@ -51,4 +51,4 @@ def test_the_environments_that_need_a_server_fit_their_fields() -> None:
             component = EnvironmentComponent.model_validate(values["environment"])
             MANAGER.config("environment", component.name, component.fields())
             names.append(component.name)
-    assert names == ["mcp", "openenv"]
+    assert names == ["mcp", "openenv", "terminal"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from posttrain.core.contracts import CONTRACTS
 from posttrain.core.plugin_manager import PluginEntry, PluginManager
 
 MANAGER = PluginManager()
+TERMINAL_TASKS = Path(__file__).resolve().parents[2] / "examples" / "terminal_tasks"
 
 # Fields of plugins that have no useful default.
 REQUIRED: dict[tuple[str, str], dict[str, object]] = {
@@ -27,6 +29,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     ("environment", "agent"): {"command": ["agent"]},
     ("tool", "search"): {"path": "texts"},
     ("task", "parquet"): {"path": "problems.parquet"},
+    ("task", "terminal"): {"path": str(TERMINAL_TASKS)},
     ("task", "rows"): {"path": "problems.jsonl"},
     ("task", "gsm8k"): {"path": "gsm8k"},
     ("task", "hub"): {"dataset": "somebody/something"},

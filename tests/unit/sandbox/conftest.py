@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -15,6 +16,7 @@ import pytest
 
 from posttrain.core.sandbox.model import CAPABILITIES, LEVELS, Level, SandboxLimits, SandboxResult
 from posttrain.core.sandbox.runner import Interpreter, Sandbox, probe
+from posttrain.core.sandbox.session import Session, archive
 
 Run = Callable[..., SandboxResult]
 SMALL = SandboxLimits(
@@ -99,7 +101,7 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def run(level: Level, token: str, guards: list[int]) -> Iterator[Run]:
+def program(level: Level, token: str, guards: list[int]) -> Iterator[Run]:
     """Run a program with the small limits; afterwards nothing of it may be alive."""
 
     def start(source: str, *, stdin: bytes | None = None, **limits: object) -> SandboxResult:
@@ -109,7 +111,6 @@ def run(level: Level, token: str, guards: list[int]) -> Iterator[Run]:
         result = box.run(source, stdin=stdin, arguments=[token], files=files)
         assert result.status != "error", result.reason
         assert running_with(token) == []
-        assert guards
         return result
 
     yield start
@@ -117,6 +118,42 @@ def run(level: Level, token: str, guards: list[int]) -> Iterator[Run]:
     if os.getuid() == 0:
         own = {uid for pid in guards for uid in (0x70000000 + pid, 30000 + pid % 30000)}
         assert not owners_of_processes() & own
+
+
+@pytest.fixture
+def run(program: Run) -> Run:
+    """What a test calls to run a program; some tests put it into a session instead."""
+    return program
+
+
+@pytest.fixture
+def in_session(level: Level, token: str) -> Run:
+    """Run a program as the only command of a session."""
+
+    def start(source: str, *, stdin: bytes | None = None, **limits: object) -> SandboxResult:
+        box = Sandbox(level, interpreter_at(level), SMALL.model_copy(update=limits))
+        made = {"/tmp/main.py": source.encode("utf-8", "surrogatepass"), "/tmp/in": stdin or b""}
+        command = f"exec {box.interpreter.path} -B main.py {token} <in 2>err"
+
+        async def play() -> SandboxResult:
+            session = Session(box, folders=("/tmp",))
+            await session.open(archive({name: data for name, data in made.items()}))
+            try:
+                ended = await session.run(command)
+                errors = await session.read("/tmp/err", 1 << 20)
+            finally:
+                await session.close()
+            reason = {-24: "cpu", -9: "signal 9"}.get(ended.exit_code or 0, ended.reason)
+            status = "killed" if reason and ended.status != "timeout" else ended.status
+            return SandboxResult(
+                status, ended.exit_code, ended.output, errors, ended.seconds, level, reason
+            )
+
+        result = asyncio.run(play())
+        assert running_with(token) == []
+        return result
+
+    return start
 
 
 def owners_of_processes() -> set[int]:

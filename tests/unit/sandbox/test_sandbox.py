@@ -180,7 +180,7 @@ def test_an_unprivileged_user_is_as_well_protected(
         stdin=None,
         **SMALL.model_dump(),
     )
-    start = runner._START.format(core=str(readable))
+    start = runner.guard_start("guard", readable)
     alive, held = os.pipe()
     done = subprocess.run(
         [found.path, "-I", "-S", "-B", "-c", start, str(alive)],

@@ -1,0 +1,3 @@
+#!/bin/bash
+# No reward file: the exit code is the reward.
+[ "$(cat /app/greeting.txt)" = hello ]
