@@ -206,7 +206,8 @@ class Outcome:
     """How an episode ended that a program played.
 
     `reward` is its score, None where rewards of the run score it; `rewards` are named parts, shown
-    as `env/reward/NAME`, and so are `counts` with a name like `metric/NAME`. `failed` says why it is not to be learned from: a crash, or a time limit.
+    as `env/reward/NAME`, and so are `counts` with a name like `metric/NAME`. `failed` says why it
+    is not to be learned from: a crash, or a time limit.
     """
 
     reward: float | None = None

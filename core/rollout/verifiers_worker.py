@@ -1,10 +1,10 @@
 """Lists and plays the tasks of a verifiers taskset: `python verifiers_worker.py FD`.
 
-A program of its own, as verifiers cannot be installed beside other packages of a run. It runs in a
-virtual environment that has verifiers, knows nothing of posttrain, and speaks lines of JSON over
-the socket FD. The first line opens a taskset; then `list`, or any number of `play` at once and
-`cancel`, each answered by a line with its `id`. Models are reached by the address that `play`
-names, so that whoever answers there records what is sampled.
+A program of its own, as verifiers needs other versions of packages than a run. It runs in a virtual
+environment that has verifiers, knows nothing of posttrain, and speaks lines of JSON over the socket
+FD. The first line opens a taskset, to list its tasks or to play them: then come any number of
+episodes at once, each answered by a line with its `id`, and `cancel`. The model is reached by the
+address that comes with an episode, so that whoever answers there records what is sampled.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def installed() -> str:
     if numbers < FIRST:
         raise Refusal(
             f"{sys.executable} has verifiers {version}, whose API (load_environment, Rubric) is "
-            "not the one of 0.4, which alone is supported: install 'verifiers>=0.4,<0.5' there, and "
-            "write the environment as a Taskset"
+            "not the one of 0.4, which alone is supported: install 'verifiers>=0.4,<0.5' there, "
+            "and write the environment as a Taskset"
         )
     return version
 
@@ -83,13 +83,15 @@ class Opened:
         self.version = installed()
         if given["path"]:
             sys.path.insert(0, given["path"])
-            beside = os.environ.get("PYTHONPATH")  # for tool servers, which are started by module
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (given["path"], beside)))
+            before = os.environ.get("PYTHONPATH")  # for tool servers, which are started by module
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (given["path"], before)))
         try:
             import verifiers.v1 as vf
             from verifiers.v1.utils import loaders
         except Exception as error:
-            raise Refusal(f"verifiers {self.version} cannot be imported: {described(error)}") from error
+            raise Refusal(
+                f"verifiers {self.version} cannot be imported: {described(error)}"
+            ) from error
         self.vf, self.loaders, self.name = vf, loaders, given["taskset"]
         self.clients: dict[str, Any] = {}
         self.http: Any = None
@@ -121,8 +123,8 @@ class Opened:
             agents = [n for n, v in config if type(v).__name__ == "AgentConfig"]
             if len(agents) != 1:
                 raise Refusal(
-                    f"taskset '{self.name}' is played by {len(agents)} agents ({', '.join(agents)}),"
-                    " and one is supported: choose another"
+                    f"taskset '{self.name}' is played by {', '.join(agents)}, and one agent alone "
+                    "is supported: choose another"
                 )
             own = self.loaders.default_harness_id(self.name)
             agent = {
@@ -211,12 +213,14 @@ class Opened:
                     f"task {len(found)} of '{self.name}' has no prompt: conversations that a user "
                     "opens are not supported"
                 )
-            answer = getattr(data, "answer", None)
+            answer = getattr(data, "answer", "")
             found.append(
                 {
                     "key": self.key(task),
                     "messages": first_messages(data),
-                    "answer": answer if isinstance(answer, str) else json.dumps(answer, default=str),
+                    "answer": answer
+                    if isinstance(answer, str)
+                    else json.dumps(answer, default=str),
                 }
             )
         return found
@@ -321,7 +325,7 @@ def chat_harness(vf: Any, timeout_s: float) -> type:
             return f"error: the call took more than {timeout_s:g} s"
         if isinstance(said, list):
             said = "\n".join(part.get("text", "[image omitted]") for part in said)
-        return said[:MOST_RESULT]
+        return str(said)[:MOST_RESULT]
 
     async def converse(client: Any, model: str, messages: list[Json], urls: dict[str, str]) -> None:
         from openai import APIStatusError
@@ -464,7 +468,7 @@ async def main(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    # What is imported by name here is verifiers' or the taskset's, not a file beside this one.
+    # What is imported by name here is verifiers' or the taskset's, not a file next to this one.
     sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)

@@ -41,8 +41,8 @@ def check_environments(resolved: ResolvedRun, manager: PluginManager) -> None:
         if environment.needs_task not in ("", task.name):
             raise ConfigError(
                 f"stages.{name}.environment: '{component.name}' plays the problems of task "
-                f"'{environment.needs_task}' alone, and the task is '{task.name}'; set task: {{name: "
-                f"{environment.needs_task}, ...}}"
+                f"'{environment.needs_task}' alone, and the task is '{task.name}'; set task.name: "
+                f"{environment.needs_task}"
             )
         _refuse_fields(component, manager, name)
         if not _is_value(component, manager):

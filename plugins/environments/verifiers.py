@@ -1,11 +1,13 @@
-"""Tasksets of verifiers: its package plays and scores, the run's gateway records what is sampled."""
+"""Tasksets of verifiers: its package plays and scores, the run's gateway records."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,8 +90,8 @@ class VerifiersEnvironment(PlayedEnvironment[VerifiersConfig]):
         reward = answer["reward"]
         if reward is not None and not math.isfinite(reward):
             return Outcome(failed=f"the taskset gives the reward {reward}")
-        counts = {f"metric/{name}": float(value) for name, value in answer["metrics"].items()}
-        return Outcome(reward, answer["rewards"], counts)
+        metrics = {f"metric/{name}": value for name, value in _shown(answer["metrics"]).items()}
+        return Outcome(reward, _shown(answer["rewards"]), metrics)
 
     async def stop(self) -> None:
         """End the worker, and what it left on the disk."""
@@ -112,3 +114,12 @@ class VerifiersEnvironment(PlayedEnvironment[VerifiersConfig]):
                     timeout_s=config.timeout_s,
                 )
             return self._current
+
+
+def _shown(values: Mapping[str, float]) -> dict[str, float]:
+    """Those that are numbers, by names that a metric may have."""
+    return {
+        re.sub(r"[^\w.-]", "_", name): float(value)
+        for name, value in values.items()
+        if math.isfinite(value)
+    }

@@ -46,7 +46,7 @@ class VerifiersTask(Task[VerifiersTaskConfig]):
         self._splits: dict[Split, dict[str, Problem]] = {"train": {}, "held_out": {}}
         for index, task in enumerate(self._listed.tasks):
             messages = messages_from_json(task["messages"], f"task {index} of the taskset")
-            key, answer = task["key"], task["answer"] if task["answer"] != "null" else ""
+            key, answer = task["key"], task["answer"]
             prompt = chat_text(messages)
             made = Problem(key, prompt, answer, answer, {"index": str(index)}, messages)
             self._splits[split_of(key, config.held_out_permille)].setdefault(key, made)

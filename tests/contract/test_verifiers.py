@@ -41,7 +41,13 @@ def problems_of(python: str, path: Path) -> list[Problem]:
 
 
 def played(
-    python: str, path: Path, lines: list[str], numbers: list[int], *, episode_s: float = 60, **more: Any
+    python: str,
+    path: Path,
+    lines: list[str],
+    numbers: list[int],
+    *,
+    episode_s: float = 60,
+    **more: Any,
 ) -> tuple[list[list[Completion]], Submit]:
     """Episodes of the tasks with these numbers, at once; the policy says `lines` one by one."""
     config = VerifiersConfig(python=python, path=str(path), **more)
@@ -112,7 +118,9 @@ def test_a_tool_that_hangs_is_an_error_that_the_model_reads(
     rows, _ = played(verifiers_python, path, [call(3, 1), "4"], [7], timeout_s=0.5)
     (row,) = rows[0]
     assert (row.failed, row.reward) == ("", 0.75)
-    assert "error: the call took more than 0.5 s" in chat_tokenizer().tokenizer.decode(row.token_ids)
+    assert "error: the call took more than 0.5 s" in chat_tokenizer().tokenizer.decode(
+        row.token_ids
+    )
 
 
 def test_a_worker_that_died_is_started_again(verifiers_python: str, tmp_path: Path) -> None:
