@@ -36,7 +36,8 @@ class Script(RolloutEngine[NoConfig]):
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         super().__init__(NoConfig())
-        self.tokenizer, self.texts, self._said = tokenizer, ("",), 0
+        self.tokenizer = tokenizer
+        self.begin([""])
 
     def begin(self, texts: Sequence[str]) -> None:
         """What is said from now on."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.core.contracts import PluginConfig
 from posttrain.core.errors import ConfigError, ResourceError
@@ -38,6 +38,7 @@ INHERITED = (
 """Variables of the run that the worker gets; others may hold secrets: the config names them."""
 STOP_S = 3.0
 """Seconds that the worker has to end itself and its tool servers."""
+UNNAMED = "name the taskset: `taskset` for an installed one, or its `path`"
 MOST_LINE = 1 << 28
 MOST_LOG = 8 << 20
 TAIL_BYTES = 4096
@@ -49,7 +50,7 @@ class VerifiersSource(PluginConfig):
     """Which taskset, and where verifiers is installed."""
 
     python: str = Field(
-        min_length=1,
+        default="",
         description="Python of the virtual environment that has verifiers, or its folder",
     )
     taskset: str | None = Field(
@@ -74,14 +75,10 @@ class VerifiersSource(PluginConfig):
         description="seconds that verifiers, and each tool server, may take to start",
     )
 
-    @model_validator(mode="after")
-    def _is_named(self) -> VerifiersSource:
-        if self.taskset is None and self.path is None:
-            raise ValueError("name the taskset: `taskset` for an installed one, or its `path`")
-        return self
-
     def program(self) -> str:
         """The Python. Raises `ConfigError` where there is none."""
+        if not self.python:
+            raise ConfigError("verifiers: name the Python that has the package in `python`")
         given = Path(self.python).expanduser().absolute()
         found = given / "bin" / "python" if given.is_dir() else given
         if not os.access(found, os.X_OK) or not found.is_file():
@@ -94,7 +91,9 @@ class VerifiersSource(PluginConfig):
     def place(self) -> tuple[str, str]:
         """The folder that the taskset is imported from, empty for an installed one, and its id."""
         if self.path is None:
-            return "", str(self.taskset)
+            if self.taskset is None:
+                raise ConfigError(f"verifiers: {UNNAMED}")
+            return "", self.taskset
         path = Path(self.path).expanduser().absolute()
         if not path.exists():
             raise ConfigError(f"verifiers: there is no '{self.path}'; correct `path`")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.core.contracts import Task
 from posttrain.core.data.messages import chat_text, messages_from_json
 from posttrain.core.data.problem_sets import problems_digest
 from posttrain.core.math.splits import split_of, too_few
-from posttrain.core.rollout.verifiers_client import VerifiersSource, listed
+from posttrain.core.rollout.verifiers_client import UNNAMED, VerifiersSource, listed
 from posttrain.core.store.manifests import combine_digests
 from posttrain.core.types import Problem, Split, Verdict
 
@@ -18,12 +18,22 @@ from posttrain.core.types import Problem, Split, Verdict
 class VerifiersTaskConfig(VerifiersSource):
     """Settings of `verifiers`; an environment `verifiers` of a stage takes them from here."""
 
+    python: str = Field(
+        min_length=1,
+        description="Python of the virtual environment that has verifiers, or its folder",
+    )
     limit: int | None = Field(
         default=None, ge=2, description="tasks to read at most; null = all, if they have an end"
     )
     held_out_permille: int = Field(
         default=100, ge=1, le=999, description="of 1000 tasks, how many are never trained on"
     )
+
+    @model_validator(mode="after")
+    def _is_named(self) -> VerifiersTaskConfig:
+        if self.taskset is None and self.path is None:
+            raise ValueError(UNNAMED)
+        return self
 
 
 class VerifiersTask(Task[VerifiersTaskConfig]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from posttrain.plugins.environments.verifiers import VerifiersConfig, VerifiersE
 from posttrain.plugins.tasks.verifiers import VerifiersTask, VerifiersTaskConfig
 from tests.helpers.gateway import Script, chat_tokenizer
 from tests.helpers.verifiers_sets import write_sums
+from tests.unit.test_docs_site import FENCE
 
 pytestmark = pytest.mark.slow
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 
 
 class Submit(Script):
@@ -89,6 +92,20 @@ def test_a_conversation_with_a_tool_is_one_row(verifiers_python: str, tmp_path: 
     assert row.counts["continued"] == 1 and not row.counts["altered"]
     assert sum(row.sampled) == sum(map(len, script.given))
     assert "4" in chat_tokenizer().tokenizer.decode(row.token_ids)
+
+
+def test_the_taskset_of_the_page_shares_one_tool_server(
+    verifiers_python: str, tmp_path: Path
+) -> None:
+    (text,) = [t for kind, t in FENCE.findall(PAGE.read_text("utf-8")) if "vf.Taskset" in t]
+    path = tmp_path / "sums.py"
+    path.write_text(text)
+    rows, _ = played(verifiers_python, path, [call(4, 3), "7"], [4])
+    assert [(row.failed, row.reward) for row in rows[0]] == [("", 1.0)]
+    began = time.monotonic()
+    rows, _ = played(verifiers_python, path, ["none"], [*range(16)])
+    print(f"16 episodes with a shared tool server: {time.monotonic() - began:.1f} s with its start")
+    assert {row[0].reward for row in rows} == {0.0}
 
 
 @pytest.mark.parametrize(
