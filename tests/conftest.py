@@ -74,6 +74,17 @@ def shared_prefect(prefect_url: str) -> Iterator[None]:
     REPORTS_TO.clear()
 
 
+@pytest.fixture(scope="session")
+def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Python of a virtual environment that has verifiers."""
+    from tests.helpers.verifiers_sets import venv_with_verifiers
+
+    python = venv_with_verifiers(tmp_path_factory.mktemp("verifiers"))
+    if not python:
+        pytest.skip("verifiers cannot be installed here")
+    return python
+
+
 @pytest.fixture(scope="module", params=["processes", "ray"])
 def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where ranks run, with a Ray cluster of this process for those that need one."""

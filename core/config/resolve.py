@@ -27,7 +27,7 @@ from posttrain.core.config.presets import (
 )
 from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
 from posttrain.core.config.schema import BUILT_IN, RunConfig, TransformStage, stage_classes
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import EnvironmentComponent, OptimizerSection
 from posttrain.core.config.stages import (
     EvaluateStage,
     PreferenceDataStage,
@@ -230,12 +230,24 @@ class _Resolver:
         if stage.environment is None:
             return None, []
         loc = ("stages", name, "environment")
-        filled, used = self.component("environment", stage.environment, loc)
+        given = self._with_fields_of_task(stage.environment)
+        filled, used = self.component("environment", given, loc)
         tools: Any = filled.get("tools")  # Any: nested YAML values
         for index, tool in tool_components(filled):
             tools[index], use = self.component("tool", tool, (*loc, "tools", index))
             used += use
         return filled, used
+
+    def _with_fields_of_task(self, environment: EnvironmentComponent) -> EnvironmentComponent:
+        """The environment; what it does not set is that of a task of the same name."""
+        task = self.loaded.config.task
+        entries = {entry.name: entry for entry in self.manager.entries("environment")}
+        if environment.name != task.name or task.name not in entries:
+            return environment
+        known = entries[task.name].cls.Config.model_fields
+        shared = {field: value for field, value in task.fields().items() if field in known}
+        given = {**shared, **environment.model_dump(mode="json")}
+        return EnvironmentComponent.model_validate(given)
 
     def reward_model_stage(
         self, name: str, stage: RewardModelStage

@@ -118,6 +118,8 @@ class AnyEnvironment(Plugin[ConfigT]):
     `PlayedEnvironment`."""
 
     kind = "environment"
+    needs_task: ClassVar[str] = ""
+    """Name of the task whose problems alone it can play; empty = any."""
 
 
 class Environment(AnyEnvironment[ConfigT]):
@@ -215,8 +217,9 @@ class ModelEndpoint:
 class Outcome:
     """How an episode ended that a program played.
 
-    `reward` is its score, None where rewards of the run score it; `rewards` are named parts to be
-    shown. `failed` says why it is not to be learned from: a crash, or a time limit.
+    `reward` is its score, None where rewards of the run score it; `rewards` are named parts, shown
+    as `env/reward/NAME`, and so are `counts` with a name like `metric/NAME`. `failed` says why it
+    is not to be learned from: a crash, or a time limit.
     """
 
     reward: float | None = None

@@ -304,6 +304,7 @@ class Session:
         calls = [replace(c, reward=self.rewards.get(c.number)) for c in self.calls]
         counts = {name: float(self.counts[name]) for name in {*SHOWN, *self.counts}}
         counts |= {"turns": float(len(calls)), "tokens_repeated": float(self.tree.repeats)}
+        counts |= {f"reward/{name}": value for name, value in outcome.rewards.items()}
         ending = Ending(reward, outcome.failed or self.lost, {**counts, **outcome.counts})
         rows = responses_of(self.tree, calls, ending, with_discarded=with_discarded)
         more = {"branches": float(len(rows)), "tokens": float(len(self.tree))}

@@ -19,6 +19,7 @@ from posttrain.core.contracts import (
     LiveEnvironment,
     Observation,
     Opening,
+    PlayedEnvironment,
     PromptGroup,
     SampledGroup,
     Turn,
@@ -38,6 +39,7 @@ from posttrain.core.kit.env_play import (
     limited,
     scripted,
 )
+from posttrain.core.kit.env_played import check_played
 from posttrain.core.rollout.event_loop import Blocked, EventLoop
 from posttrain.core.rollout.turns import Turns, completion_of
 from posttrain.core.types import Completion, Message, Problem
@@ -56,8 +58,8 @@ def check_environment(subject: EnvironmentSubject) -> list[Finding]:
     elif isinstance(made, LiveEnvironment):
         live = made
     else:
-        why = "a program plays its episodes, which scripted turns cannot"
-        return [Finding(name, "skipped", why) for name, _ in CHECKS]
+        assert isinstance(made, PlayedEnvironment)
+        return check_played(made, subject)
     loop = EventLoop(subject.limit_s)
     playing = Playing(subject, live)
     findings: list[Finding] = []

@@ -220,6 +220,10 @@ def episode_metrics(groups: Sequence[SampledGroup]) -> dict[str, float]:
         metrics |= {f"gateway/{n}_frac": total(n) / asked for n in ("altered", "undelivered")}
     if outcomes := [c.reward for c in episodes if c.reward is not None]:
         metrics["env/outcome"] = sum(outcomes) / len(outcomes)
+    parts = {n for found in counts for n in found if n.startswith(("reward/", "metric/"))}
+    for name in sorted(parts):
+        given = [found[name] for found in counts if name in found]
+        metrics[f"env/{name}"] = sum(given) / len(given)
     if any(c.failed for c in episodes):
         metrics["env/failed_frac"] = sum(bool(c.failed) for c in episodes) / len(episodes)
     if len(completions) > len(episodes):

@@ -75,6 +75,7 @@ def main(command: list[str], grace: float = GRACE_S, tree: bool = False) -> None
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        close_fds=False,  # files that the owner passed on are for the server
         start_new_session=True,  # a group of its own, to be signalled whole
         preexec_fn=_die_with_the_guard,
     )

@@ -377,6 +377,8 @@ PREFIXES: dict[str, Metric] = {
         "fraction", "mean verdict of the prompts that were in this band, or unseen, before"
     ),
     "curriculum/known_frac/": Metric("fraction", "known problems in this band"),
+    "env/reward/": Metric("reward", "one part of the environment's score, mean over episodes"),
+    "env/metric/": Metric("as named", "a metric of the environment, mean over episodes"),
     "suite/": Metric("as its benchmark says", "HARNESS/TASK/METRIC of a benchmark suite"),
     "suite_low/": Metric("as its benchmark says", "lower 95 % bound of it"),
     "suite_high/": Metric("as its benchmark says", "upper 95 % bound of it"),

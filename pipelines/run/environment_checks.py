@@ -20,7 +20,7 @@ TURN_FIELDS = ("max_turns", "max_observation_tokens")
 
 def check_environments(resolved: ResolvedRun, manager: PluginManager) -> None:
     """Raise `ConfigError` for an environment that its stage cannot use, or a task without one."""
-    from posttrain.core.contracts import Task
+    from posttrain.core.contracts import AnyEnvironment, Task
 
     config = resolved.config
     task = manager.build(Task, config.task.name, config.task.fields())
@@ -38,6 +38,14 @@ def check_environments(resolved: ResolvedRun, manager: PluginManager) -> None:
                     f"environment, and the stage has none; add stages.{name}.environment"
                 )
             continue
+        environment = manager.find("environment", component.name).cls
+        assert issubclass(environment, AnyEnvironment)
+        if environment.needs_task not in ("", task.name):
+            raise ConfigError(
+                f"stages.{name}.environment: '{component.name}' plays the problems of task "
+                f"'{environment.needs_task}' alone, and the task is '{task.name}'; set task.name: "
+                f"{environment.needs_task}"
+            )
         _refuse_fields(component, manager, name)
         if not _is_value(component, manager):
             _refuse_places(stage, component, resolved, manager, name)

@@ -218,6 +218,8 @@ stages:
 
 
 PLAYED = '''"""A program for tests."""
+from openai import AsyncOpenAI
+
 from posttrain.core.contracts import (
     ModelEndpoint, NoConfig, Outcome, PlayedEnvironment
 )
@@ -225,19 +227,48 @@ from posttrain.core.types import Problem
 
 
 class Program(PlayedEnvironment[NoConfig]):
-    """R = 1. Source: a test."""
+    """R = 1 for the answer 2. Source: a test."""
 
     name = "program"
     Config = NoConfig
 
     async def play(self, problem: Problem, endpoint: ModelEndpoint, seed: int) -> Outcome:
-        return Outcome(1.0)
+        messages = [{"role": "user", "content": problem.prompt}]
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key) as client:
+            for _ in range(2):
+                made = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append(made.choices[0].message.model_dump(exclude_none=True))
+                messages.append({"role": "user", "content": "Again."})
+        return Outcome(float(messages[-2]["content"] == "2"))
 '''
 
 
-def test_what_a_program_plays_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    found = checked(f"{put(tmp_path, PLAYED)}:Program")
-    assert {state for state, _ in found.values()} == {"skipped"}
+def test_what_a_program_plays_is_played_with_given_texts(tmp_path: Path) -> None:
+    where = f"{put(tmp_path, PLAYED)}:Program"
+    found = checked(where, "--turn", "1", "--turn", "2", "--at-once", "5")
+    assert {state for state, _ in found.values()} == {"passed"}
+    played = "3 episodes, 6 requests, 3 rows; rewards 1, 1, 1"
+    assert found["episodes are played to their end"][1] == played
+    assert found["attack: empty answers"][1] == "rewards 0, 0, 0"
+    assert found["many episodes at once"][1].startswith("5 episodes in ")
+
+
+def test_a_program_that_pays_for_nothing_or_asks_nothing_is_found_out(tmp_path: Path) -> None:
+    paying = PLAYED.replace('float(messages[-2]["content"] == "2")', "0.5")
+    found = checked(f"{put(tmp_path, paying)}:Program", "--at-once", "1", code=1)
+    assert found["attack: empty answers"] == (
+        "failed",
+        "saying nothing gets the rewards 0.5, 0.5, 0.5",
+    )
+    silent = PLAYED.replace("range(2)", "range(0)").replace("messages[-2]", "messages[-1]")
+    found = checked(f"{put(tmp_path, silent)}:Program", code=1)
+    state, said = found["episodes are played to their end"]
+    assert state == "failed" and "the program never asked the policy" in said
+    assert found["many episodes at once"][0] == "skipped"
+
+
+def test_a_program_passes_the_checks_of_the_contract(tmp_path: Path) -> None:
+    put(tmp_path, PLAYED)
     result = CliRunner().invoke(app, ["plugins", "check", f"{tmp_path}/game.py:Program", "--json"])
     assert result.exit_code == 0, result.output
     checks = json.loads(result.stdout.splitlines()[-1])["plugins"][0]["checks"]

@@ -27,6 +27,7 @@ REQUIRED: dict[tuple[str, str], dict[str, object]] = {
     },
     ("task", "jsonl"): {"path": "problems.jsonl"},
     ("environment", "agent"): {"command": ["agent"]},
+    ("task", "verifiers"): {"python": "python", "taskset": "sums"},
     ("tool", "search"): {"path": "texts"},
     ("task", "parquet"): {"path": "problems.parquet"},
     ("task", "terminal"): {"path": str(TERMINAL_TASKS)},

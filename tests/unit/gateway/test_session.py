@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.contracts import Outcome
+from posttrain.core.contracts import Outcome, PromptGroup, SampledGroup
 from posttrain.core.gateway.wire import Refused
-from posttrain.core.types import Completion
+from posttrain.core.rollout.episodes import episode_metrics
+from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.types import Completion, Problem
 from tests.helpers.gateway import END, Json, Program, played, said, user
 
 TOOL: Json = {
@@ -437,3 +439,18 @@ def test_a_sealed_episode_samples_nothing_more() -> None:
     with pytest.raises(Refused, match="this episode is over"):
         played(lambda: program.ask(user("go")))
     assert len(program.script.asked) == 1
+
+
+def test_the_parts_of_a_score_are_metrics_of_the_episodes_that_have_them() -> None:
+    prompt = PromptGroup(Problem("a", "a", "", ""), ())
+    groups = []
+    for rewards in ({"right": 1.0, "short": 0.5}, {"right": 0.0}):
+        program = Program(["yes"])
+        asyncio.run(program.ask(user("a")))
+        outcome = Outcome(1.0, rewards, {"metric/letters": 3.0, "letters": 7.0})
+        groups.append(SampledGroup(prompt, tuple(program.seal(outcome))))
+    metrics = episode_metrics(groups)
+    parts = {name: value for name, value in metrics.items() if name.startswith("env/")}
+    expected = {"env/reward/right": 0.5, "env/reward/short": 0.5, "env/metric/letters": 3.0}
+    assert parts == {**expected, "env/outcome": 1.0}
+    check_names(metrics)
