@@ -18,6 +18,8 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
+    Advantages,
+    AdvantageTransform,
     KlController,
     KlEstimator,
     PromptGroup,
@@ -25,6 +27,7 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
+from posttrain.core.math.masking import masked
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.weight_sync import send_policy
@@ -70,6 +73,7 @@ class RlLoop:
     rollouts: Rollouts
     scorer: Scorer
     estimator: AdvantageEstimator[Any]
+    transforms: Sequence[AdvantageTransform[Any]]
     kl: KlEstimator[Any]
     controller: KlController[Any]
     held_out: Sequence[PromptGroup]
@@ -131,6 +135,7 @@ class RlLoop:
     def compute_advantages(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Fill `advantages`; with KL in the reward, after it has been subtracted."""
         kl_coef, needed = self.controller.coefficient(), set(self.estimator.required_columns())
+        needed |= {name for each in self.transforms for name in each.required_columns()}
         in_reward = self.stage.kl.place == "reward" and kl_coef > 0
         if in_reward:
             needed |= {"old_logprobs", "ref_logprobs"}
@@ -143,7 +148,7 @@ class RlLoop:
             batch = subtract_kl(batch, self.kl, kl_coef)
         batch = self._fill_for_estimator(batch, needed)
         batch.require(self.estimator.required_columns(), f"advantage '{self.estimator.name}'")
-        estimate = self.estimator.estimate(batch)
+        estimate = transformed(self.estimator.estimate(batch), self.transforms, batch)
         ready = batch.with_columns(advantages=estimate.advantages)
         if estimate.returns is not None:
             ready = ready.with_columns(returns=estimate.returns)
@@ -286,3 +291,18 @@ class RlLoop:
         self.context.reporter.say(
             f"{self.context.name}: continues after step {state.step} ({folder})"
         )
+
+
+def transformed(
+    estimate: Advantages, transforms: Sequence[AdvantageTransform[Any]], batch: RolloutBatch
+) -> Advantages:
+    """`estimate` after each of `transforms`, in order; 0 under the batch's mask."""
+    for each in transforms:
+        batch.require(each.required_columns(), f"advantage_transform '{each.name}'")
+        found = each.transform(estimate.advantages, batch)
+        estimate = replace(
+            estimate,
+            advantages=masked(found.advantages, batch.mask),
+            metrics={**estimate.metrics, **found.metrics},
+        )
+    return estimate
