@@ -1,8 +1,8 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, K reward components or candidates, S scored steps or turns. Prompts are padded
-on the left, responses on the right.
+L padded prompt width, K reward components or candidates, S scored steps or turns. Prompts are
+padded on the left, responses on the right.
 """
 
 from __future__ import annotations

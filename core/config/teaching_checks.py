@@ -69,9 +69,9 @@ class TeachingCheck:
             where = f"inputs.{TEACHER}" if tuple(stage.teachers) == (TEACHER,) else "teachers"
             yield self.line(
                 where,
-                "nothing in this stage learns from a teacher, which would be asked for nothing; add "
-                "`advantage_transform: opd`, `policy_loss: ref_kl` or `distillation: gkd` (presets: "
-                "algorithm: opd, gkd), or remove it",
+                "nothing in this stage learns from a teacher, which would be asked for nothing; "
+                "use `algorithm: opd` or `gkd`, add `advantage_transform: opd`, `policy_loss: "
+                "ref_kl` or `distillation: gkd`, or remove it",
             )
 
     def routing(self) -> Iterable[str]:
@@ -138,7 +138,6 @@ class TeachingCheck:
 
     def terms(self) -> Iterable[str]:
         """Losses that cannot take what the teacher's part makes of advantages, or none at all."""
-        stage = self.stage
         if not self.losses and self.distillation is None:
             yield self.line(
                 "policy_loss",
@@ -169,11 +168,11 @@ class TeachingCheck:
                     "'ppo_clip', or set adv_reduce: mean on it",
                 )
         learns = self.transforms or self.distillation is not None
-        if self.estimator.name == "zero" and not learns and len(reading) == len(self.losses):
+        if self.estimator.is_zero and not learns and len(reading) == len(self.losses):
             yield self.line(
                 "advantage",
-                "'zero' leaves nothing to learn; add `advantage_transform: opd` or `distillation: "
-                "gkd`, or use another advantage",
+                f"'{self.estimator.name}' leaves nothing to learn; add `advantage_transform: opd` "
+                "or `distillation: gkd`, or use another advantage",
             )
 
     def groups(self) -> Iterable[str]:

@@ -43,6 +43,8 @@ class AdvantageEstimator(StatefulPlugin[ConfigT]):
 
     kind = "advantage"
     needs: ClassVar[frozenset[str]] = frozenset({"token_rewards", "scored"})
+    is_zero: ClassVar[bool] = False
+    """It is 0 on purpose, whatever the rewards are."""
 
     def required_columns(self) -> frozenset[str]:
         """Columns of the batch that `estimate` reads; `needs`, and more if the config asks."""

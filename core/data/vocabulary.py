@@ -53,8 +53,8 @@ def check_vocabulary(policy: Path, teacher: Path, who: str) -> None:
     else:
         what = f"it gives {logits_of(teacher)} logits and the policy {logits_of(policy)}"
     raise ResourceError(
-        f"{who} ({teacher}): {what}, so its probabilities are of other tokens; use a teacher of the "
-        f"policy's family ({policy})"
+        f"{who} ({teacher}): {what}, so its probabilities are of other tokens; use a teacher of "
+        f"the policy's family ({policy})"
     )
 
 

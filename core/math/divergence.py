@@ -28,8 +28,8 @@ def relative_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
 def divergence(log_s: Tensor, log_t: Tensor, kind: Divergence, share: float = 0.5) -> Tensor:
     """D [N] of `log_s` and `log_t` [N, M], which is 0 where they are equal and sum to 1.
 
-    forward: KL(T || S). reverse: KL(S || T). jsd: b KL(T || M) + (1 - b) KL(S || M) with M = (1 - b)
-    S + b T, b being `share`. jeffreys: w KL(T || S) + (1 - w) KL(S || T), w being `share`.
+    forward: KL(T || S). reverse: KL(S || T). jsd: b KL(T || M) + (1 - b) KL(S || M), b being
+    `share` and M = (1 - b) S + b T. jeffreys: w KL(T || S) + (1 - w) KL(S || T), w being `share`.
     Source: the generalised Jensen-Shannon divergence of arXiv:2306.13649, section 2.
     """
     if kind == "forward":

@@ -157,7 +157,7 @@ def _rows(
     teacher: PreTrainedModel | None,
     temperature: float,
 ) -> RowLoss:
-    """The losses [N] of the states `own` [N, H], at the places that `take` [B, n] has in `batch`."""
+    """The losses [N] of the states `own` [N, H], at the places `take` [B, n] of `batch`."""
     device, length = own.device, take.shape[1]
     where = take.cpu()
 

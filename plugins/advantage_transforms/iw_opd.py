@@ -33,8 +33,8 @@ class IwOpdConfig(PluginConfig):
 class IwOpdTransform(AdvantageTransform[IwOpdConfig]):
     """A'_t = A_t + coef * w_t a_t, w_t = 1 + gamma (1 - u_t / U), a = teacher_logprobs - anchor's.
 
-    u_t is the sum of |a| over the response's tokens before t and U = max(sum of |a|, eps), so that w
-    [B, T] falls from 1 + gamma and does not change when all a are scaled. With `vanilla_pg` it is
+    u_t is the sum of |a| over the response's tokens before t and U = max(sum of |a|, eps), so that
+    w [B, T] falls from 1 + gamma and does not change when all a are scaled. With `vanilla_pg` it is
     the published loss. Source: arXiv:2606.22600, as in TRL.
     """
 

@@ -41,9 +41,10 @@ class OpdConfig(PluginConfig):
 class OpdTransform(AdvantageTransform[OpdConfig]):
     """A'_t = A_t + coef * sum_{k >= t} gamma^(k - t) a_k, a = teacher_logprobs - anchor's [B, T].
 
-    Log-probs are in nats at the sampling temperature. With gamma 0 the gradient is that of KL(policy
-    || teacher) at each token with its prefix held fixed; it is 0 where both agree. Alone, use the
-    advantage `zero`. Source: Thinking Machines, "On-policy distillation" (2025); arXiv:2306.13649.
+    Log-probs are in nats at the sampling temperature. With gamma 0 the gradient is that of
+    KL(policy || teacher) at each token with its prefix held fixed; it is 0 where both agree. Alone,
+    use the advantage `zero`.
+    Source: Thinking Machines, "On-policy distillation" (2025); arXiv:2306.13649.
     """
 
     name = "opd"

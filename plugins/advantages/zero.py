@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
+from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import AdvantageEstimator, Advantages, NoConfig
+from posttrain.core.contracts import AdvantageConfig, RowAdvantage
 
 
-class ZeroAdvantage(AdvantageEstimator[NoConfig]):
+class ZeroConfig(AdvantageConfig):
+    """Settings of the `zero` advantage."""
+
+
+class ZeroAdvantage(RowAdvantage[ZeroConfig]):
     """A_t = 0 on every token [B, T]; rewards are not read, and a stage needs none.
 
     What is learned comes from `advantage_transform` or from `distillation`.
@@ -16,12 +23,12 @@ class ZeroAdvantage(AdvantageEstimator[NoConfig]):
     """
 
     name = "zero"
-    Config = NoConfig
-    needs = frozenset()
+    Config = ZeroConfig
+    is_zero: ClassVar[bool] = True
 
     def reads_token_rewards(self) -> bool:
         return False
 
-    def estimate(self, batch: RolloutBatch) -> Advantages:
-        """Zeros [B, T]."""
-        return Advantages(torch.zeros_like(batch.rollout_logprobs))
+    def row_advantages(self, batch: RolloutBatch) -> tuple[Tensor, dict[str, float]]:
+        """Zeros [B]."""
+        return torch.zeros(len(batch), dtype=torch.float64), {}

@@ -8,8 +8,8 @@ from posttrain.core.contracts import Algorithm, NoConfig
 class Opd(Algorithm[NoConfig]):
     """A_t = log p_T(y_t) - log p_old(y_t), clipped token loss over all tokens; no reward, no KL.
 
-    The stage needs a teacher: `inputs: {teacher: <stage>}` or `teachers`. With `advantage: grpo` and
-    rewards the teacher's part is added to theirs. One response per prompt is enough.
+    The stage needs a teacher: `inputs: {teacher: <stage>}` or `teachers`. With `advantage: grpo`
+    and rewards the teacher's part is added to theirs. One response per prompt is enough.
     Source: Thinking Machines, "On-policy distillation" (2025); arXiv:2306.13649.
     """
 
