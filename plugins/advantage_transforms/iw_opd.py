@@ -55,4 +55,15 @@ class IwOpdTransform(AdvantageTransform[IwOpdConfig]):
         total = size.sum(dim=1, keepdim=True).clamp(min=config.eps)
         weight = 1 + config.gamma * (1 - before / total)
         changed = masked(advantages.double(), batch.mask) + config.coef * weight * gap
-        return Advantages(changed.to(advantages.dtype))
+        return Advantages(changed.to(advantages.dtype), metrics=_of_weights(weight, batch.mask))
+
+
+def _of_weights(weight: Tensor, mask: Tensor) -> dict[str, float]:
+    kept = weight[mask.bool()]
+    if kept.numel() == 0:
+        return {}
+    return {
+        "distil/weight_mean": float(kept.mean()),
+        "distil/weight_min": float(kept.min()),
+        "distil/weight_max": float(kept.max()),
+    }

@@ -84,7 +84,9 @@ class GkdConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _has_a_gradient(self) -> GkdConfig:
-        if self.support == "topk" and self.top_k == 1 and self.rest == "renorm":
+        alone = self.candidates_of in ("teacher", "student") and self.top_k == 1
+        alone = alone or self.candidates_of == "sampled"
+        if self.support == "topk" and alone and self.rest == "renorm":
             raise ValueError(
                 "one candidate renormalised is 1 for both, so there is nothing to learn; use rest: "
                 "tail, or a larger top_k"
@@ -172,9 +174,7 @@ class GkdLoss(DistillationLoss[GkdConfig]):
         if config.support == "full":
             assert log_t is not None, "a loss that reads logits is given them"
             loss = divergence(log_s, log_t, config.divergence, self._share)
-            metrics["distil/teacher_entropy"] = relative_entropy(
-                log_t, torch.zeros_like(log_t)
-            ).neg()
+            metrics["distil/teacher_entropy"] = _entropy(log_t)
         elif config.support == "sampled":
             said = self._of_sampled(teacher, log_t)
             scored = said.isfinite()
@@ -263,6 +263,7 @@ class GkdLoss(DistillationLoss[GkdConfig]):
         elif config.rest == "sampled_tail":
             tail = self._sampled_tail(own, self._of_sampled(teacher, log_t), teacher)
             tail = torch.where((ids == teacher.sampled[:, None]).any(dim=1), 0.0, tail)
+        metrics["distil/teacher_entropy"] = _entropy(theirs)
         return divergence(mine, theirs, config.divergence, self._share) + tail, scored, metrics
 
     def _sampled_tail(self, own: Tensor, said: Tensor, teacher: TeacherRows) -> Tensor:
@@ -283,3 +284,8 @@ class GkdLoss(DistillationLoss[GkdConfig]):
         among.scatter_(1, torch.where(ids == ABSENT, size, ids), True)
         best = log_s.detach().topk(k, dim=1).indices
         return among.gather(1, best).to(log_s.dtype).mean(dim=1)
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    """-sum p log p [N] of `logprobs` [N, M]."""
+    return -relative_entropy(logprobs, torch.zeros_like(logprobs))
