@@ -124,10 +124,8 @@ def response_distillation(
         micro = batch.select(rows)
         own = states.hidden[rows.to(take.device), :length][part]
         found = _rows(model, own, micro, part, loss, teacher, temperature)
-        value = (
-            total.new_zeros(len(rows), shape[1]) + to_rows(found.loss, part, micro.mask.shape).cpu()
-        )
-        total = total.index_add(0, rows, value)
+        value = to_rows(found.loss, part, micro.mask.shape).cpu()
+        total = total + value.new_zeros(shape).index_add(0, rows, value)
         scored[rows] = to_rows(found.scored, part, micro.mask.shape).cpu().bool()
         for name, column in found.metrics.items():
             into = metrics.setdefault(name, torch.zeros(shape))
@@ -175,7 +173,8 @@ def _rows(
     if teacher is not None and loss.reads() == "logits":
         with torch.no_grad():
             seen = response_states(teacher, batch, include_last=False)
-        other = seen.hidden[:, :length].to(device)[take]
+        longest = seen.ids.shape[1]  # of these rows, which may be fewer than the policy's
+        other = seen.hidden[:, :longest].to(device)[take[:, :longest]]
         other_head = policy_head(teacher).detached(device)
 
     def of_chunk(logits: Tensor, rows: slice) -> RowLoss:
