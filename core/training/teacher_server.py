@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import TeacherSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner
@@ -29,6 +30,14 @@ class Encodes(Protocol):
 
     def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
         """A text's tokens."""
+
+
+class NoAnswer(RunError):
+    """A server that could not be reached."""
+
+
+class ServerAway(ResourceError):
+    """The same, before a run."""
 
 
 class TeacherServer:
@@ -52,7 +61,10 @@ class TeacherServer:
         self._key = _key(api_key_env)
 
     def check(self, tokenizer: Encodes) -> None:
-        """Raise `ResourceError` unless the server gives log-probs of the policy's own tokens."""
+        """Raise `ResourceError` unless the server gives log-probs of the policy's own tokens.
+
+        It is a `ServerAway` where nobody answers.
+        """
         asyncio.run(self._check(tokenizer.encode_text(PROBE, special=False)))
 
     async def _check(self, ids: Sequence[int]) -> None:
@@ -71,9 +83,18 @@ class TeacherServer:
                     "teacher of the policy's family"
                 )
             try:
-                await self._ask(client, ids, 1)
+                entries = await self._ask(client, ids, 1, tries=1)
+            except NoAnswer as error:
+                raise ServerAway(str(error)) from error
             except RunError as error:
                 raise ResourceError(str(error)) from error
+            if not all(
+                str(token) in entry for token, entry in zip(ids[1:], entries[1:], strict=True)
+            ):
+                raise ResourceError(
+                    f"{self._who} gives log-probs of other tokens than it was sent: use a vLLM "
+                    "server, or give the teacher's folder as `model`"
+                )
 
     def scores(
         self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
@@ -112,7 +133,9 @@ class TeacherServer:
             return TeacherScores(logprobs)
         return TeacherScores(logprobs, ids, values)
 
-    async def _ask(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int) -> list[Json]:
+    async def _ask(
+        self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, tries: int = TRIES
+    ) -> list[Json]:
         """What the server says of each token of `ids`: candidates by id, nothing of the first."""
         request = {
             "model": self.model,
@@ -121,7 +144,7 @@ class TeacherServer:
             "temperature": 1.0,
             "prompt_logprobs": top_k,
         }
-        for attempt in range(TRIES):
+        for attempt in range(tries):
             try:
                 reply = await client.post(f"{self.base_url}/completions", json=request)
                 said, status = reply.text, reply.status_code
@@ -131,10 +154,11 @@ class TeacherServer:
                 return self._read(said, len(ids))
             if status not in (0, 408, 425, 429) and status < 500:
                 break
-            if attempt < TRIES - 1:
+            if attempt < tries - 1:
                 await asyncio.sleep(2.0**attempt / 2)
         said = self._safe(said[:LONGEST_SAID])
-        raise RunError(
+        kind = RunError if status else NoAnswer
+        raise kind(
             f"{self._who} does not answer: {f'HTTP {status}, ' if status else ''}{said!r}: check "
             f"base_url, model ('{self.model}') and the key in "
             f"{self._key_env or 'api_key_env (none is named)'}"
@@ -168,6 +192,19 @@ class TeacherServer:
 
     def _safe(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
+
+
+def server_of(name: str, section: TeacherSection) -> TeacherServer:
+    """The server that a teacher's section of the config names."""
+    assert section.base_url is not None and section.model is not None, "checked with the config"
+    return TeacherServer(
+        section.base_url,
+        section.model,
+        name,
+        api_key_env=section.api_key_env,
+        timeout_s=section.timeout_s,
+        at_once=section.at_once,
+    )
 
 
 def _put_candidates(entry: Json, ids: Tensor, values: Tensor) -> None:

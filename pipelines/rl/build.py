@@ -54,7 +54,7 @@ from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.sft import PtxTerm, worked_batch
-from posttrain.core.training.teacher_server import TeacherServer
+from posttrain.core.training.teacher_server import server_of
 from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
@@ -125,15 +125,7 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
         if section.base_url is None:
             scorers[name] = LocalTeacher(name)
             continue
-        assert section.model is not None, "checked with the config"
-        server = TeacherServer(
-            section.base_url,
-            section.model,
-            name,
-            api_key_env=section.api_key_env,
-            timeout_s=section.timeout_s,
-            at_once=section.at_once,
-        )
+        server = server_of(name, section)
         server.check(context.tokenizer())
         scorers[name] = server
     routing, distillation = stage.teacher_routing, stage.distillation
