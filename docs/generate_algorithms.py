@@ -46,7 +46,9 @@ TEMPLATE = DOCS / "algorithms.template.md"
 MARK = re.compile(r"\{\{(\w+)\}\}")
 KINDS = {
     "advantage": "Advantages",
+    "advantage_transform": "Transforms of advantages",
     "policy_loss": "Policy losses",
+    "distillation_loss": "Divergences from a teacher",
     "aggregator": "Aggregators",
     "kl": "KL estimates",
     "kl_controller": "KL controllers",
