@@ -91,7 +91,8 @@ def _check_stage(
         place = (*inputs, role)
         at = f"{where(place)}: stages.{name}.inputs.{role}"
         if role not in allowed:
-            hint = "; no reward or teacher of this stage reads it" if kind == "rl" else ""
+            readers = "reward or teacher" if teachers else "reward"
+            hint = f"; no {readers} of this stage reads it" if kind == "rl" else ""
             problems.append(
                 f"{at}: unknown input of stage kind '{kind}'{nearest(role, allowed)}{hint} "
                 f"(allowed: {sorted(allowed)})"

@@ -143,6 +143,19 @@ class TeachingCheck:
                 "policy_loss",
                 "without a policy loss there is nothing to learn; name one, or add `distillation`",
             )
+        generation, by_engine = self.stage.generation, {"teacher_logprobs", "rollout_logprobs"}
+        for place, each in (
+            *(("policy_loss", loss) for loss in self.losses),
+            *(("advantage_transform", transform) for transform in self.transforms),
+        ):
+            cuts = generation.top_k > 0 or generation.top_p < 1
+            if cuts and by_engine <= each.required_columns():
+                yield self.line(
+                    place,
+                    f"'{each.name}' compares the teacher with the engine's log-probs, which are "
+                    "renormalised over what top_k and top_p keep; set anchor: old on it, or "
+                    "generation.top_p: 1 and top_k: 0",
+                )
         owners = [loss.name for loss in self.losses if loss.owns_update]
         if owners and self.distillation is not None:
             yield self.line(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -12,6 +12,8 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
+
+Distance = Annotated[float, Field(ge=0, le=1_000)]
 
 
 class RefKlConfig(AnchoredConfig):
@@ -31,7 +33,7 @@ class RefKlConfig(AnchoredConfig):
     drift: float = Field(
         default=1e-3, ge=0, le=1_000, description="factor of the squared log ratio; 0 = off"
     )
-    clip: tuple[float, float] | None = Field(
+    clip: tuple[Distance, Distance] | None = Field(
         default=None,
         description="bounds [below, above] of the ratio's distance from 1, as of ppo_clip; null = "
         "off (verl: [0.2, 0.2])",

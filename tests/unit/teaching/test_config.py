@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"<name of a stage>'",
     ),
     (
-        "a teacher that is no model",
+        "a teacher that no stage makes",
         {"algorithm": "opd", "inputs": {"model": "base", "teacher": "missing"}},
         r"no stage named 'missing'",
     ),
@@ -163,6 +163,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         r"rl\.advantage_transform: 'opd' gives the tokens of a response different advantages, and "
         r"'gspo' has one ratio per response",
+    ),
+    (
+        "an engine that renormalises",
+        {
+            "algorithm": "opd",
+            "advantage_transform": "iw_opd",
+            "generation": {"top_p": 0.9},
+        },
+        r"rl\.advantage_transform: 'iw_opd' compares the teacher with the engine's log-probs",
     ),
     (
         "groups left out for their rewards",
