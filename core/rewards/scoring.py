@@ -327,7 +327,10 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     metrics |= reward_metrics(batch.column("rewards"), scored)
     metrics |= component_metrics(batch.column("reward_components"), names)
     metrics |= failure_metrics(batch.scores, names)
-    return metrics | _group_metrics(batch, acc)
+    metrics |= _group_metrics(batch, acc)
+    if not names:  # without rewards all groups are equal, which is no sign of anything
+        del metrics["group/zero_adv_frac"]
+    return metrics
 
 
 def duplicate_frac(batch: RolloutBatch) -> float:

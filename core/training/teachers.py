@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import TEACHER_COLUMNS
+from posttrain.core.contracts import TEACHER_COLUMNS, Advantages, AdvantageTransform
 from posttrain.core.errors import RunError, shortlist
 from posttrain.core.math.masking import masked
 from posttrain.core.training.distillation import TeacherScores
@@ -160,6 +160,21 @@ class Teachers:
 
 def _share(part: Tensor, whole: Tensor) -> float:
     return float(part.sum()) / max(1.0, float(whole.sum()))
+
+
+def transformed(
+    estimate: Advantages, transforms: Sequence[AdvantageTransform[Any]], batch: RolloutBatch
+) -> Advantages:
+    """`estimate` after each of `transforms`, in order; 0 under the batch's mask."""
+    for each in transforms:
+        batch.require(each.required_columns(), f"advantage_transform '{each.name}'")
+        found = each.transform(estimate.advantages, batch)
+        estimate = replace(
+            estimate,
+            advantages=masked(found.advantages, batch.mask),
+            metrics={**estimate.metrics, **found.metrics},
+        )
+    return estimate
 
 
 assert SCORES < TEACHER_COLUMNS

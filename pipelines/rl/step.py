@@ -18,7 +18,6 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
-    Advantages,
     AdvantageTransform,
     KlController,
     KlEstimator,
@@ -27,7 +26,6 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
-from posttrain.core.math.masking import masked
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.weight_sync import send_policy
@@ -43,6 +41,7 @@ from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
 from posttrain.core.training.sync_check import SyncCheck
+from posttrain.core.training.teachers import transformed
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
@@ -291,18 +290,3 @@ class RlLoop:
         self.context.reporter.say(
             f"{self.context.name}: continues after step {state.step} ({folder})"
         )
-
-
-def transformed(
-    estimate: Advantages, transforms: Sequence[AdvantageTransform[Any]], batch: RolloutBatch
-) -> Advantages:
-    """`estimate` after each of `transforms`, in order; 0 under the batch's mask."""
-    for each in transforms:
-        batch.require(each.required_columns(), f"advantage_transform '{each.name}'")
-        found = each.transform(estimate.advantages, batch)
-        estimate = replace(
-            estimate,
-            advantages=masked(found.advantages, batch.mask),
-            metrics={**estimate.metrics, **found.metrics},
-        )
-    return estimate
