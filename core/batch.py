@@ -1,8 +1,8 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, K reward components, S scored steps or turns. Prompts are padded on the
-left, responses on the right.
+L padded prompt width, K reward components or candidates, S scored steps or turns. Prompts are
+padded on the left, responses on the right.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ COLUMN_AXES: dict[str, str] = {
     "logprobs_now": "BT",
     "entropy_keep": "BT",
     "log_kept": "BT",
+    "teacher_logprobs": "BT",
+    "teacher_topk_ids": "BTK",
+    "teacher_topk_logprobs": "BTK",
+    "teacher_id": "B",
 }
 
 
@@ -81,6 +85,11 @@ class RolloutBatch:
     each token; None when they cut nothing, or it is not known yet. Once it is filled,
     `rollout_logprobs` are the engine's plus it: of the untruncated distribution, as `old_logprobs`.
     `samples` are what the rewards saw of each row, `scores` what each of the K rewards said of it.
+
+    Of teachers: `teacher_logprobs` [B, T] of the sampled tokens (NaN = not scored), the best
+    candidates `teacher_topk_ids` [B, T, K] (-1 = missing) with `teacher_topk_logprobs` [B, T, K]
+    over the whole vocabulary (-inf = missing), and `teacher_id` [B], the teacher's place among
+    those of the stage (-1 = none).
 
     Of episodes with an environment: `turn_end` [B, S] the token index that ends each turn of the
     policy (-1 = none), `turn_reward` [B, S] the environment's reward for it (NaN = none),
@@ -128,6 +137,10 @@ class RolloutBatch:
     logprobs_now: Tensor | None = None
     entropy_keep: Tensor | None = None
     log_kept: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None
+    teacher_topk_logprobs: Tensor | None = None
+    teacher_id: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()

@@ -46,7 +46,9 @@ TEMPLATE = DOCS / "algorithms.template.md"
 MARK = re.compile(r"\{\{(\w+)\}\}")
 KINDS = {
     "advantage": "Advantages",
+    "advantage_transform": "Transforms of advantages",
     "policy_loss": "Policy losses",
+    "distillation_loss": "Divergences from a teacher",
     "aggregator": "Aggregators",
     "kl": "KL estimates",
     "kl_controller": "KL controllers",
@@ -65,7 +67,15 @@ COMMON_FROM = 3
 """A field that so many plugins of a kind have alike is described once."""
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 NAMES = {float: "number", int: "whole number", str: "text", bool: "true or false"}
-AXES = ("advantage", "policy_loss", "aggregator", "kl", "preference_loss")
+AXES = (
+    "advantage",
+    "advantage_transform",
+    "policy_loss",
+    "distillation",
+    "aggregator",
+    "kl",
+    "preference_loss",
+)
 SHORT, VALUES = 2, (1.0, 0.7)
 """Tokens of the short response, and the token loss of the short and of the long one."""
 LONG = (8, 88)
@@ -198,8 +208,9 @@ def presets(manager: PluginManager) -> str:
         if algorithm.stage == "preference":
             rest.append(f"| {link} | {' + '.join(cells['preference_loss'])} | {besides} |")
         else:
-            losses, kl = " + ".join(cells["policy_loss"]), _kl(fields)
-            fixed = (cells["advantage"][0], losses, cells["aggregator"][0], kl, besides)
+            losses = " + ".join(cells.get("policy_loss", []) + cells.get("distillation_loss", []))
+            parts = cells["advantage"] + cells.get("advantage_transform", [])
+            fixed = (" + ".join(parts), losses, cells["aggregator"][0], _kl(fields), besides)
             rl.append(f"| {link} | {' | '.join(fixed)} |")
         sections.append(_preset_section(entry))
     return "\n\n".join(["\n".join(rl), "\n".join(rest), *sections])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import AdvantageEstimator, KlEstimator
+from posttrain.core.contracts import AdvantageEstimator, AdvantageTransform, KlEstimator
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.math.masking import masked, row_means
 from posttrain.core.rewards.shaping import place_on_last_token, subtract_kl
@@ -23,6 +23,7 @@ from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import Objective, PreparedMini, positive_share
 from posttrain.core.training.splitting import mini_rows
+from posttrain.core.training.teachers import transformed
 from posttrain.core.training.updates import UpdateSettings
 
 _FILLED_BY = {
@@ -31,6 +32,7 @@ _FILLED_BY = {
     "ref_logprobs": "a stage whose kl.controller has a coefficient above 0 fills it, and --no-kl "
     "compares without KL",
     "baseline_reward": "a stage whose advantage is remax fills it",
+    "teacher_logprobs": "a stage that learns from a teacher fills it",
     "sum_pi_squared": "a stage whose advantage is optimal_token_baseline fills it",
     "node_id": "a stage whose sampler makes trees fills it",
     "step_end": "a stage with a reward that scores steps fills it",
@@ -139,6 +141,7 @@ class Variant:
     reward_kl: tuple[KlEstimator[Any], float] | None = None
     keeps_correction: bool = True
     loses_old_logprobs: bool = False
+    transforms: tuple[AdvantageTransform[Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,7 @@ def prepared_batch(step: FrozenStep, variant: Variant) -> RolloutBatch:
     corrects = objective.correction is not None and not objective.bypass_old
     if corrects and batch.is_weight is None and batch.correction_mask is None:
         batch, _ = objective.correct(batch)
-    estimate = variant.estimator.estimate(batch)
+    estimate = transformed(variant.estimator.estimate(batch), variant.transforms, batch)
     return batch.with_columns(advantages=estimate.advantages)
 
 
@@ -236,6 +239,7 @@ def _check_columns(step: FrozenStep, variant: Variant, batch: RolloutBatch) -> N
     """Raise `ConfigError` naming the columns of which nothing is known."""
     objective = variant.objective
     needs = variant.estimator.required_columns() | objective.required_columns()
+    needs = needs.union(*(each.required_columns() for each in variant.transforms))
     if objective.correction is not None or objective.needs_prepare():
         needs |= {"old_logprobs"}
     if objective.entropy_coef > 0 or objective.needs_prepare():

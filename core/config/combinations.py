@@ -16,6 +16,8 @@ from posttrain.core.config.sections import (
     OptimizerBase,
     OptimizerSection,
 )
+from posttrain.core.config.teaching_checks import ADD_ONE, TeachingCheck
+from posttrain.core.contracts import REWARD_COLUMNS, TEACHER_COLUMNS
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
@@ -51,6 +53,7 @@ FILLED_BY: dict[str, str] = {
     "ref_logprobs": "a reference policy: give `kl.controller` a coefficient above 0",
     "is_weight": "a rollout correction: set `rollout_correction.plugin`",
     **dict.fromkeys(OF_TURNS, WITH_TURNS),
+    **dict.fromkeys(TEACHER_COLUMNS, f"a teacher, and this stage has none: {ADD_ONE}"),
 }
 
 
@@ -70,6 +73,7 @@ def check_rl(
     yield from check.precision()
     yield from check.ranks()
     yield from check.sampling()
+    yield from check.teaching.problems()
 
 
 def check_precision(
@@ -167,6 +171,7 @@ class _Check:
         self.build: Callable[[str, Component], Any] = build
         self.losses = [build("policy_loss", term) for term in stage.loss_terms]
         self.estimator = build("advantage", stage.advantage)
+        self.teaching = TeachingCheck(stage, loaded, self.losses, self.estimator, build, self.line)
 
     def line(self, field: str, text: str) -> str:
         return self.loaded.problem(f"stages.{self.name}.{field}", text)
@@ -183,6 +188,7 @@ class _Check:
             found |= {"is_weight", "correction_mask"}
         if stage.environment is not None:
             found |= OF_TURNS
+        found |= self.teaching.columns()
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
 
     def controller_coefficient(self) -> float:
@@ -223,7 +229,7 @@ class _Check:
                 f"there is no file '{path}', expected JSON Lines with `prompt` and `completion`; "
                 f"relative paths start at {Path.cwd()}",
             )
-        if all(loss.source != "rollout" for loss in self.losses):
+        if self.losses and all(loss.source != "rollout" for loss in self.losses):
             yield self.line(
                 "policy_loss",
                 "only reads tokens that the policy did not sample, so no reward has any effect; "
@@ -260,6 +266,12 @@ class _Check:
                 f"only whitening over the batch takes a mean away, and reward_whiten is "
                 f"'{self.stage.reward_whiten}'; set one or the other",
             )
+        for index, transform in enumerate(self.teaching.transforms):
+            by = f"advantage_transform '{transform.name}'"
+            place = "advantage_transform"
+            if isinstance(self.stage.advantage_transform, tuple):
+                place += f".{index}"
+            yield from self.missing(place, by, transform.required_columns())
         smallest, size = self.estimator.smallest_group(), self.stage.num_generations
         if size < smallest:
             yield self.line(
@@ -283,6 +295,12 @@ class _Check:
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
         sampled = any(loss.source == "rollout" for loss in self.losses)
+        if not rewards and (missing := sorted(read & REWARD_COLUMNS - {"acc"})):
+            yield self.line(
+                "rewards",
+                f"there is none, and the update depends on {missing}; add one such as 'accuracy', "
+                "or use advantage: zero",
+            )
         if read & {"rewards", "token_rewards"} or not sampled:
             return
         reached, reader = self._rewards_reached(built, read)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
 from posttrain.core.config.positions import Loc
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.stages import ApproveStage, EvaluateStage, NewDataStage, PromoteStage
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.types import ARTIFACT_KINDS, ArtifactKind
@@ -74,11 +75,14 @@ def _check_stage(
     kind = stage.kind
     required: dict[str, ArtifactKind | None] = dict(stage.reads)
     required |= {role: _kind_of_role(role) for role in reward_roles}
+    teachers = stage.teacher_roles if isinstance(stage, RlStage) else ()
+    required |= dict.fromkeys(teachers, "model")
     allowed = required | dict(stage.may_read)
     inputs = ("stages", name, "inputs")
     problems = [
         f"{where(inputs)}: stages.{name}.inputs: stage kind '{kind}' reads '{role}'"
         + (", which its rewards need" if role in reward_roles else "")
+        + (", the teacher of that name without a `model`" if role in teachers else "")
         + f"; add '{role}: <name of a stage>'"
         for role in required
         if role not in stage.inputs
@@ -87,7 +91,8 @@ def _check_stage(
         place = (*inputs, role)
         at = f"{where(place)}: stages.{name}.inputs.{role}"
         if role not in allowed:
-            hint = "; no reward of this stage reads it" if kind == "rl" else ""
+            readers = "reward or teacher" if teachers else "reward"
+            hint = f"; no {readers} of this stage reads it" if kind == "rl" else ""
             problems.append(
                 f"{at}: unknown input of stage kind '{kind}'{nearest(role, allowed)}{hint} "
                 f"(allowed: {sorted(allowed)})"

@@ -399,7 +399,7 @@ def _check_stage(name: str, stage: StageBase, loaded: LoadedConfig) -> Iterable[
         yield from combinations.check_room(loaded.config.evaluation, ("evaluation",), loaded)
     if not isinstance(stage, RlStage):
         return
-    if all(reward.weight == 0 for reward in stage.rewards):
+    if stage.rewards and not stage.teachers and all(r.weight == 0 for r in stage.rewards):
         yield loaded.problem(
             (*place, "rewards"),
             "every reward has weight 0, so nothing can be learned; give at least one a weight "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -32,6 +33,82 @@ LossTerms = Annotated[
     Discriminator(one_or_many),
 ]
 """One term, or a list of terms that are added."""
+
+Components = Annotated[
+    Annotated[Component, Tag("one")] | Annotated[tuple[Component, ...], Tag("many")],
+    Discriminator(one_or_many),
+]
+"""One plugin, or a list of plugins that come one after another."""
+
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$", max_length=100)]
+TEACHER = "teacher"
+"""The input that is a teacher without being listed."""
+
+
+class TeacherSection(Section):
+    """A model whose probabilities the policy learns from: an input of the stage, of the teacher's
+    name, unless it is a folder or a server.
+    """
+
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory with config.json and *.safetensors; with base_url, the name that "
+        "the server gives the model; null = the input of the teacher's name",
+    )
+    base_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="of a vLLM server, such as http://127.0.0.1:8000/v1, which is asked for "
+        "`prompt_logprobs`",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="environment variable that holds the server's key; null = no key",
+    )
+    timeout_s: float = Field(
+        default=120.0, gt=0, le=86_400, description="seconds that the server may take to answer"
+    )
+    at_once: int = Field(default=16, ge=1, le=10_000, description="requests to the server at once")
+    routes: tuple[str, ...] = Field(
+        default=(),
+        description="values of `teacher_routing.by` that it teaches; empty = its own name",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> TeacherSection:
+        parts = urlsplit(self.base_url or "")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("a URL is logged, so it holds no key: name a variable in api_key_env")
+        if self.base_url is not None and self.model is None:
+            raise ValueError("a server needs `model`, the name that it gives the teacher")
+        if self.base_url is None and self.api_key_env is not None:
+            raise ValueError("api_key_env is of a server; set base_url, or remove it")
+        return self
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is what another stage made."""
+        return self.model is None
+
+    @property
+    def folder(self) -> str | None:
+        """Where its weights are, if the config says so."""
+        return self.model if self.base_url is None else None
+
+
+class RoutingSection(Section):
+    """Which teacher a response is judged by: one of the problem's own fields says it."""
+
+    by: str = Field(
+        min_length=1, description="field of a problem's metadata, whose values are in `routes`"
+    )
+    unknown: Literal["error", "skip"] = Field(
+        default="error",
+        description="a problem that has another value there, or none: stop, or learn nothing from "
+        "the teachers on it",
+    )
 
 
 class RewardComponent(Component):
@@ -261,7 +338,8 @@ class RlStage(StageBase):
         default=None, description="answers each turn of a response; null = one turn, no tools"
     )
     rewards: tuple[RewardComponent, ...] = Field(
-        default=(RewardComponent(name="accuracy"),), min_length=1
+        default=(RewardComponent(name="accuracy"),),
+        description="summed; [] where nothing that is learned depends on rewards",
     )
     reward_clip: tuple[float | None, float | None] = Field(
         default=(None, None), description="[low, high] of the summed reward, before KL; null = off"
@@ -291,7 +369,29 @@ class RlStage(StageBase):
     )
     resample: ResampleSection | None = None
     advantage: Component = Component(name="grpo")
-    policy_loss: LossTerms = LossTermComponent(name="ppo_clip")
+    advantage_transform: Components = Field(
+        default=(), description="what changes the advantages afterwards, such as opd; in order"
+    )
+    policy_loss: LossTerms | None = Field(
+        default=LossTermComponent(name="ppo_clip"),
+        description="one term or several that are added; null = none, where `distillation` is all",
+    )
+    distillation: LossTermComponent | None = Field(
+        default=None, description="a divergence from the teacher as a term of the loss, such as gkd"
+    )
+    teachers: dict[TeacherName, TeacherSection] = Field(
+        default={},
+        description="models to learn from, by name; the input `teacher` is one without being "
+        "listed",
+    )
+    teacher_routing: RoutingSection | None = Field(
+        default=None, description="which teacher judges which problem; needed for several"
+    )
+    teacher_missing: Literal["error", "mask"] = Field(
+        default="error",
+        description="a sampled token that its teacher did not score: stop, or learn nothing from "
+        "the teacher there",
+    )
     aggregator: Component = Component(name="seq-mean-token-mean")
     kl: KlSection = KlSection()
     entropy_coef: float = Field(default=0.0, ge=0, le=1_000, description="entropy bonus")
@@ -337,6 +437,8 @@ class RlStage(StageBase):
         for index, reward in enumerate(self.rewards):
             path = reward.fields().get("path")
             named[f"rewards.{index}.path"] = None if path is None else str(path)
+        for name, teacher in self.teachers.items():
+            named[f"teachers.{name}.model"] = teacher.folder
         read = {} if self.environment is None else self.environment.paths()
         return read | {field: path for field, path in named.items() if path is not None}
 
@@ -345,6 +447,27 @@ class RlStage(StageBase):
 
     def max_sequences(self) -> int:
         return self.prompts_per_step * self.num_generations
+
+    @model_validator(mode="before")
+    @classmethod
+    def _input_is_a_teacher(cls, value: Any) -> Any:  # Any: whatever YAML held
+        """The input `teacher` alone is the stage's only teacher."""
+        if not isinstance(value, dict) or value.get("teachers"):
+            return value
+        inputs = value.get("inputs")
+        if isinstance(inputs, dict) and TEACHER in inputs:
+            return {**value, "teachers": {TEACHER: {}}}
+        return value
+
+    @property
+    def teacher_roles(self) -> tuple[str, ...]:
+        """The inputs that are teachers."""
+        return tuple(name for name, teacher in self.teachers.items() if teacher.is_input)
+
+    @property
+    def transforms(self) -> tuple[Component, ...]:
+        found = self.advantage_transform
+        return found if isinstance(found, tuple) else (found,)
 
     @model_validator(mode="after")
     def _streams(self) -> RlStage:
@@ -379,4 +502,6 @@ class RlStage(StageBase):
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:
         terms = self.policy_loss
+        if terms is None:
+            return ()
         return terms if isinstance(terms, tuple) else (terms,)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.advantages import *
     from posttrain.core.contracts.aggregation import *
     from posttrain.core.contracts.base import *
+    from posttrain.core.contracts.columns import *
     from posttrain.core.contracts.correction import *
     from posttrain.core.contracts.environment import *
     from posttrain.core.contracts.kl import *
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.renderer import *
     from posttrain.core.contracts.rollout import *
     from posttrain.core.contracts.stage import *
+    from posttrain.core.contracts.teaching import *
 
     CONTRACTS: dict[str, type[Plugin]]  # type: ignore[type-arg]
 
 # Where the names are looked for, in this order: what needs no torch comes first.
 _MODULES = (
     "base",
+    "columns",
     "rollout",
     "stage",
     "environment",
@@ -43,6 +46,7 @@ _MODULES = (
     "kl",
     "policy",
     "preference",
+    "teaching",
 )
 
 
@@ -63,9 +67,12 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "CONTRACTS",
+    "REWARD_COLUMNS",
     "SEQUENCE_AGGREGATORS",
+    "TEACHER_COLUMNS",
     "AdvantageConfig",
     "AdvantageEstimator",
+    "AdvantageTransform",
     "Advantages",
     "Aggregator",
     "AggregatorConfig",
@@ -81,6 +88,7 @@ __all__ = [
     "Correction",
     "CorrectionConfig",
     "Counts",
+    "DistillationLoss",
     "DrawnToken",
     "EngineSetup",
     "Environment",
@@ -121,6 +129,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "RowAdvantage",
+    "RowLoss",
     "SampledGroup",
     "SampledRollout",
     "Sampler",
@@ -135,6 +144,7 @@ __all__ = [
     "StageTokenizer",
     "StartConfig",
     "Task",
+    "TeacherRows",
     "TokenAdvantage",
     "TokenLoss",
     "Tool",

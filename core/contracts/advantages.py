@@ -21,15 +21,12 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts.base import ConfigT, PluginConfig, StatefulPlugin
+from posttrain.core.contracts.columns import REWARD_COLUMNS
 from posttrain.core.errors import RunError
 from posttrain.core.math import groups
 from posttrain.core.math.masking import masked, whiten_row_means, whiten_rows, whiten_tokens
 from posttrain.core.math.returns import ValuedSteps
 from posttrain.core.math.turns import on_tokens, sampled_turns
-
-REWARD_COLUMNS = frozenset({"token_rewards", "rewards", "reward_components", "step_score", "acc"})
-"""Columns in which rewards arrive: their sum by token and by response, each by itself, the steps of
-the first reward that scores steps, and the task's verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,8 @@ class AdvantageEstimator(StatefulPlugin[ConfigT]):
 
     kind = "advantage"
     needs: ClassVar[frozenset[str]] = frozenset({"token_rewards", "scored"})
+    is_zero: ClassVar[bool] = False
+    """It is 0 on purpose, whatever the rewards are."""
 
     def required_columns(self) -> frozenset[str]:
         """Columns of the batch that `estimate` reads; `needs`, and more if the config asks."""

@@ -32,7 +32,8 @@ def _shape_and_mask(subject: Subject) -> None:
     expect(got.shape == dirty.mask.shape, f"the shape is {list(got.shape)}, not [B, T]")
     expect(not got.requires_grad, "they carry a gradient")
     expect(got.isfinite().all(), "some are not finite where masked positions hold NaN")
-    expect(got.abs().max() > 0, "all are 0 on rewards that differ")
+    differs = bool(got.abs().max() > 0)
+    expect(differs is not subject.cls.is_zero, "all are 0 on rewards that differ, or say is_zero")
     expect(not got[~dirty.mask.bool()].any(), "some are not 0 under the mask")
     expect_same(got, advantages(subject, ragged_batch(0.25)), "what lies under the mask matters")
 

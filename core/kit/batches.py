@@ -103,6 +103,10 @@ def ragged_batch(under_the_mask: float, seed: int = 0) -> RolloutBatch:
         turn_end=(turn_end := torch.tensor(TURN_ENDS)),
         turn_reward=torch.where(turn_end >= 0, rows(1.0), nothing),
         state_key=torch.tensor(STATES),
+        teacher_logprobs=column(0.5) - 1,
+        teacher_topk_ids=torch.where(mask, row[:, None], -1)[:, :, None].expand(-1, -1, 2).clone(),
+        teacher_topk_logprobs=torch.stack([column(0.1) - 1, column(0.1) - 2], dim=2),
+        teacher_id=torch.zeros_like(row),
     )
     return replace(batch, truncated=row % 3 == 0)
 

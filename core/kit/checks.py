@@ -101,6 +101,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "kl_controller": ("corrections",),
     "rollout_correction": ("corrections",),
     "preference_loss": ("preferences",),
+    "advantage_transform": ("teaching",),
+    "distillation_loss": ("teaching",),
     "algorithm": ("algorithms",),
     "stage": ("stages",),
     "optimizer": ("optimizers",),

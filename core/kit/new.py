@@ -22,6 +22,8 @@ USES: Mapping[str, str] = {
     "renderer": "model: {{renderer: {}}}",
     "rollout_engine": "engine: {}",
     "advantage": "stages: {{rl: {{kind: rl, advantage: {}}}}}",
+    "advantage_transform": "stages: {{rl: {{kind: rl, advantage_transform: {}}}}}",
+    "distillation_loss": "stages: {{rl: {{kind: rl, distillation: {}}}}}",
     "policy_loss": "stages: {{rl: {{kind: rl, policy_loss: {}}}}}",
     "aggregator": "stages: {{rl: {{kind: rl, aggregator: {}}}}}",
     "kl": "stages: {{rl: {{kind: rl, kl: {{estimator: {}}}}}}}",

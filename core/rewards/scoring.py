@@ -189,10 +189,11 @@ def score_batch(
     by_steps = next((i for i, w in enumerate(rewards) if w.reward.gives_steps), None)
     samples = reward_samples(batch, task, with_steps=by_steps is not None)
     scores = score_samples([weighted.reward for weighted in rewards], samples, pool)
-    components = torch.stack([_component(column) for column in scores], dim=1)
+    columns = [_component(column) for column in scores]
+    components = torch.stack(columns, dim=1) if columns else torch.zeros(len(batch), 0)
     if by_steps is not None and tokenizer is not None:
         batch = fill_steps(batch, scores[by_steps], tokenizer)
-    rows = tuple(zip(*scores, strict=True))
+    rows = tuple(zip(*scores, strict=True)) if scores else tuple(() for _ in samples)
     failed = torch.tensor([any(map(is_failure, row)) for row in rows], dtype=torch.bool)
     if batch.failures:
         failed |= torch.tensor([bool(reason) for reason in batch.failures])
@@ -282,11 +283,13 @@ def weighted_sum(
 
     A missing component (NaN) adds nothing, or with `on_missing` "unscored" leaves its row unscored.
     A row without any, one with a component that `failed` [B], or whose sum is not finite, is not
-    scored: its reward is 0.
+    scored: its reward is 0. Where there are no rewards at all, every row that did not fail is.
     """
     total = _sum(weights, components)
     missing = components.isnan()
-    scored = torch.isfinite(total) & ~missing.all(dim=1)
+    scored = torch.isfinite(total)
+    if components.shape[1]:
+        scored = scored & ~missing.all(dim=1)
     if on_missing == "unscored":
         scored = scored & ~missing.any(dim=1)
     if failed is not None:
@@ -326,7 +329,10 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     metrics |= failure_metrics(batch.scores, names)
     for label, rows in of_tasks(batch.problems).items():
         metrics[f"acc/task/{label}"] = float(acc[rows].double().mean())
-    return metrics | _group_metrics(batch, acc)
+    metrics |= _group_metrics(batch, acc)
+    if not names:  # without rewards all groups are equal, which is no sign of anything
+        del metrics["group/zero_adv_frac"]
+    return metrics
 
 
 def duplicate_frac(batch: RolloutBatch) -> float:

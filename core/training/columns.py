@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import TEACHER_COLUMNS
 from posttrain.core.math.correction import mismatch_metrics
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.objective import Objective
+from posttrain.core.training.teachers import Teachers
 from posttrain.core.training.updates import (
     Check,
     PolicyLearner,
@@ -77,7 +79,7 @@ def update_columns(objective: Objective, settings: UpdateSettings, kl_coef: floa
         names.add("is_weight")
     if objective.kl is not None and kl_coef > 0 and not objective.kl.from_logits:
         names.add("ref_logprobs")
-    return names
+    return names | (objective.required_columns() & TEACHER_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,12 @@ class ReadyBatch:
 
 @dataclass(frozen=True, slots=True)
 class ColumnFiller:
-    """Fills columns with forward passes of `learner`, and measures the mismatch on the way."""
+    """Fills columns with forward passes of `learner` and what the `teachers` of the stage say, and
+    measures the mismatch on the way.
+    """
 
     learner: PolicyLearner
+    teachers: Teachers | None = None
 
     def fill(
         self,
@@ -132,6 +137,9 @@ class ColumnFiller:
             batch, metrics = learner.objective.correct(batch)
         if "sum_pi_squared" in names and batch.sum_pi_squared is None:
             batch = batch.with_columns(sum_pi_squared=learner.sum_pi_squared(batch, check))
+        if self.teachers is not None:
+            batch, found = self.teachers.fill(batch, names, learner, check)
+            metrics |= found
         return batch, metrics
 
     def fill_for_update(

@@ -8,6 +8,7 @@ Axes: B rows, T response tokens, N response tokens of all rows, H hidden size, V
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -65,28 +66,54 @@ def token_kl(
 
     Gradients flow into `hidden` and `head`; the backward pass makes each chunk's logits again.
     """
+
+    def of_chunk(logits: Tensor, rows: slice) -> Tensor:
+        return kl_of_logits(logits, other_head.logits(other_hidden[rows]) / temperature)
+
+    parts = over_logits(hidden, head, of_chunk, temperature=temperature, chunk=chunk)
+    return torch.cat(parts) if parts else no_tokens(hidden, head)
+
+
+def no_tokens(hidden: Tensor, head: OutputHead) -> Tensor:
+    """Values [0] of no tokens, with the graph of `hidden` [0, H] and `head`."""
+    zero = hidden.sum(dim=1).float()
+    return zero if head.weight is None else zero + 0.0 * head.weight.sum().float()
+
+
+FoundT = TypeVar("FoundT")
+
+
+def over_logits(
+    hidden: Tensor,
+    head: OutputHead,
+    of_chunk: Callable[[Tensor, slice], FoundT],
+    *,
+    temperature: float,
+    chunk: int = DEFAULT_CHUNK,
+) -> list[FoundT]:
+    """What `of_chunk` makes of each chunk's logits [n, V] at `temperature`, and of its rows.
+
+    Gradients flow into `hidden` [N, H] and `head`; the backward pass makes each chunk's logits
+    again, so that only one chunk's live at a time.
+    """
     weight = head.weight
-    if hidden.shape[0] == 0:
-        zero = hidden.sum(dim=1).float()
-        return zero if weight is None else zero + 0.0 * weight.sum().float()
     # Gradients of many low-precision chunks are summed at this float32 copy, not at the weight.
     shared = weight
     if weight is not None and weight.dtype == torch.bfloat16:
         shared = weight.float()
-
-    def of_chunk(h: Tensor, w: Tensor | None, other_h: Tensor) -> Tensor:
-        logits = head.logits(h, None if w is None else w.to(h.dtype)) / temperature
-        return kl_of_logits(logits, other_head.logits(other_h) / temperature)
-
-    parts: list[Tensor] = []
+    parts: list[FoundT] = []
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
-        inputs = (hidden[rows], shared, other_hidden[rows])
+
+        def found(h: Tensor, w: Tensor | None, rows: slice = rows) -> FoundT:
+            logits = head.logits(h, None if w is None else w.to(h.dtype)) / temperature
+            return of_chunk(logits, rows)
+
         if torch.is_grad_enabled():
-            parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False))
+            parts.append(checkpoint(found, hidden[rows], shared, use_reentrant=False))
         else:
-            parts.append(of_chunk(*inputs))
-    return torch.cat(parts)
+            parts.append(found(hidden[rows], shared))
+    return parts
 
 
 def response_exact_kl(

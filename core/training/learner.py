@@ -8,6 +8,7 @@ reads were filled before, by `columns.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -20,6 +21,11 @@ from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
+from posttrain.core.training.distillation import (
+    TeacherScores,
+    candidate_pass,
+    response_distillation,
+)
 from posttrain.core.training.exact_kl import response_exact_kl, response_sum_pi_squared
 from posttrain.core.training.finite import not_finite
 from posttrain.core.training.forward import (
@@ -31,7 +37,7 @@ from posttrain.core.training.forward import (
 )
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.natural_gradient import NaturalGradient
-from posttrain.core.training.objective import Objective, PreparedMini
+from posttrain.core.training.objective import Distilled, Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
@@ -52,7 +58,8 @@ class Learner:
     """Owns the policy, its frozen reference (when a KL term needs it) and the optimizer.
 
     `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
-    pre-training term; `guard` bounds how far one batch may move the policy. Of several `ranks` each
+    pre-training term; `guard` bounds how far one batch may move the policy. `teachers` are all that
+    the stage has, in order; one whose weights are elsewhere is None. Of several `ranks` each
     has a learner, and all are called alike.
     """
 
@@ -70,10 +77,12 @@ class Learner:
         ptx: PtxTerm | None = None,
         trust_region: NaturalGradient | None = None,
         ranks: Ranks = ALONE,
+        teachers: Mapping[str, PreTrainedModel | None] | None = None,
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.objective, self.settings, self.reference = objective, settings, reference
         self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
+        self.teachers = teachers or {}
 
     @property
     def stored(self) -> StoredOptimizer:
@@ -318,6 +327,7 @@ class Learner:
                 kl_coef,
                 self._exact_kl(micro, states, kl_coef),
                 None if out.observed is None else out.observed.cpu(),
+                self._distilled(micro, states),
             )
             if counts:
                 record_micro(sums, loss, out, micro, rows)
@@ -325,6 +335,35 @@ class Learner:
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]
         return seen.map(self.ranks.add)
+
+    def teacher_pass(
+        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
+    ) -> TeacherScores:
+        """As in `PolicyLearner`."""
+        teacher, temperature = self.teachers[name], self.settings.temperature
+        assert teacher is not None, "its weights are in this process"
+        if not top_k:
+            return TeacherScores(self.forward_only(teacher, batch, check).logprobs)
+        order = self.settings.micro_rows(batch, self.ranks.size)
+        return candidate_pass(
+            teacher,
+            batch,
+            order,
+            top_k=top_k,
+            temperature=temperature,
+            check=check,
+            ranks=self.ranks,
+        )
+
+    def _distilled(self, micro: RolloutBatch, states: States) -> Distilled | None:
+        """The divergence [B, T] from the teachers, for a term of it."""
+        term = self.objective.distillation
+        if term is None:
+            return None
+        teachers, temperature = list(self.teachers.values()), self.settings.temperature
+        return response_distillation(
+            self.model, micro, term.loss, teachers, temperature, states=states
+        )
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:
         """KL [B, T] to the reference over the whole vocabulary, for a plugin that wants that."""

@@ -20,6 +20,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import (
     Aggregator,
     Counts,
+    DistillationLoss,
     KlEstimator,
     PolicyLoss,
     Prepared,
@@ -32,6 +33,13 @@ from posttrain.core.math.masking import masked
 POSITIVE_PULL, NEGATIVE_PULL = "contrib/pos", "contrib/neg"
 
 
+def taught(batch: RolloutBatch) -> Tensor:
+    """The tokens [B, T] that take loss, in rows that have a teacher."""
+    if batch.teacher_id is None:
+        return batch.mask
+    return masked(batch.mask, (batch.teacher_id >= 0)[:, None].expand(batch.mask.shape))
+
+
 @dataclass(frozen=True, slots=True)
 class LossTerm:
     """One policy loss of the sum, with its factor and its own aggregator and counts."""
@@ -42,12 +50,31 @@ class LossTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class DistillationTerm:
+    """A divergence from a teacher, with its factor and its own aggregator and counts."""
+
+    loss: DistillationLoss[Any]
+    aggregator: Aggregator[Any]
+    coef: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A divergence `loss` [B, T] with gradient, where it is `scored` [B, T], and its metrics."""
+
+    loss: Tensor
+    scored: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedMini:
     """What was taken from a whole mini-batch before its first micro-batch.
 
     `terms` and `term_counts` follow the objective's terms; `counts` are those of the KL term,
-    `entropy_counts` of the entropy term, `observed_counts` of the term on observations. `columns`
-    are batch columns of the mini-batch's rows.
+    `entropy_counts` of the entropy term, `observed_counts` of the term on observations,
+    `distillation_counts` of the divergence from a teacher. `columns` are batch columns of the
+    mini-batch's rows.
     """
 
     terms: tuple[Prepared | None, ...]
@@ -57,6 +84,7 @@ class PreparedMini:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     observed_counts: Counts | None = None
+    distillation_counts: Counts | None = None
 
     def rows(self, index: Tensor) -> PreparedMini:
         """The same for the rows of a micro-batch."""
@@ -68,6 +96,7 @@ class PreparedMini:
             entropy_counts=self.entropy_counts.rows(index),
             columns={name: column[index] for name, column in self.columns.items()},
             observed_counts=self.observed_counts and self.observed_counts.rows(index),
+            distillation_counts=self.distillation_counts and self.distillation_counts.rows(index),
         )
 
 
@@ -95,8 +124,8 @@ class Objective:
     With `bypass_old` the engine's log-probs stand for the old policy's, and a loss without an
     importance ratio is weighed against the engine instead. `renormalise` counts only tokens that
     the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
-    highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, which
-    takes neither mask nor weight.
+    highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, and
+    `distillation` one on those of rows with a teacher; they take neither mask nor weight.
     """
 
     terms: tuple[LossTerm, ...]
@@ -109,6 +138,7 @@ class Objective:
     renormalise: bool = False
     top_entropy: float = 1.0
     observed: LossTerm | None = None
+    distillation: DistillationTerm | None = None
 
     def reads_observed(self, batch: RolloutBatch) -> bool:
         """Whether a term needs the log-probs of tokens that others wrote, of which it has some."""
@@ -136,14 +166,17 @@ class Objective:
         """
         others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
         others = others or any(t.aggregator.config.counts == "micro" for t in self.terms)
-        others = others or self.reads_observed(mini)
+        others = others or self.reads_observed(mini) or self.distillation is not None
         if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
             return torch.zeros(len(mini), dtype=torch.bool)
         return (masked(mini.column("advantages"), mini.mask) == 0).all(dim=1)
 
     def required_columns(self) -> frozenset[str]:
         """Columns that the losses read."""
-        return frozenset().union(*(term.loss.required_columns() for term in self.terms))
+        losses = [term.loss.required_columns() for term in self.terms]
+        if self.distillation is not None:
+            losses.append(self.distillation.loss.required_columns())
+        return frozenset().union(*losses)
 
     def correct(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """A rollout batch with `is_weight` and `correction_mask` of its rollout correction.
@@ -202,12 +235,19 @@ class Objective:
             columns,
             metrics,
             self._observed_counts(mini, num_parts),
+            self._distillation_counts(mini, num_parts),
         )
 
     def _observed_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
         if self.observed is None or mini.obs_mask is None:
             return None
         counts = self.observed.aggregator.count(mini.obs_mask, mini.group_id)
+        return replace(counts, num_parts=num_parts)
+
+    def _distillation_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
+        if self.distillation is None:
+            return None
+        counts = self.distillation.aggregator.count(taught(mini), mini.group_id)
         return replace(counts, num_parts=num_parts)
 
     def _counted(self, mask: Tensor, batch: RolloutBatch) -> Tensor:
@@ -225,12 +265,14 @@ class Objective:
         kl_coef: float = 0.0,
         exact_kl: Tensor | None = None,
         observed: Tensor | None = None,
+        distilled: Distilled | None = None,
     ) -> MicroLoss:
         """This micro-batch's share of the loss, from `logprobs` and `entropy` [B, T].
 
         `prepared` is cut to the rows of `micro`. `exact_kl` [B, T] stands in for an estimate when
         the KL plugin works on logits. `observed` [B, T] are log-probs at temperature 1 of the
-        tokens that others wrote, where `reads_observed` says that they are needed.
+        tokens that others wrote, where `reads_observed` says that they are needed; `distilled` is
+        the divergence from the teacher, where there is a term of it.
         """
         if prepared.columns:
             micro = micro.with_columns(**prepared.columns)
@@ -280,6 +322,17 @@ class Objective:
             value = self._observed_loss(self.observed, observed, micro, prepared)
             parts[f"loss/term/{self.observed.loss.name}"] = value.detach()
             tokens["observed/nll"] = (-observed.detach(), micro.column("obs_mask"))
+            total = total + value
+        if self.distillation is not None and distilled is not None:
+            mask = taught(micro)
+            where = masked(mask, distilled.scored)
+            divided_by = prepared.distillation_counts
+            assert divided_by is not None
+            value = self.distillation.coef * self.distillation.aggregator.aggregate(
+                TokenLoss(distilled.loss.to(logprobs), where), mask, divided_by, micro.group_id
+            )
+            parts["loss/distillation"] = value.detach()
+            tokens |= {name: (column, where) for name, column in distilled.metrics.items()}
             total = total + value
         return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach(), pulls)
 

@@ -18,6 +18,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import WeightSource
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
+from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.metrics import MetricSums
@@ -140,6 +141,11 @@ class PolicyLearner(Protocol):
 
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""
+
+    def teacher_pass(
+        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
+    ) -> TeacherScores:
+        """What the teacher `name` says of `batch`; its best `top_k` candidates unless that is 0."""
 
 
 @dataclass(frozen=True, slots=True)

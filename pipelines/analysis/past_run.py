@@ -95,6 +95,8 @@ class PastRun:
         roles = {"model", "dataset"}
         if (values.get("critic") or {}).get("init") == "reward_model":
             roles.add("reward_model")
+        teachers = values.get("teachers") or {}
+        roles |= {name for name, teacher in teachers.items() if teacher.get("model") is None}
         for reward in values["rewards"]:
             component = RewardComponent.model_validate(reward)
             built = self.manager.build(Reward, component.name, component.fields())

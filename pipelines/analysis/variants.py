@@ -14,7 +14,13 @@ from posttrain.core.analysis.frozen import Variant
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.spec import Spec
-from posttrain.core.contracts import AdvantageEstimator, KlController, KlEstimator
+from posttrain.core.contracts import (
+    AdvantageEstimator,
+    AdvantageTransform,
+    Algorithm,
+    KlController,
+    KlEstimator,
+)
 from posttrain.core.errors import ConfigError
 from posttrain.pipelines.analysis.past_run import PastRun
 from posttrain.pipelines.rl.build import build_objective
@@ -24,6 +30,8 @@ OWN = "as run"
 # Of a stage, what makes its loss: an algorithm sets these again. The rest is the run's.
 _LOSS_FIELDS = (
     "advantage",
+    "advantage_transform",
+    "distillation",
     "policy_loss",
     "aggregator",
     "kl",
@@ -33,6 +41,7 @@ _LOSS_FIELDS = (
     "rollout_correction",
     "critic",
 )
+_OF_TEACHERS = ("teachers", "teacher_routing", "teacher_missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,8 @@ def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> 
     asked: list[tuple[str, str, dict[str, Any]]] = []  # Any: YAML values
     for spec in wanted.algorithms:
         values = bare | {"algorithm": run.component(spec)}
+        if not _has_teacher(run, spec):
+            values = {name: what for name, what in values.items() if name not in _OF_TEACHERS}
         asked.append((f"algorithm {spec.text}", f"--algorithm '{spec.text}'", values))
     for name, specs, place in (
         ("loss", wanted.losses, "policy_loss"),
@@ -109,6 +120,16 @@ def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> 
     return built
 
 
+def _has_teacher(run: PastRun, spec: Spec) -> bool:
+    """Whether a preset learns from a teacher; True where it cannot be built, as is told later."""
+    try:
+        component = run.component(spec)
+        preset = run.manager.build(Algorithm, str(component.pop("name")), component)
+    except ConfigError:
+        return True
+    return bool({"advantage_transform", "distillation"} & preset.expand().keys())
+
+
 def _resolved(run: PastRun, stage: str, values: dict[str, Any], what: str) -> ResolvedRun:
     """The config with the stage's `values`; a problem says which option made it. Any: YAML."""
     try:
@@ -134,7 +155,7 @@ def _variant(
 ) -> Variant:
     stage = there.stage
     assert isinstance(stage, RlStage)
-    objective = build_objective(there, stage)
+    objective = replace(build_objective(there, stage), distillation=None)
     coef = there.build(KlController, stage.kl.controller).coefficient()
     if stage.kl == own.kl and stage.kl.place == "loss":
         coef = kl_coef  # in force at that step, where a controller moves it
@@ -146,6 +167,7 @@ def _variant(
     return Variant(
         label,
         estimator=there.build(AdvantageEstimator, stage.advantage),
+        transforms=tuple(there.build(AdvantageTransform, each) for each in stage.transforms),
         objective=objective,
         kl_coef=coef if stage.kl.place == "loss" else 0.0,
         keeps_token_rewards=same_rewards or not (in_reward or own.kl.place == "reward"),
@@ -167,6 +189,11 @@ def _notes(label: str, there: StageInputs, variant: Variant) -> list[str]:
         )
     if any(term.name == "ptx" for term in stage.loss_terms):
         notes.append(f"{label}: its pre-training term reads no rollout and is left out")
+    if stage.distillation is not None:
+        notes.append(
+            f"{label}: '{stage.distillation.name}' reads logits, which evidence does not have, and "
+            "is left out"
+        )
     if (observed := variant.objective.observed) is not None:
         notes.append(
             f"{label}: '{observed.loss.name}' reads tokens that the policy did not sample and is "

@@ -80,6 +80,7 @@ def rl(inputs: StageInputs) -> Trained:
         "probe": probe,
         "policy": learner.policy_pass,
         "reference": learner.reference_logprobs,
+        "teacher": learner.teacher_pass,
         "sum_pi_squared": learner.sum_pi_squared,
         "refresh_reference": learner.refresh_reference,
     }

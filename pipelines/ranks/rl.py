@@ -14,6 +14,7 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.models.loading import load_policy
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.critic import ValueModel
+from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
@@ -90,6 +91,13 @@ class RankedLearner:
     def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
         """As in `PolicyLearner`."""
         found: Tensor = self._trainer.call("reference", batch.bare())
+        return found
+
+    def teacher_pass(
+        self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
+    ) -> TeacherScores:
+        """As in `PolicyLearner`."""
+        found: TeacherScores = self._trainer.call("teacher", name, batch.bare(), top_k)
         return found
 
     def sum_pi_squared(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:

@@ -21,6 +21,7 @@ from posttrain.core.config.rl_stage import (
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
     Aggregator,
+    DistillationLoss,
     KlController,
     KlEstimator,
     PolicyLoss,
@@ -32,6 +33,7 @@ from posttrain.core.contracts import (
 from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.problem_sets import check_worked, read_examples
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.data.vocabulary import check_vocabulary
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.decoding import widest_window
 from posttrain.core.models.loading import load_policy, load_value_model
@@ -47,10 +49,13 @@ from posttrain.core.rewards.scoring import Scorer, WeightedReward
 from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
+from posttrain.core.training.forward import check_passes
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.natural_gradient import NaturalGradient
-from posttrain.core.training.objective import LossTerm, Objective
+from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.sft import PtxTerm, worked_batch
+from posttrain.core.training.teacher_server import server_of
+from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stage.trained import build_optimizer, reference_of, start_training
@@ -81,6 +86,62 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         ptx=build_ptx(context, stage, tokenizer),
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
+        teachers=load_teachers(context, stage),
+    )
+
+
+def load_teachers(context: StageInputs, stage: RlStage) -> dict[str, PreTrainedModel | None]:
+    """The stage's teachers, frozen, in the order of the config; None for one behind a server.
+
+    Raises `ResourceError` for one of another vocabulary than the policy's.
+    """
+    found: dict[str, PreTrainedModel | None] = {}
+    for name, section in stage.teachers.items():
+        found[name] = None
+        if section.base_url is not None:
+            continue
+        folder = teacher_folder(context, stage, name)
+        check_vocabulary(context.model_dir, folder, f"stages.{context.name}: teacher '{name}'")
+        teacher = load_policy(folder, context.runtime)
+        teacher.requires_grad_(False)
+        check_passes(teacher)
+        context.place(teacher)
+        found[name] = teacher
+    return found
+
+
+def teacher_folder(context: StageInputs, stage: RlStage, name: str) -> Path:
+    """Where the weights of the teacher `name` are."""
+    folder = stage.teachers[name].folder
+    return context.inputs[name].path if folder is None else Path(folder).expanduser()
+
+
+def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
+    """The stage's teachers with how problems are routed to them; None if it has none."""
+    if not stage.teachers:
+        return None
+    scorers: dict[str, ScoresTokens] = {}
+    for name, section in stage.teachers.items():
+        if section.base_url is None:
+            scorers[name] = LocalTeacher(name)
+            continue
+        server = server_of(name, section)
+        server.check(context.tokenizer())
+        scorers[name] = server
+    routing, distillation = stage.teacher_routing, stage.distillation
+    routes = {
+        route: index
+        for index, (name, section) in enumerate(stage.teachers.items())
+        for route in section.routes or (name,)
+    }
+    top_k = 0
+    if distillation is not None:
+        top_k = context.build(DistillationLoss, distillation).num_candidates()
+    return Teachers(
+        scorers,
+        Routing(routing.by, routes, routing.unknown) if routing is not None else None,
+        top_k=top_k,
+        on_missing=stage.teacher_missing,
     )
 
 
@@ -96,7 +157,7 @@ def output_recording(
         streams=model.config._attn_implementation == STREAM,
         window=widest_window(model),
         corrects=learner.objective.correction is not None,
-        owns_update=context.build(PolicyLoss, stage.loss_terms[0]).owns_update,
+        owns_update=learner.objective.owns_update,
     )
     if reason is not None:
         logger.info("the update computes all linear outputs itself: %s", reason)
@@ -145,7 +206,17 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         renormalise=section.renormalise,
         top_entropy=stage.top_entropy,
         observed=next((term for term in terms if term.loss.source == "observations"), None),
+        distillation=build_distillation(context, stage),
     )
+
+
+def build_distillation(context: StagePlugins, stage: RlStage) -> DistillationTerm | None:
+    """The divergence from a teacher as a term, if the stage has one."""
+    section = stage.distillation
+    if section is None:
+        return None
+    aggregator = context.build(Aggregator, section.aggregator or stage.aggregator)
+    return DistillationTerm(context.build(DistillationLoss, section), aggregator, section.coef)
 
 
 def build_term(context: StagePlugins, stage: RlStage, term: LossTermComponent) -> LossTerm:
@@ -244,6 +315,8 @@ def build_trust_region(
     context: StageInputs, stage: RlStage, model: PreTrainedModel, settings: UpdateSettings
 ) -> NaturalGradient | None:
     """The optimizer of a loss that takes its own steps."""
+    if not stage.loss_terms:
+        return None
     loss = context.build(PolicyLoss, stage.loss_terms[0])
     if not loss.owns_update:
         return None

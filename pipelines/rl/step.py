@@ -18,6 +18,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
+    AdvantageTransform,
     KlController,
     KlEstimator,
     PromptGroup,
@@ -40,6 +41,7 @@ from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
 from posttrain.core.training.sync_check import SyncCheck
+from posttrain.core.training.teachers import transformed
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.recording import Metrics, Recorder, Update
 from posttrain.pipelines.rl.rollouts import Rollout, Rollouts, rollouts_due
@@ -70,6 +72,7 @@ class RlLoop:
     rollouts: Rollouts
     scorer: Scorer
     estimator: AdvantageEstimator[Any]
+    transforms: Sequence[AdvantageTransform[Any]]
     kl: KlEstimator[Any]
     controller: KlController[Any]
     held_out: Sequence[PromptGroup]
@@ -131,6 +134,7 @@ class RlLoop:
     def compute_advantages(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Fill `advantages`; with KL in the reward, after it has been subtracted."""
         kl_coef, needed = self.controller.coefficient(), set(self.estimator.required_columns())
+        needed |= {name for each in self.transforms for name in each.required_columns()}
         in_reward = self.stage.kl.place == "reward" and kl_coef > 0
         if in_reward:
             needed |= {"old_logprobs", "ref_logprobs"}
@@ -143,7 +147,7 @@ class RlLoop:
             batch = subtract_kl(batch, self.kl, kl_coef)
         batch = self._fill_for_estimator(batch, needed)
         batch.require(self.estimator.required_columns(), f"advantage '{self.estimator.name}'")
-        estimate = self.estimator.estimate(batch)
+        estimate = transformed(self.estimator.estimate(batch), self.transforms, batch)
         ready = batch.with_columns(advantages=estimate.advantages)
         if estimate.returns is not None:
             ready = ready.with_columns(returns=estimate.returns)

@@ -42,6 +42,7 @@ from posttrain.core.models.source import known_folder, unchecked
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.types import Problem
+from posttrain.pipelines.run.teacher_checks import check_teachers
 from posttrain.pipelines.stage.inputs import episodes_of, load_tokenizer
 
 MOST = 10_000
@@ -76,6 +77,7 @@ def check_texts(
             f"the run converts model {config.model.source} first: lengths are checked when each "
             "stage starts"
         )
+    found.notes += check_teachers(config, folder, tokenizer)
     for name in resolved.order:
         stage = _Stage(config, name, manager, task)
         try:

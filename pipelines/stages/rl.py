@@ -10,6 +10,7 @@ from posttrain.core.analysis.learning_curves import learning_curves
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
+    AdvantageTransform,
     KlController,
     KlEstimator,
     RolloutEngine,
@@ -36,6 +37,7 @@ from posttrain.pipelines.rl.build import (
     build_critic,
     build_learner,
     build_scorer,
+    build_teachers,
     output_recording,
     value_phase,
 )
@@ -162,7 +164,7 @@ def build_loop(
         context=context,
         stage=stage,
         learner=learner,
-        columns=ColumnFiller(learner),
+        columns=ColumnFiller(learner, build_teachers(context, stage)),
         engine=engine,
         tokenizer=tokenizer,
         rollouts=Rollouts(
@@ -180,6 +182,7 @@ def build_loop(
         ),
         scorer=scorer,
         estimator=context.build(AdvantageEstimator, stage.advantage),
+        transforms=[context.build(AdvantageTransform, each) for each in stage.transforms],
         kl=context.build(KlEstimator, stage.kl.estimator),
         controller=controller,
         episodes=episodes,

@@ -25,6 +25,7 @@ MINUS_ONE = {
     "PreferenceStage.f_alpha": "the alpha-divergence is defined for every alpha",
     "SimpoConfig.alpha_po": "AlphaPO's shape bends either way",
     "PromoteStage.min_improvement": "a share of problems that may be lost",
+    "GkdConfig.log_prob_floor": "a log-prob",
     "ClipCovConfig.cov_low": "a covariance",
     "ClipCovConfig.cov_high": "a covariance",
     "ArpoRuleConfig.broken": "a reward, -1 by default",

@@ -21,9 +21,11 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import (
     AdvantageEstimator,
     Advantages,
+    AdvantageTransform,
     Aggregator,
     Correction,
     Counts,
+    DistillationLoss,
     KlController,
     KlEstimator,
     NoConfig,
@@ -32,11 +34,13 @@ from posttrain.core.contracts import (
     PolicyLoss,
     PreferenceLoss,
     RolloutCorrection,
+    TeacherRows,
     TokenLoss,
 )
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups
 from posttrain.core.math.correction import mismatch_metrics, perplexity_metrics, share
+from posttrain.core.math.divergence import divergence, gathered, relative_entropy
 from posttrain.core.math.groups import outcome_rewards
 from posttrain.core.math.masking import row_means
 from posttrain.core.math.preference import FDivergence
@@ -47,6 +51,8 @@ from posttrain.core.math.shaping import (
     shaped_rewards,
     soft_overlong,
 )
+from posttrain.core.math.teacher_gap import teacher_gap
+from posttrain.core.models.paths import HeadShape
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
     clip_rewards,
@@ -1356,6 +1362,309 @@ RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
     ("preference", "RewardTrainer.compute_loss"): run_reward,
     ("preference", "CPOTrainer.cpo_loss"): run_cpo,
     ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+}
+
+
+# === distillation ===============================================================================
+
+
+def divergence_fields(beta: float) -> Fields:
+    """TRL's `beta`: 0 and 1 are switches."""
+    names = {0.0: "forward", 1.0: "reverse"}
+    return {"divergence": names[beta]} if beta in names else {"divergence": "jsd", "beta": beta}
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The losses [B, T] of a divergence, and its metrics."""
+
+    loss: Tensor
+    mask: Tensor
+    metrics: Mapping[str, Tensor]
+
+    def aggregated(self, name: str, counted: Tensor | None = None, **fields: object) -> Tensor:
+        """The loss over the mask; `counted` makes the counts where it is another."""
+        counted = self.mask if counted is None else counted
+        aggregator = MANAGER.build(Aggregator, name, fields)
+        return aggregator.aggregate(
+            TokenLoss(self.loss, self.mask), counted, aggregator.count(counted)
+        )
+
+    def total(self, name: str) -> Tensor:
+        """A metric summed over the mask."""
+        return torch.where(self.mask.bool(), self.metrics[name], 0.0).sum()
+
+
+def distilled(
+    z: Tensor, fields: Fields, mask: Tensor | None = None, **teacher: Tensor | None
+) -> Distilled:
+    """`gkd` at every token of logits `z` [..., V]; `teacher` are fields of `TeacherRows`."""
+    shape = z.shape[:-1]
+    rows = {
+        name: None if value is None else value.reshape(shape.numel(), *value.shape[len(shape) :])
+        for name, value in teacher.items()
+    }
+    rows.setdefault("sampled", torch.zeros(shape.numel(), dtype=torch.int64))
+    said = TeacherRows(**{"sampled": rows.pop("sampled"), **rows})  # type: ignore[arg-type]
+    found = MANAGER.build(DistillationLoss, "gkd", fields).rows(z.flatten(0, -2), said)
+    scored = found.scored.reshape(shape).to(z.dtype)
+    mask = scored if mask is None else mask * scored
+    metrics = {name: column.reshape(shape) for name, column in found.metrics.items()}
+    return Distilled(found.loss.reshape(shape), mask, metrics)
+
+
+def grad_of(loss: Tensor, logits: Tensor) -> Outputs:
+    (grad,) = torch.autograd.grad(loss, logits, allow_unused=True, materialize_grads=True)
+    return {"loss": loss, "grad_student_logits": grad}
+
+
+def reduced(found: Distilled, params: Params, *, has_mask: bool = True) -> Tensor:
+    """TRL's reductions; `mean` divides by the vocabulary as well, which nobody wants."""
+    reduction, counts = params.get("reduction", "batchmean"), params.get("num_items_in_batch")
+    if reduction == "sum":
+        return found.aggregated("token-sum")
+    if not has_mask and counts is None:
+        return found.aggregated("seq-mean-token-sum")
+    return found.aggregated("token-mean", num_tokens=counts)
+
+
+def run_jsd(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits, teacher = x["student_logits"].requires_grad_(), x["teacher_logits"]
+    fields = divergence_fields(params["beta"])
+    if params.get("logits_are_probs"):
+        log_s, log_t = (p.clamp(min=1e-8).log() for p in (logits, teacher))
+        share = params["beta"] if 0 < params["beta"] < 1 else 0.5
+        values = divergence(log_s, log_t, fields["divergence"], share)  # type: ignore[arg-type]
+        found = Distilled(values, x.get("mask", torch.ones_like(values)), {})
+    else:
+        fields["temperature"] = params["temperature"]
+        if params.get("top_k"):
+            rest = "tail" if params["add_tail"] else "renorm"
+            fields |= {"support": "topk", "top_k": params["top_k"], "rest": rest}
+        found = distilled(logits, fields, x.get("mask"), logits=teacher)
+    loss = reduced(found, params, has_mask="mask" in x)
+    if params.get("reduction") == "mean":
+        loss = loss / logits.shape[-1]
+    return grad_of(loss, logits)
+
+
+def run_sparse_top_1(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits, beta = x["student_logits"].requires_grad_(), params["beta"]
+    sampled = params["reverse_kl_top_1_mode"] == "sampled"
+    of = "teacher_and_sampled" if sampled else "union"
+    if beta == 1:
+        of = "sampled" if sampled else "student"
+    fields = divergence_fields(beta) | {
+        "support": "topk",
+        "top_k": 1,
+        "of": "teacher" if beta == 0 else of,
+        "rest": "tail" if params["add_tail"] else "renorm",
+    }
+    tau = params["temperature"]  # the sampling temperature
+    found = distilled(
+        logits / tau,
+        fields,
+        x["mask"],
+        logits=x["teacher_logits"] / tau,
+        sampled=x["completion_ids"].long(),
+    )
+    return grad_of(reduced(found, params), logits)
+
+
+def candidates(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A server's candidates; one that it did not give is -1, with -inf."""
+    ids, logprobs = x["teacher_topk_ids"], x["teacher_topk_log_prob"]
+    known = ~(ids.isnan() | logprobs.isnan())
+    if "candidate_mask" in x:
+        known &= x["candidate_mask"].bool()
+    return {
+        "topk_ids": torch.where(known, ids, -1).long(),
+        "topk_logprobs": torch.where(known, logprobs, -torch.inf),
+    }
+
+
+def run_server_forward_kl(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits = x["student_logits"].requires_grad_()
+    fields: Fields = {
+        "divergence": "forward",
+        "support": "topk",
+        "rest": "tail" if params["add_tail"] else "renorm",
+    }
+    found = distilled(logits, fields, x["mask"], **candidates(x))
+    return grad_of(found.aggregated("token-mean", x["mask"]), logits)
+
+
+def run_jsd_chunk(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits = x["student_logits"].requires_grad_()
+    fields = divergence_fields(params["beta"]) | {
+        "support": "topk",
+        "of": "teacher",
+        "rest": "tail" if params["add_tail_bucket"] else "renorm",
+    }
+    found = distilled(logits / params["temperature"], fields, **candidates(x))
+    as_row = replace(found, loss=found.loss[None], mask=found.mask[None])
+    outputs = grad_of(as_row.aggregated("token-sum"), logits)
+    outputs["metrics"] = {"teacher_entropy_sum": found.total("distil/teacher_entropy")}
+    if "per_teacher" in case["outputs"]:
+        rows = [x["teacher_index"] == k for k in range(params["num_teachers"])]
+        sums = [
+            [
+                own.sum(),
+                found.loss.detach()[own].sum(),
+                found.metrics["distil/teacher_entropy"][own].sum(),
+            ]
+            for own in rows
+        ]
+        outputs["per_teacher"] = torch.tensor(sums)
+    return outputs
+
+
+def run_chunked_divergence(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits, cap = x["student_logits"].requires_grad_(), params["final_logit_softcapping"]
+    bent = [
+        HeadShape(params["logit_scale"], cap, 1.0).of(z) / params["temperature"]
+        for z in (logits, x["teacher_logits"])
+    ]
+    found = distilled(bent[0], divergence_fields(params["beta"]), x["mask"], logits=bent[1])
+    entropy = entropy_of_logits(bent[0].detach())
+    outputs = grad_of(reduced(found, params), logits)
+    outputs["metrics"] = {
+        "entropy_sum": (entropy * x["mask"]).sum(),
+        "n_valid": x["mask"].sum(),
+    }
+    return outputs
+
+
+def run_iw_opd(case: Case) -> Outputs:
+    x, params, mask = inputs_of(case), case["params"], tensor(case["inputs"]["mask"])
+    logits = x["student_logits"].requires_grad_()
+    now = torch.log_softmax(logits / params["temperature"], dim=-1)
+    now = now.gather(-1, x["completion_ids"].long()[..., None]).squeeze(-1)
+    sampler = x.get("rollout_log_prob", now.detach())
+    batch = build_batch(mask, teacher_logprobs=x["teacher_log_prob"], rollout_logprobs=sampler)
+    fields: Fields = {"gamma": params["gamma"], "eps": params["epsilon"]}
+    transform = MANAGER.build(AdvantageTransform, "iw_opd", fields)
+    got = transform.transform(torch.zeros_like(now), batch)
+    batch = batch.with_columns(advantages=got.advantages)
+    loss = MANAGER.build(PolicyLoss, "vanilla_pg").token_loss(now, batch)
+    found = Distilled(loss.loss, mask, {})
+    outputs = grad_of(reduced(found, params), logits)
+    counted = max(float(mask.sum()), 1.0)
+    ours = {f"iw_opd/{k}_weight": got.metrics[f"distil/weight_{k}"] for k in ("mean", "min", "max")}
+    outputs["metrics"] = ours | {
+        "iw_opd/mean_advantage": got.advantages.sum() / counted,
+        "iw_opd/mean_abs_advantage": teacher_gap(batch, "rollout").abs().sum() / counted,
+    }
+    return outputs
+
+
+def run_self_distillation(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits, mask = x["student_logits"].requires_grad_(), x["completion_mask"]
+    skip = params.get("num_loss_tokens_to_skip", 0)
+    ids = x["completion_ids"].long()
+    mode, tau = params["distillation_mode"], params["temperature"]
+    fields = divergence_fields(params["distillation_alpha"])
+    fields["ratio_cap"] = params["distillation_is_clip"]
+    if mode == "sampled_token":
+        fields["support"] = "sampled"
+    elif mode == "topk_logits":
+        rest = "tail" if params["distillation_add_tail"] else "renorm"
+        fields |= {"support": "topk", "of": "student", "top_k": params["distillation_topk"]}
+        fields["rest"] = rest
+    now = torch.log_softmax(logits / tau, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+    old = x.get("old_log_prob", now.detach())
+    taught_rows = x.get("self_distillation_mask", torch.ones(len(mask)))[:, None]
+    counted = mask * taught_rows * (mask.cumsum(dim=1) > skip)
+    found = distilled(
+        logits / tau,
+        fields,
+        counted,
+        logits=x["teacher_logits"] / tau,
+        sampled=ids,
+        old_logprobs=old,
+    )
+    value = found.aggregated("seq-mean-token-mean", count_empty_seqs=True)
+    weight = params.get("distillation_weight", 1.0)
+    metrics = {"self_distillation/distillation_loss": found.aggregated("token-mean").detach()}
+    total = weight * value
+    if weight < 1:
+        given = {"log_prob": now, "response_mask": mask, "advantages": x["advantages"]}
+        batch = batch_of({**given, "old_log_prob": old})
+        level = params["importance_sampling_level"]
+        clip = {
+            "clip_low": params["epsilon_low"],
+            "clip_high": params["epsilon_high"],
+            "ratio_level": level,
+            "allow_any_agg": True,
+            "ratio_clamp": None,
+        }
+        loss = MANAGER.build(PolicyLoss, "ppo_clip", clip).token_loss(now, batch)
+        name, more = TRL_REDUCTIONS[params["loss_type"]]
+        if name == "seq-mean-token-sum-norm":
+            more = more | {"norm_length": params["max_completion_length"]}
+        policy = Distilled(loss.loss, mask, {}).aggregated(name, **more)
+        metrics["self_distillation/policy_loss"] = policy.detach()
+        total = total + (1 - weight) * policy
+    outputs = grad_of(total / params["gradient_accumulation_steps"], logits)
+    return {**outputs, "metrics": metrics}
+
+
+def run_verl_forward_kl(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    logits = x["student_logits"].requires_grad_()
+    fields: Fields = {
+        "divergence": "forward",
+        "support": "topk",
+        "top_k": params["topk"],
+        "rest": "raw",
+        "log_prob_floor": params["log_prob_min_clamp"],
+    }
+    found = distilled(logits, fields, x["response_mask"], **candidates(x))
+    outputs = grad_of(found.aggregated("token-sum"), logits)
+    overlap = found.metrics["distil/overlap"] * params["topk"]
+    # What verl calls a token's advantage: the part of the divergence on common candidates.
+    log_s, said = torch.log_softmax(logits.detach(), dim=-1), candidates(x)
+    best = log_s.topk(params["topk"], dim=-1).indices
+    common = (said["topk_ids"][..., None] == best[..., None, :]).any(dim=-1)
+    ids = torch.where(common, said["topk_ids"], -1)
+    floor = -torch.inf if params["log_prob_min_clamp"] is None else params["log_prob_min_clamp"]
+    theirs = torch.where(common, said["topk_logprobs"].clamp(min=floor), -torch.inf)
+    ours = gathered(log_s.flatten(0, -2), ids.flatten(0, -2)).view_as(theirs).clamp(min=floor)
+    gap = -relative_entropy(theirs, ours)
+    whole = {
+        "kl": found.loss,
+        "student_mass": found.metrics["distil/student_mass"],
+        "teacher_mass": found.metrics["distil/teacher_mass"],
+        "overlap_count": overlap,
+        "overlap_token_advantage": gap / overlap.clamp(min=1),
+    }
+    return outputs | {name: column * x["response_mask"] for name, column in whole.items()}
+
+
+NOT_OURS = {
+    ("distillation", "ULDLoss"): "teachers of another vocabulary are refused",
+    ("distillation", "distillation_ppo_loss"): "estimates of a KL as a loss against a teacher",
+}
+"""Functions that we have nothing for, and why."""
+
+RUNNERS |= {
+    ("distillation", "GKDTrainer.generalized_jsd_loss"): run_jsd,
+    ("distillation", "GOLDTrainer.generalized_jsd_loss"): run_jsd,
+    ("distillation", "IWOPDTrainer.generalized_jsd_loss"): run_jsd,
+    ("distillation", "IWOPDTrainer._compute_iw_opd_loss"): run_iw_opd,
+    ("distillation", "IWOPDTrainer._compute_local_sparse_top_1_divergence_loss"): run_sparse_top_1,
+    ("distillation", "IWOPDTrainer._compute_server_forward_kl_loss"): run_server_forward_kl,
+    ("distillation", "SDPOTrainer.compute_loss"): run_self_distillation,
+    ("distillation", "SDFTTrainer.compute_loss"): run_self_distillation,
+    ("distillation", "_chunked_divergence_loss"): run_chunked_divergence,
+    ("distillation", "_jsd_loss_chunk"): run_jsd_chunk,
+    ("distillation", "compute_forward_kl_topk"): run_verl_forward_kl,
 }
 
 

@@ -105,6 +105,7 @@ def policy_batch(
         entropy=column(1.0).abs(),
         advantages=torch.where(mask.bool(), advantages, 0.0),
         acc=(torch.arange(num_rows) % 2).double(),
+        teacher_logprobs=old + column(0.2),
     )
     return batch, new.clone()
 

@@ -37,6 +37,8 @@ TABLE: dict[str, tuple[str, list[str], str, tuple[str, str, float] | None]] = {
     "clip_cov": ("grpo", ["clip_cov"], "token-mean", None),
     "kl_cov": ("grpo", ["kl_cov"], "token-mean", None),
     "vapo": ("decoupled_gae", ["ppo_clip", "positive_lm"], "token-mean", None),
+    "opd": ("zero", ["ppo_clip"], "token-mean", None),
+    "gkd": ("zero", [], "token-mean", None),
 }
 
 # Published numbers: preset, place, field, value.
@@ -63,6 +65,8 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("gmpo", "policy_loss", "log_clip_low", 0.4),
     ("a2c", "advantage", "gamma", 1.0),
     ("gigpo", "advantage", "gamma", 0.95),
+    ("opd", "advantage_transform", "coef", 1.0),
+    ("gkd", "distillation", "beta", 0.5),
 ]
 
 # Settings in addition to the axes: preset, field, value.
@@ -71,6 +75,9 @@ EXTRAS: list[tuple[str, str, Any]] = [
     ("dapo", "sampler", "dynamic"),
     ("dapo", "rewards", ["dapo_rule", "soft_overlong"]),
     ("ppo", "epochs", 4),
+    ("opd", "rewards", []),
+    ("gkd", "rewards", []),
+    ("gkd", "policy_loss", None),
     ("vapo", "critic", {"pretrain_steps": 50}),
 ]
 

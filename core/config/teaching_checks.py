@@ -1,0 +1,208 @@
+"""What a stage with teachers cannot be: each impossible setting with what to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.config.base import Component
+from posttrain.core.config.loading import LoadedConfig
+from posttrain.core.config.rl_stage import TEACHER, RlStage
+from posttrain.core.contracts import TEACHER_COLUMNS
+
+ADD_ONE = (
+    "add `inputs: {teacher: <stage>}`, or `teachers` with the `model` of a folder or a `base_url`"
+)
+
+
+class TeachingCheck:
+    """The parts of one stage that learn from teachers, built, and its problems.
+
+    `build` makes a plugin of a kind from a component, `line` a problem at a field of the stage.
+    Any: plugins of whatever kind.
+    """
+
+    def __init__(
+        self,
+        stage: RlStage,
+        loaded: LoadedConfig,
+        losses: list[Any],
+        estimator: Any,
+        build: Callable[[str, Component], Any],
+        line: Callable[[str, str], str],
+    ) -> None:
+        self.stage, self.loaded, self.line = stage, loaded, line
+        self.losses, self.estimator = losses, estimator
+        self.transforms = [build("advantage_transform", each) for each in stage.transforms]
+        self.sampler = build("sampler", stage.sampler)
+        self.distillation = None
+        if stage.distillation is not None:
+            self.distillation = build("distillation_loss", stage.distillation)
+
+    def columns(self) -> frozenset[str]:
+        """Columns that the teachers of the stage fill."""
+        return TEACHER_COLUMNS if self.stage.teachers else frozenset()
+
+    def problems(self) -> Iterable[str]:
+        yield from self.readers()
+        yield from self.routing()
+        yield from self.places()
+        yield from self.terms()
+        yield from self.groups()
+
+    def readers(self) -> Iterable[str]:
+        """Somebody who reads no teacher, and a teacher whom nobody reads."""
+        stage = self.stage
+        reading = [each for each in self.losses if each.required_columns() & TEACHER_COLUMNS]
+        reading += [each for each in self.transforms if each.required_columns() & TEACHER_COLUMNS]
+        if self.distillation is not None:
+            reading.append(self.distillation)
+            if not stage.teachers:
+                yield self.line(
+                    "distillation",
+                    f"'{self.distillation.name}' learns from a teacher, and this stage has none; "
+                    f"{ADD_ONE}",
+                )
+        if stage.teachers and not reading:
+            where = f"inputs.{TEACHER}" if tuple(stage.teachers) == (TEACHER,) else "teachers"
+            yield self.line(
+                where,
+                "nothing in this stage learns from a teacher, which would be asked for nothing; "
+                "use `algorithm: opd` or `gkd`, add `advantage_transform: opd`, `policy_loss: "
+                "ref_kl` or `distillation: gkd`, or remove it",
+            )
+
+    def routing(self) -> Iterable[str]:
+        """Several teachers of whom nobody knows who judges what."""
+        stage = self.stage
+        if len(stage.teachers) > 1 and stage.teacher_routing is None:
+            yield self.line(
+                "teachers",
+                f"there are {len(stage.teachers)} ({', '.join(stage.teachers)}), and nothing says "
+                "which of them judges a problem; add `teacher_routing: {by: <field of the "
+                "problem's metadata>}`",
+            )
+        if stage.teacher_routing is not None and not stage.teachers:
+            yield self.line(
+                "teacher_routing", f"this stage has no teacher to route to; {ADD_ONE}, or remove it"
+            )
+        if stage.teacher_routing is None and any(t.routes for t in stage.teachers.values()):
+            yield self.line(
+                "teachers",
+                "`routes` are values of a field that nothing names; add `teacher_routing: {by: "
+                "<field of the problem's metadata>}`, or remove them",
+            )
+        named = Counter(
+            route for name, teacher in stage.teachers.items() for route in teacher.routes or (name,)
+        )
+        for route in sorted(route for route, times in named.items() if times > 1):
+            yield self.line(
+                "teachers", f"'{route}' is routed to {named[route]} teachers; keep one of them"
+            )
+
+    def places(self) -> Iterable[str]:
+        """Teachers that are not there, or cannot give what is read."""
+        stage = self.stage
+        reads_logits = self.distillation is not None and self.distillation.reads() == "logits"
+        for name, teacher in stage.teachers.items():
+            if teacher.folder is not None and not Path(teacher.folder).expanduser().is_dir():
+                yield self.line(
+                    f"teachers.{name}.model",
+                    f"there is no folder '{teacher.folder}', which should hold the teacher; "
+                    f"relative paths start at {Path.cwd()}",
+                )
+            if teacher.base_url is None:
+                continue
+            if reads_logits:
+                yield self.line(
+                    "distillation",
+                    f"it reads the whole vocabulary of teacher '{name}', and a server gives a few "
+                    "candidates; set support: topk and of: teacher, or give the teacher's folder",
+                )
+            if stage.generation.temperature != 1:
+                yield self.line(
+                    "generation.temperature",
+                    f"the server of teacher '{name}' gives log-probs at temperature 1, and the "
+                    f"policy's are at {stage.generation.temperature:g}, which would be compared; "
+                    "set 1.0, or give the teacher's folder",
+                )
+        local = [name for name, teacher in stage.teachers.items() if teacher.base_url is None]
+        if reads_logits and len(local) > 1 and self.loaded.config.trains_elsewhere:
+            yield self.line(
+                "teachers",
+                "ranks cannot compute logits of several teachers, whose rows differ from rank to "
+                f"rank; set support: topk and of: teacher, or {self.loaded.config.train_here}",
+            )
+
+    def terms(self) -> Iterable[str]:
+        """Losses that cannot take what the teacher's part makes of advantages, or none at all."""
+        if not self.losses and self.distillation is None:
+            yield self.line(
+                "policy_loss",
+                "without a policy loss there is nothing to learn; name one, or add `distillation`",
+            )
+        generation, by_engine = self.stage.generation, {"teacher_logprobs", "rollout_logprobs"}
+        for place, each in (
+            *(("policy_loss", loss) for loss in self.losses),
+            *(("advantage_transform", transform) for transform in self.transforms),
+        ):
+            cuts = generation.top_k > 0 or generation.top_p < 1
+            if cuts and by_engine <= each.required_columns():
+                yield self.line(
+                    place,
+                    f"'{each.name}' compares the teacher with the engine's log-probs, which are "
+                    "renormalised over what top_k and top_p keep; set anchor: old on it, or "
+                    "generation.top_p: 1 and top_k: 0",
+                )
+        owners = [loss.name for loss in self.losses if loss.owns_update]
+        if owners and self.distillation is not None:
+            yield self.line(
+                "distillation",
+                f"'{owners[0]}' takes its own optimizer step, so no other term can be added to it; "
+                "use another policy loss",
+            )
+        reading = [each for each in self.losses if "advantages" in each.required_columns()]
+        if self.transforms and not reading:
+            yield self.line(
+                "advantage_transform",
+                "it changes advantages, which no policy loss of this stage reads; add one such as "
+                "'ppo_clip', or remove it",
+            )
+        for transform in self.transforms:
+            whole = [e for e in reading if getattr(e.config, "adv_reduce", "mean") == "none"]
+            whole = [e for e in whole if not _by_token(e)]
+            if transform.varies_in_a_row() and whole:
+                yield self.line(
+                    "advantage_transform",
+                    f"'{transform.name}' gives the tokens of a response different advantages, and "
+                    f"'{whole[0].name}' has one ratio per response; use a loss by token such as "
+                    "'ppo_clip', or set adv_reduce: mean on it",
+                )
+        learns = self.transforms or self.distillation is not None
+        if self.estimator.is_zero and not learns and len(reading) == len(self.losses):
+            yield self.line(
+                "advantage",
+                f"'{self.estimator.name}' leaves nothing to learn; add `advantage_transform: opd` "
+                "or `distillation: gkd`, or use another advantage",
+            )
+
+    def groups(self) -> Iterable[str]:
+        """Groups left out for their rewards, although the teacher has something to say of them."""
+        signals = [each.name for each in self.transforms if each.carries_signal()]
+        signals += [] if self.distillation is None else [self.distillation.name]
+        if not signals:
+            return
+        why = f"'{signals[0]}' learns from groups of equal rewards as well"
+        if self.stage.drop_groups != "none":
+            yield self.line("drop_groups", f"{why}; set drop_groups: none")
+        if self.sampler.name == "dynamic":
+            yield self.line(
+                "sampler", f"{why}, which sampler 'dynamic' replaces; set sampler: group"
+            )
+
+
+def _by_token(loss: Any) -> bool:  # Any: a policy loss
+    """Whether its ratio is one per token although it could be one per response."""
+    return getattr(loss.config, "ratio_level", "sequence") == "token"

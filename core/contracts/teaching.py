@@ -1,0 +1,112 @@
+"""What is learned from a teacher: an advantage that its log-probs change, a divergence from it.
+
+Axes: B sequences, T response tokens, N tokens, V vocabulary, K candidates of a teacher.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts.advantages import Advantages
+from posttrain.core.contracts.base import ConfigT, Plugin
+
+
+class AdvantageTransform(Plugin[ConfigT]):
+    """Changes the advantages that an estimator made, without gradient.
+
+    It comes after the estimator's whitening and before the mask. A stage may have several, which
+    are applied in the order of the config.
+    """
+
+    kind = "advantage_transform"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Columns of the batch that `transform` reads, in addition to `mask`."""
+
+    def required_columns(self) -> frozenset[str]:
+        """`needs`, and more if the config asks."""
+        return self.needs
+
+    def varies_in_a_row(self) -> bool:
+        """Whether tokens of one response may get different advantages."""
+        return True
+
+    def carries_signal(self) -> bool:
+        """Whether responses of equal rewards may get an advantage other than 0.
+
+        Then no group may be left out of the update for its rewards.
+        """
+        return True
+
+    @abstractmethod
+    def transform(self, advantages: Tensor, batch: RolloutBatch) -> Advantages:
+        """New advantages [B, T] of `advantages` [B, T]; masked positions may hold anything.
+
+        A token that no teacher scored (NaN in `teacher_logprobs`) keeps the advantage it has.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """What a teacher says of N tokens: `sampled` [N] are their ids.
+
+    `logits` [N, V] are at the sampling temperature, float32, without gradient; None where only the
+    `topk_ids` [N, K] are known, with their `topk_logprobs` [N, K] over the whole vocabulary, best
+    first (-1 and -inf = missing). `old_logprobs` [N] are those of the policy that sampled, where
+    the loss asks for them, `logprobs` [N] the teacher's of the sampled tokens (NaN = not scored).
+    """
+
+    sampled: Tensor
+    logits: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """`loss` [N] per token, not reduced; `scored` [N] says which the teacher gave anything for.
+
+    `metrics` are detached, [N] each; where `scored` is False all of it may hold anything.
+    """
+
+    loss: Tensor
+    scored: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class DistillationLoss(Plugin[ConfigT]):
+    """A divergence from a teacher at each token, from rows of logits. It never reduces.
+
+    The learner calls it chunk by chunk, so logits of a whole batch never exist, and puts its values
+    in place: the term's aggregator divides, by counts of its own.
+    """
+
+    kind = "distillation_loss"
+
+    def reads(self) -> Literal["logits", "topk", "sampled"]:
+        """What of the teacher it needs: its weights, its best candidates, or one log-prob."""
+        return "logits"
+
+    def num_candidates(self) -> int:
+        """K, where it reads `topk`."""
+        return 0
+
+    def required_columns(self) -> frozenset[str]:
+        """Columns of the batch that are to be filled for it."""
+        of_teacher: Mapping[str, frozenset[str]] = {
+            "logits": frozenset(),
+            "topk": frozenset({"teacher_topk_ids", "teacher_topk_logprobs"}),
+            "sampled": frozenset({"teacher_logprobs"}),
+        }
+        return of_teacher[self.reads()]
+
+    @abstractmethod
+    def rows(self, logits: Tensor, teacher: TeacherRows) -> RowLoss:
+        """The loss of `logits` [N, V], float32 with gradient, at the sampling temperature."""

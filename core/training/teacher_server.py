@@ -1,0 +1,227 @@
+"""A teacher behind a server: vLLM's `prompt_logprobs` of the tokens that the policy sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.training.distillation import TeacherScores
+from posttrain.core.training.updates import Check, PolicyLearner
+
+Json = dict[str, Any]  # Any: JSON
+PROBE = "Two plus 3 is 5.\n\tÄpfel, 你好 🙂 def f(x):"
+TRIES = 4
+LONGEST_SAID = 200
+
+
+class Encodes(Protocol):
+    """A tokenizer, as far as it is compared with the server's."""
+
+    def encode_text(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """A text's tokens."""
+
+
+class NoAnswer(RunError):
+    """A server that could not be reached."""
+
+
+class ServerAway(ResourceError):
+    """The same, before a run."""
+
+
+class TeacherServer:
+    """A teacher by the URL of a vLLM server, asked for whole sequences at temperature 1.
+
+    Log-probs are of the whole vocabulary. The key is in no message.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        name: str,
+        *,
+        api_key_env: str | None = None,
+        timeout_s: float = 120.0,
+        at_once: int = 16,
+    ) -> None:
+        self.base_url, self.model, self.name = base_url.rstrip("/"), model, name
+        self._timeout_s, self._at_once, self._key_env = timeout_s, at_once, api_key_env
+        self._key = _key(api_key_env)
+
+    def check(self, tokenizer: Encodes) -> None:
+        """Raise `ResourceError` unless the server gives log-probs of the policy's own tokens.
+
+        It is a `ServerAway` where nobody answers.
+        """
+        asyncio.run(self._check(tokenizer.encode_text(PROBE, special=False)))
+
+    async def _check(self, ids: Sequence[int]) -> None:
+        async with self._client() as client:
+            root = self.base_url.removesuffix("/v1")
+            request = {"model": self.model, "prompt": PROBE, "add_special_tokens": False}
+            try:
+                found = await client.post(f"{root}/tokenize", json=request)
+                theirs = found.json().get("tokens") if found.status_code == 200 else None
+            except (httpx.HTTPError, ValueError, AttributeError):
+                theirs = None  # not a route of every server; the next question tells
+            if theirs is not None and theirs != list(ids):
+                raise ResourceError(
+                    f"{self._who} has another tokenizer than the policy: of a test sentence it "
+                    f"makes {len(theirs)} tokens, the policy {len(ids)}, with other ids; use a "
+                    "teacher of the policy's family"
+                )
+            try:
+                entries = await self._ask(client, ids, 1, tries=1)
+            except NoAnswer as error:
+                raise ServerAway(str(error)) from error
+            except RunError as error:
+                raise ResourceError(str(error)) from error
+            if not all(
+                str(token) in entry for token, entry in zip(ids[1:], entries[1:], strict=True)
+            ):
+                raise ResourceError(
+                    f"{self._who} gives log-probs of other tokens than it was sent: use a vLLM "
+                    "server, or give the teacher's folder as `model`"
+                )
+
+    def scores(
+        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
+    ) -> TeacherScores:
+        """As in `ScoresTokens`: one request per row, up to its last sampled token."""
+        check()
+        found = asyncio.run(self._scores(batch, top_k))
+        check()
+        return found
+
+    async def _scores(self, batch: RolloutBatch, top_k: int) -> TeacherScores:
+        shape = batch.response_ids.shape
+        logprobs = torch.full(shape, torch.nan)
+        ids = torch.full((*shape, top_k), -1, dtype=torch.int64)
+        values = torch.full((*shape, top_k), -torch.inf)
+        slots = asyncio.Semaphore(self._at_once)
+        async with self._client() as client:
+
+            async def row(index: int) -> None:
+                prompt = batch.prompt_ids[index][batch.prompt_mask[index].bool()].tolist()
+                sampled = batch.response_mask[index].bool().nonzero().squeeze(1).tolist()
+                if not sampled:
+                    return
+                response = batch.response_ids[index][: sampled[-1] + 1].tolist()
+                async with slots:
+                    entries = await self._ask(client, [*prompt, *response], top_k)
+                for place in sampled:
+                    entry = entries[len(prompt) + place]
+                    own = entry.get(str(response[place]))
+                    if own is not None:
+                        logprobs[index, place] = float(own["logprob"])
+                    _put_candidates(entry, ids[index, place], values[index, place])
+
+            await asyncio.gather(*(row(index) for index in range(len(batch))))
+        if not top_k:
+            return TeacherScores(logprobs)
+        return TeacherScores(logprobs, ids, values)
+
+    async def _ask(
+        self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, tries: int = TRIES
+    ) -> list[Json]:
+        """What the server says of each token of `ids`: candidates by id, nothing of the first."""
+        request = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": top_k,
+        }
+        for attempt in range(tries):
+            try:
+                reply = await client.post(f"{self.base_url}/completions", json=request)
+                said, status = reply.text, reply.status_code
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                said, status = f"{type(error).__name__} {error}".strip(), 0
+            if status == 200:
+                return self._read(said, len(ids))
+            if status not in (0, 408, 425, 429) and status < 500:
+                break
+            if attempt < tries - 1:
+                await asyncio.sleep(2.0**attempt / 2)
+        said = self._safe(said[:LONGEST_SAID])
+        kind = RunError if status else NoAnswer
+        raise kind(
+            f"{self._who} does not answer: {f'HTTP {status}, ' if status else ''}{said!r}: check "
+            f"base_url, model ('{self.model}') and the key in "
+            f"{self._key_env or 'api_key_env (none is named)'}"
+        )
+
+    def _read(self, text: str, length: int) -> list[Json]:
+        try:
+            found = json.loads(text)["choices"][0]["prompt_logprobs"]
+            entries = [entry or {} for entry in found]
+            if len(entries) != length or not all(isinstance(each, dict) for each in entries):
+                raise ValueError(f"{len(entries)} entries for {length} tokens")
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(
+                f"{self._who} gives no log-probs of the tokens it was sent ({error}): use a vLLM "
+                "server, which knows `prompt_logprobs`, or give the teacher's folder as `model`"
+            ) from error
+        return entries
+
+    def _client(self) -> httpx.AsyncClient:
+        local = urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+        return httpx.AsyncClient(
+            timeout=self._timeout_s,
+            trust_env=not local,  # settings of a proxy are for hosts elsewhere
+            limits=httpx.Limits(max_connections=self._at_once),
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+        )
+
+    @property
+    def _who(self) -> str:
+        return f"the server of teacher '{self.name}' at {self.base_url}"
+
+    def _safe(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def server_of(name: str, section: TeacherSection) -> TeacherServer:
+    """The server that a teacher's section of the config names."""
+    assert section.base_url is not None and section.model is not None, "checked with the config"
+    return TeacherServer(
+        section.base_url,
+        section.model,
+        name,
+        api_key_env=section.api_key_env,
+        timeout_s=section.timeout_s,
+        at_once=section.at_once,
+    )
+
+
+def _put_candidates(entry: Json, ids: Tensor, values: Tensor) -> None:
+    """Write the best candidates of a token into `ids` and `values` [K], best first."""
+    best = sorted(entry.items(), key=lambda item: -float(item[1]["logprob"]))[: len(ids)]
+    for place, (token, known) in enumerate(best):
+        ids[place], values[place] = int(token), float(known["logprob"])
+
+
+def _key(variable: str | None) -> str:
+    """The key in the environment variable of that name; empty if none is named."""
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise ResourceError(
+            f"the environment variable '{variable}', which holds the key of a teacher's server, is "
+            "not set to a key: export it, or set api_key_env to null for a server without keys"
+        )
+    return key

@@ -1,0 +1,180 @@
+"""The teachers of a stage: who judges which response, and the columns that they fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import TEACHER_COLUMNS, Advantages, AdvantageTransform
+from posttrain.core.errors import RunError, shortlist
+from posttrain.core.math.masking import masked
+from posttrain.core.training.distillation import TeacherScores
+from posttrain.core.training.objective import taught
+from posttrain.core.training.updates import Check, PolicyLearner, no_check
+
+TOPK = frozenset({"teacher_topk_ids", "teacher_topk_logprobs"})
+SCORES = TOPK | {"teacher_logprobs"}
+
+
+class ScoresTokens(Protocol):
+    """A teacher, wherever its weights are."""
+
+    def scores(
+        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
+    ) -> TeacherScores:
+        """What it says of `batch`; with its best `top_k` candidates unless that is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTeacher:
+    """A teacher whose weights are where the policy's are."""
+
+    name: str
+
+    def scores(
+        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
+    ) -> TeacherScores:
+        """As in `ScoresTokens`: one forward pass."""
+        return learner.teacher_pass(self.name, batch, top_k, check)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """`routes` maps values of the field `by` of a problem's metadata to places of teachers."""
+
+    by: str
+    routes: Mapping[str, int]
+    unknown: Literal["error", "skip"]
+
+    def teacher_of(self, batch: RolloutBatch) -> Tensor:
+        """The teacher [B] of each row, -1 = none. Raises `RunError` for one that nobody teaches."""
+        places = []
+        for problem in batch.problems:
+            value = problem.metadata.get(self.by)
+            place = -1 if value is None else self.routes.get(value, -1)
+            if place < 0 and self.unknown == "error":
+                has = f"has {self.by} '{value}'" if value is not None else f"has no '{self.by}'"
+                raise RunError(
+                    f"the problem {problem.prompt[:60]!r} {has} in its metadata, which no teacher "
+                    f"teaches ({shortlist(value or '', self.routes)}): name it in the `routes` of "
+                    "a teacher, or set teacher_routing.unknown: skip"
+                )
+            places.append(place)
+        return torch.tensor(places, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    """All teachers of a stage, in order. Without `routing` there is one, which judges everything.
+
+    `top_k` is the number of candidates that a loss asks for.
+    """
+
+    scorers: Mapping[str, ScoresTokens]
+    routing: Routing | None = None
+    top_k: int = 0
+    on_missing: Literal["error", "mask"] = "error"
+
+    def fill(
+        self,
+        batch: RolloutBatch,
+        names: Set[str],
+        learner: PolicyLearner,
+        check: Check = no_check,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`batch` with `teacher_id`, with those of `names` that teachers fill, and metrics.
+
+        Raises `RunError` for a sampled token that its teacher did not score, unless `on_missing`
+        allows it.
+        """
+        if batch.teacher_id is None:
+            batch = batch.with_columns(teacher_id=self._assigned(batch))
+        wanted = (names & SCORES) - batch.columns()
+        if not wanted:
+            return batch, {}
+        began = perf_counter()
+        # One pass gives all of it, for whoever reads the rest later.
+        top_k = self.top_k
+        batch = batch.with_columns(**self._scored(batch, top_k, learner, check))
+        return batch, {**self._metrics(batch), "time/teacher_s": perf_counter() - began}
+
+    def _assigned(self, batch: RolloutBatch) -> Tensor:
+        if self.routing is None:
+            return torch.zeros(len(batch), dtype=torch.int64)
+        return self.routing.teacher_of(batch)
+
+    def _scored(
+        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
+    ) -> dict[str, Tensor]:
+        shape = batch.response_ids.shape
+        logprobs = torch.full(shape, torch.nan)
+        ids = torch.full((*shape, top_k), -1, dtype=torch.int64)
+        values = torch.full((*shape, top_k), -torch.inf)
+        for place, scorer in enumerate(self.scorers.values()):
+            rows = (batch.column("teacher_id") == place).nonzero().squeeze(1)
+            if len(rows) == 0:
+                continue
+            found = scorer.scores(batch.select(rows), top_k, learner, check)
+            logprobs[rows] = found.logprobs.to(logprobs)
+            if found.topk_ids is not None and found.topk_logprobs is not None:
+                ids[rows] = found.topk_ids
+                values[rows] = found.topk_logprobs.to(values)
+        missing = logprobs.isnan() & taught(batch).bool()
+        if missing.any() and self.on_missing == "error":
+            raise RunError(
+                f"{int(missing.sum())} of {int(taught(batch).sum())} sampled tokens have no "
+                "log-prob of their teacher: set teacher_missing: mask to learn nothing there, or "
+                "see why the server leaves them out"
+            )
+        columns = {"teacher_logprobs": logprobs}
+        if top_k:
+            columns |= {"teacher_topk_ids": ids, "teacher_topk_logprobs": values}
+        return columns
+
+    def _metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """How far the policy that sampled is from the teachers, of all and of each."""
+        teacher = batch.column("teacher_logprobs")
+        mask = taught(batch).bool()
+        known = mask & ~teacher.isnan()
+        policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        gap = masked(policy, known) - masked(teacher, known)
+        metrics = {"distil/missing_frac": _share(mask & ~known, mask)}
+        if known.any():
+            metrics["distil/rollout_kl"] = float(gap[known].double().mean())
+        if len(self.scorers) == 1:
+            return metrics
+        metrics["distil/skipped_frac"] = float((batch.column("teacher_id") < 0).double().mean())
+        for place, name in enumerate(self.scorers):
+            own = known & (batch.column("teacher_id") == place)[:, None]
+            metrics[f"distil/tokens/{name}"] = float(own.sum())
+            if own.any():
+                metrics[f"distil/rollout_kl/{name}"] = float(gap[own].double().mean())
+        return metrics
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return float(part.sum()) / max(1.0, float(whole.sum()))
+
+
+def transformed(
+    estimate: Advantages, transforms: Sequence[AdvantageTransform[Any]], batch: RolloutBatch
+) -> Advantages:
+    """`estimate` after each of `transforms`, in order; 0 under the batch's mask."""
+    for each in transforms:
+        batch.require(each.required_columns(), f"advantage_transform '{each.name}'")
+        found = each.transform(estimate.advantages, batch)
+        estimate = replace(
+            estimate,
+            advantages=masked(found.advantages, batch.mask),
+            metrics={**estimate.metrics, **found.metrics},
+        )
+    return estimate
+
+
+assert SCORES < TEACHER_COLUMNS

@@ -1,0 +1,1 @@
+"""Divergences from a teacher."""

@@ -1,0 +1,43 @@
+"""A student whose stage has no reward comes to do its teacher's task, by the real command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.distilling import STUDENTS, distil
+from tests.helpers.learning import SEEDS, final
+
+
+def test_a_student_follows_its_teacher_without_a_reward(tmp_path: Path) -> None:
+    learned = distil(tmp_path, 0, {"gkd": STUDENTS["gkd"]}, teacher_steps=12, steps=8)
+    verdicts = learned.history("gkd", "acc/mean")
+    teacher = learned.history("big", "acc/mean")[-1]
+    assert teacher > 0.6 and verdicts[0] < 0.2 and verdicts[-1] > 0.4
+    assert learned.history("gkd", "reward/mean") == [0.0] * 8
+    apart = learned.history("gkd", "distil/divergence")
+    assert apart[-1] < 0.3 * apart[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_way_to_learn_from_a_teacher_reaches_it(tmp_path: Path, seed: int) -> None:
+    learned = distil(tmp_path, seed, STUDENTS, teacher_steps=25, steps=25)
+    assert final(learned.history("big", "acc/mean")) > 0.9
+    reached = {name: final(learned.history(name, "acc/mean")) for name in STUDENTS}
+    assert all(value > 0.85 for value in reached.values()), reached
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
+    students = {name: STUDENTS[name] for name in ("opd", "gkd", "candidates")}
+    curves = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        learned = distil(folder, 0, students, teacher_steps=12, steps=4, ranks=ranks)
+        curves.append({name: learned.history(name, "acc/mean") for name in students})
+    assert curves[0] == curves[1]

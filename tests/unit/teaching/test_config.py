@@ -1,0 +1,263 @@
+"""Teachers in the config: what reads best, and what is refused with what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.errors import ConfigError, ResourceError
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+from posttrain.core.plugin_manager import PluginManager
+from posttrain.pipelines.run.planning import parts_of_stage
+from posttrain.pipelines.run.teacher_checks import check_teachers
+
+SERVER = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
+
+
+def resolved(tmp_path: Path, manager: PluginManager, **stage: Any) -> ResolvedRun:
+    """A run whose stage `rl` is `stage`, after one that makes a model."""
+    inputs = stage.pop("inputs", {"model": "base", "teacher": "big"})
+    config = {
+        "task": "arithmetic",
+        "model": {"dtype": "float32"},
+        "limits": stage.pop("limits", {}),
+        "stages": {
+            "big": {"kind": "sft", "inputs": {"model": "base"}},
+            "rl": {"kind": "rl", "inputs": inputs, **stage},
+        },
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return resolve(load_config([path]), manager)
+
+
+def stage_of(run: ResolvedRun) -> RlStage:
+    stage = run.config.stages["rl"]
+    assert isinstance(stage, RlStage)
+    return stage
+
+
+def test_the_input_teacher_is_a_teacher_without_being_listed(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    run = resolved(tmp_path, manager, algorithm="opd")
+    stage = stage_of(run)
+    assert list(stage.teachers) == ["teacher"] and stage.teacher_roles == ("teacher",)
+    assert stage.rewards == () and stage.advantage.name == "zero"
+    assert run.order == ("big", "rl")
+    again = resolve(load_config([tmp_path / "run.yaml"]), manager)
+    assert again.to_yaml() == run.to_yaml()
+
+
+def test_several_teachers_are_inputs_folders_and_servers(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    make_tiny_model(tmp_path / "code")
+    run = resolved(
+        tmp_path,
+        manager,
+        algorithm="opd",
+        inputs={"model": "base", "maths": "big"},
+        teachers={"maths": {}, "code": {"model": str(tmp_path / "code")}, "prose": SERVER},
+        teacher_routing={"by": "field"},
+    )
+    assert stage_of(run).teacher_roles == ("maths",)
+    assert stage_of(run).outside_paths() == {"teachers.code.model": str(tmp_path / "code")}
+
+
+def test_another_folder_of_a_teacher_is_another_stage(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    folder = tmp_path / "teacher"
+    found = []
+    for seed in (0, 0, 1):
+        make_tiny_model(folder, seed=seed)
+        run = resolved(
+            tmp_path,
+            manager,
+            algorithm="opd",
+            inputs={"model": "base"},
+            teachers={"t": {"model": str(folder)}},
+        )
+        found.append(parts_of_stage(run, "rl", {"model": "x"}, "transformers", ""))
+    assert found[0] == found[1] != found[2]
+    changed = {key for key in found[0] if found[0][key] != found[2][key]}
+    assert changed == {"file teachers.t.model"}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "a transform without a teacher",
+        {"inputs": {"model": "base"}, "advantage_transform": "opd"},
+        r"rl\.advantage_transform: advantage_transform 'opd' reads the column 'teacher_logprobs', "
+        r"filled by a teacher, and this stage has none: add `inputs: \{teacher: <stage>\}`",
+    ),
+    (
+        "a divergence without a teacher",
+        {"inputs": {"model": "base"}, "algorithm": "gkd"},
+        r"rl\.distillation: 'gkd' learns from a teacher, and this stage has none",
+    ),
+    (
+        "a teacher that nobody reads",
+        {},
+        r"rl\.inputs\.teacher: nothing in this stage learns from a teacher",
+    ),
+    (
+        "a teacher that is not there",
+        {"algorithm": "opd", "teachers": {"maths": {}}, "inputs": {"model": "base"}},
+        r"stage kind 'rl' reads 'maths', the teacher of that name without a `model`; add 'maths: "
+        r"<name of a stage>'",
+    ),
+    (
+        "a teacher that no stage makes",
+        {"algorithm": "opd", "inputs": {"model": "base", "teacher": "missing"}},
+        r"no stage named 'missing'",
+    ),
+    (
+        "a folder that is not there",
+        {"algorithm": "opd", "inputs": {"model": "base"}, "teachers": {"t": {"model": "/nowhere"}}},
+        r"rl\.teachers\.t\.model: there is no folder '/nowhere'",
+    ),
+    (
+        "several teachers and no routing",
+        {"algorithm": "opd", "teachers": {"teacher": {}, "b": SERVER}},
+        r"rl\.teachers: there are 2 \(teacher, b\), and nothing says which of them judges",
+    ),
+    (
+        "one value of two teachers",
+        {
+            "algorithm": "opd",
+            "teachers": {"teacher": {"routes": ["x"]}, "b": {**SERVER, "routes": ["x"]}},
+            "teacher_routing": {"by": "field"},
+        },
+        r"'x' is routed to 2 teachers; keep one",
+    ),
+    (
+        "the whole vocabulary of a server",
+        {"algorithm": "gkd", "inputs": {"model": "base"}, "teachers": {"t": SERVER}},
+        r"rl\.distillation: it reads the whole vocabulary of teacher 't', and a server gives a few "
+        r"candidates; set support: topk and of: teacher",
+    ),
+    (
+        "a server at another temperature",
+        {
+            "algorithm": "opd",
+            "inputs": {"model": "base"},
+            "teachers": {"t": SERVER},
+            "generation": {"temperature": 0.7},
+        },
+        r"rl\.generation\.temperature: the server of teacher 't' gives log-probs at temperature 1",
+    ),
+    (
+        "one ratio per response",
+        {
+            "algorithm": "opd",
+            "policy_loss": {"name": "gspo"},
+            "aggregator": "seq-mean-token-mean",
+        },
+        r"rl\.advantage_transform: 'opd' gives the tokens of a response different advantages, and "
+        r"'gspo' has one ratio per response",
+    ),
+    (
+        "an engine that renormalises",
+        {
+            "algorithm": "opd",
+            "advantage_transform": "iw_opd",
+            "generation": {"top_p": 0.9},
+        },
+        r"rl\.advantage_transform: 'iw_opd' compares the teacher with the engine's log-probs",
+    ),
+    (
+        "groups left out for their rewards",
+        {"algorithm": "grpo", "advantage_transform": "opd", "drop_groups": "zero_advantage"},
+        r"rl\.drop_groups: 'opd' learns from groups of equal rewards as well",
+    ),
+    (
+        "a sampler that replaces them",
+        {"algorithm": "dapo", "advantage_transform": "opd"},
+        r"rl\.sampler: 'opd' learns from groups of equal rewards as well",
+    ),
+    (
+        "no term at all",
+        {"algorithm": "opd", "policy_loss": None, "advantage_transform": []},
+        r"rl\.policy_loss: without a policy loss there is nothing to learn",
+    ),
+    (
+        "zero advantages alone",
+        {"inputs": {"model": "base"}, "advantage": "zero", "rewards": []},
+        r"rl\.advantage: 'zero' leaves nothing to learn",
+    ),
+    (
+        "a transform that nobody reads",
+        {"algorithm": "gkd", "advantage_transform": "opd"},
+        r"rl\.advantage_transform: it changes advantages, which no policy loss of this stage reads",
+    ),
+    (
+        "no rewards where they are read",
+        {"inputs": {"model": "base"}, "rewards": []},
+        r"rl\.rewards: there is none, and the update depends on",
+    ),
+    (
+        "a server without its model's name",
+        {"algorithm": "opd", "teachers": {"t": {"base_url": "http://127.0.0.1:9/v1"}}},
+        r"a server needs `model`",
+    ),
+    (
+        "a key in a URL",
+        {
+            "algorithm": "opd",
+            "teachers": {"t": {"base_url": "http://me:pw@127.0.0.1/v1", "model": "m"}},
+        },
+        r"a URL is logged, so it holds no key",
+    ),
+    (
+        "logits of several teachers on ranks",
+        {
+            "algorithm": "gkd",
+            "inputs": {"model": "base", "a": "big", "b": "big"},
+            "teachers": {"a": {}, "b": {}},
+            "teacher_routing": {"by": "field"},
+            "limits": {"learner_ranks": 2},
+        },
+        r"ranks cannot compute logits of several teachers",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
+)
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, manager: PluginManager, stage: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(tmp_path, manager, **stage)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_the_run(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    policy = make_tiny_model(tmp_path / "policy")
+    same, other = make_tiny_model(tmp_path / "same", seed=3), tmp_path / "other"
+    make_tiny_model(other, tokenizer=make_tiny_tokenizer("\n0123456789", BARE_TEMPLATE))
+    for folder, fits in ((same, True), (other, False)):
+        run = resolved(
+            tmp_path,
+            manager,
+            algorithm="opd",
+            inputs={"model": "base"},
+            teachers={"t": {"model": str(folder)}},
+        )
+        if fits:
+            assert check_teachers(run.config, policy, None) == []
+            continue
+        with pytest.raises(
+            ResourceError, match=r"teacher 't' .*: its tokenizer has \d+ tokens and"
+        ):
+            check_teachers(run.config, policy, None)

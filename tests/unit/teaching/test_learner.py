@@ -1,0 +1,220 @@
+"""Teachers in the learner: exact gradients whatever the split, routed rows, columns, their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.contracts import Aggregator, DistillationLoss, PolicyLoss, TeacherRows
+from posttrain.core.errors import RunError
+from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.learner import Learner
+from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
+from posttrain.core.training.optim import MasterOptimizer
+from posttrain.core.training.teachers import LocalTeacher, Routing, Teachers
+from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.types import Problem
+from tests.helpers.plugins import MANAGER
+from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
+
+FULL = {"divergence": "jsd", "beta": 0.3}
+CANDIDATES = {"divergence": "forward", "support": "topk", "top_k": 8}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The policy and two teachers of its vocabulary, the second one wider."""
+    root = tmp_path_factory.mktemp("models")
+    made = [make_tiny_model(root / f"m{seed}", seed=seed, init_std=0.3) for seed in (0, 1)]
+    return [*made, make_tiny_model(root / "m2", seed=2, hidden=96, init_std=0.3)]
+
+
+def make_learner(
+    folders: list[Path],
+    fields: Mapping[str, Any] | None,
+    *,
+    names: tuple[str, ...] = ("a",),
+    micro: int = 4,
+    terms: tuple[LossTerm, ...] = (),
+    temperature: float = 0.7,
+) -> Learner:
+    model, mean = load_tiny(folders[0]), MANAGER.build(Aggregator, "token-mean")
+    distillation = None
+    if fields is not None:
+        loss = MANAGER.build(DistillationLoss, "gkd", fields)
+        distillation = DistillationTerm(loss, mean, coef=2.0)
+    return Learner(
+        model,
+        MasterOptimizer(model, OptimizerSection(learning_rate=1e-3, max_grad_norm=None), 10),
+        Objective(terms, mean, distillation=distillation),
+        UpdateSettings(1, 1, micro, temperature=temperature, seed=0),
+        teachers={name: load_tiny(folders[1 + i]) for i, name in enumerate(names)},
+    )
+
+
+def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
+    """What one update would step along, in the model's own precision."""
+    learner.optimizer.close()
+    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
+    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
+    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.model.zero_grad()
+    return held
+
+
+def by_hand(
+    learner: Learner, batch: RolloutBatch, teacher_of: Mapping[int, PreTrainedModel]
+) -> list[Tensor]:
+    """One sequence at a time with whole logits, nothing shared and nothing checkpointed."""
+    term, tau = learner.objective.distillation, learner.settings.temperature
+    assert term is not None
+    counted = sum(float(batch.mask[row].sum()) for row in teacher_of)
+    learner.optimizer.close()  # gradients stay on the model
+    for row, teacher in teacher_of.items():
+        prompt, response = sequence(batch, row)
+        if not batch.mask[row].any():
+            continue
+        ids, cut = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+        logits = learner.model(ids).logits[0, cut] / tau
+        with torch.no_grad():
+            other = teacher(ids).logits[0, cut] / tau
+        best = torch.log_softmax(other, -1).topk(8, dim=-1)
+        said = TeacherRows(response, other, best.indices, best.values)
+        loss = term.loss.rows(logits, said).loss
+        (term.coef * loss.sum() / counted).backward()  # type: ignore[no-untyped-call]
+    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.model.zero_grad()
+    return held
+
+
+@pytest.mark.parametrize("fields", [FULL, CANDIDATES, {**CANDIDATES, "of": "union"}])
+@pytest.mark.parametrize("micro", [1, 5, 16])
+def test_the_gradient_is_that_of_whole_logits_whatever_the_split(
+    folders: list[Path], fields: dict[str, Any], micro: int
+) -> None:
+    batch = ragged_batch([5, 9, 3], group_size=3)
+    learner = make_learner(folders, fields, micro=micro)
+    teachers = Teachers({"a": LocalTeacher("a")}, top_k=8 if fields is CANDIDATES else 0)
+    ready = ColumnFiller(learner, teachers).fill_for_update(batch, 1, 0.0).batch
+    assert (ready.teacher_topk_ids is not None) is (fields is CANDIDATES)
+    teacher = learner.teachers["a"]
+    assert teacher is not None
+    wanted = by_hand(learner, batch, dict.fromkeys(range(len(batch)), teacher))
+    assert_same_gradient(gradient(learner, ready), wanted)
+
+
+def routed(batch: RolloutBatch, fields: list[str]) -> RolloutBatch:
+    problems = [Problem("k", "p", "a", "w", {"field": field}) for field in fields]
+    return replace(batch, problems=tuple(problems))
+
+
+def test_rows_learn_from_the_teacher_of_their_problem_and_others_do_not_count(
+    folders: list[Path],
+) -> None:
+    batch = routed(ragged_batch([5, 9, 3], group_size=2), ["a", "a", "b", "b", "c", "c"])
+    learner = make_learner(folders, FULL, names=("a", "b"), micro=3)
+    routing = Routing("field", {"a": 0, "b": 1}, "skip")
+    teachers = Teachers({name: LocalTeacher(name) for name in ("a", "b")}, routing)
+    filled, _ = ColumnFiller(learner, teachers).fill(batch, {"teacher_logprobs"})
+    assert filled.column("teacher_id").tolist() == [0, 0, 1, 1, -1, -1]
+    scored = filled.column("teacher_logprobs")
+    for row, name in ((0, "a"), (2, "b")):
+        teacher = learner.teachers[name]
+        assert teacher is not None
+        prompt, response = sequence(batch, row)
+        logits = teacher(torch.cat([prompt, response])[None]).logits[0] / 0.7
+        said = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, response[:, None])
+        own = scored[row, : len(response)]
+        torch.testing.assert_close(own.double(), said[:, 0], rtol=0, atol=1e-5)
+    assert scored[4:].isnan().all()
+    of = {row: learner.teachers[name] for row, name in enumerate(["a", "a", "b", "b"])}
+    wanted = by_hand(learner, batch, of)  # type: ignore[arg-type]
+    assert_same_gradient(gradient(learner, filled), wanted)
+
+
+def test_a_problem_that_nobody_teaches_stops_unless_it_is_skipped(folders: list[Path]) -> None:
+    batch = routed(ragged_batch([5], group_size=2), ["a", "poems"])
+    learner = make_learner(folders, FULL)
+    strict = Teachers({"a": LocalTeacher("a")}, Routing("field", {"a": 0}, "error"))
+    with pytest.raises(RunError, match="has field 'poems' in its metadata, which no teacher"):
+        strict.fill(batch, {"teacher_logprobs"}, learner)
+    unknown = Teachers({"a": LocalTeacher("a")}, Routing("topic", {"a": 0}, "error"))
+    with pytest.raises(RunError, match="has no 'topic' in its metadata"):
+        unknown.fill(batch, {"teacher_logprobs"}, learner)
+
+
+def test_the_candidates_of_one_pass_are_those_of_the_whole_vocabulary(folders: list[Path]) -> None:
+    batch = ragged_batch([5, 9, 3], group_size=3)
+    learner = make_learner(folders, CANDIDATES, micro=4)
+    found, plain = (learner.teacher_pass("a", batch, top_k) for top_k in (8, 0))
+    torch.testing.assert_close(found.logprobs, plain.logprobs, rtol=0, atol=1e-6)
+    assert found.topk_ids is not None and found.topk_logprobs is not None
+    teacher = learner.teachers["a"]
+    assert teacher is not None
+    for row in range(len(batch)):
+        prompt, response = sequence(batch, row)
+        logits = teacher(torch.cat([prompt, response])[None]).logits[0] / 0.7
+        best = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].topk(8, dim=-1)
+        own = found.topk_logprobs[row, : len(response)]
+        torch.testing.assert_close(own.double(), best.values, rtol=0, atol=1e-5)
+        assert torch.equal(found.topk_ids[row, : len(response)], best.indices)
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_teachers_columns_cost_one_forward_pass(folders: list[Path], top_k: int) -> None:
+    batch = ragged_batch([5, 9, 3], group_size=3)
+    learner = make_learner(folders, None, micro=4)
+    calls: dict[str, int] = {}
+    for name, model in (("policy", learner.model), ("teacher", learner.teachers["a"])):
+        assert model is not None
+
+        def count(*_: Any, name: str = name) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        model.get_decoder().layers[0].register_forward_hook(count)
+    learner.reference = learner.teachers["a"]
+    learner.reference_logprobs(batch)
+    one_pass = calls.pop("teacher")
+    teachers = Teachers({"a": LocalTeacher("a")}, top_k=top_k)
+    names = {"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}
+    filled, metrics = ColumnFiller(learner, teachers).fill(batch, names)
+    assert calls == {"teacher": one_pass}
+    assert "distil/rollout_kl" in metrics and metrics["distil/missing_frac"] == 0
+    # What is there is not asked for again.
+    ColumnFiller(learner, teachers).fill(
+        filled, names - (set() if top_k else {*names} - {"teacher_logprobs"})
+    )
+    assert calls == {"teacher": one_pass}
+
+
+def test_tokens_without_a_log_prob_stop_the_run_or_are_left_out(folders: list[Path]) -> None:
+    batch = ragged_batch([5, 9], group_size=2)
+    loss = LossTerm(MANAGER.build(PolicyLoss, "ref_kl"), MANAGER.build(Aggregator, "token-mean"))
+    learner = make_learner(folders, None, terms=(loss,))
+
+    class Deaf(LocalTeacher):
+        """It leaves out the first token of every response."""
+
+        def scores(self, *args: Any) -> Any:
+            found = super().scores(*args)
+            found.logprobs[:, 0] = torch.nan
+            return found
+
+    with pytest.raises(RunError, match=r"\d+ of \d+ sampled tokens have no log-prob"):
+        Teachers({"a": Deaf("a")}).fill(batch, {"teacher_logprobs"}, learner)
+    lenient = Teachers({"a": Deaf("a")}, on_missing="mask")
+    ready = ColumnFiller(learner, lenient).fill_for_update(batch, 1, 0.0)
+    assert 0 < ready.metrics["distil/missing_frac"] < 1
+    assert all(g.isfinite().all() for g in gradient(learner, ready.batch))

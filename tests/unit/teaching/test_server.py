@@ -1,0 +1,98 @@
+"""A teacher behind a server says what its weights say, or it is refused with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import ResourceError
+from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.training.distillation import candidate_pass
+from posttrain.core.training.teacher_server import ServerAway, TeacherServer, server_of
+from posttrain.core.training.teachers import Teachers
+from posttrain.core.training.updates import no_check
+from tests.helpers.rollouts import load_tiny, ragged_batch
+from tests.helpers.scoring_server import scoring_server
+
+LEARNER = None  # whoever trains is not asked
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1, init_std=0.3)
+
+
+@pytest.mark.parametrize("fault", ["", "busy"])
+def test_a_server_says_what_the_weights_say(folder: Path, fault: str) -> None:
+    batch = ragged_batch([5, 9, 3], group_size=3)
+    with scoring_server(folder, fault) as state:
+        server = TeacherServer(state.url, "big", "t")
+        server.check(ChatTokenizer.load(folder))
+        found = server.scores(batch, 4, LEARNER, no_check)  # type: ignore[arg-type]
+    rows = [torch.arange(len(batch))]
+    wanted = candidate_pass(load_tiny(folder), batch, rows, top_k=4, temperature=1.0)
+    mask = batch.response_mask.bool()
+    assert found.topk_ids is not None and found.topk_logprobs is not None
+    assert wanted.topk_ids is not None and wanted.topk_logprobs is not None
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(found.logprobs[mask], wanted.logprobs[mask].float(), **close)
+    assert torch.equal(found.topk_ids[mask], wanted.topk_ids[mask])
+    torch.testing.assert_close(
+        found.topk_logprobs[mask], wanted.topk_logprobs[mask].float(), **close
+    )
+    assert found.logprobs[~mask].isnan().all() and (found.topk_ids[~mask] == -1).all()
+    assert {request["model"] for request in state.requests} == {"big"}
+
+
+def test_a_token_that_the_server_leaves_out_is_missing(folder: Path) -> None:
+    batch = ragged_batch([5], group_size=2)
+    with scoring_server(folder, "deaf") as state:
+        server = TeacherServer(state.url, "big", "t")
+        server.check(ChatTokenizer.load(folder))
+        teachers = Teachers({"t": server}, on_missing="mask")
+        filled, metrics = teachers.fill(
+            batch,
+            {"teacher_logprobs"},
+            LEARNER,  # type: ignore[arg-type]
+        )
+    lengths = batch.response_mask.sum(dim=1).tolist()
+    missing = filled.column("teacher_logprobs").isnan() & batch.response_mask.bool()
+    assert missing.nonzero().tolist() == [[row, n - 1] for row, n in enumerate(lengths)]
+    assert metrics["distil/missing_frac"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("plain", "gives no log-probs of the tokens it was sent .*: use a vLLM server"),
+        ("other", "has another tokenizer than the policy: of a test sentence it makes"),
+    ],
+)
+def test_a_server_that_cannot_teach_is_refused(folder: Path, fault: str, says: str) -> None:
+    with scoring_server(folder, fault) as state:
+        section = TeacherSection(base_url=state.url, model="big")
+        with pytest.raises(ResourceError, match=says):
+            server_of("t", section).check(ChatTokenizer.load(folder))
+
+
+def test_nobody_there_is_another_matter_than_a_refusal(folder: Path) -> None:
+    server = TeacherServer("http://127.0.0.1:9/v1", "big", "t")
+    with pytest.raises(ServerAway, match=r"the server of teacher 't' .* does not answer"):
+        server.check(ChatTokenizer.load(folder))
+
+
+def test_the_key_comes_from_the_environment_and_is_in_no_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ResourceError, match="'MY_TEACHER_KEY', which holds the key of a teacher"):
+        TeacherServer("http://127.0.0.1:9/v1", "big", "t", api_key_env="MY_TEACHER_KEY")
+    monkeypatch.setenv("MY_TEACHER_KEY", "s3cret-key")
+    with scoring_server(folder, "plain") as state:
+        server = TeacherServer(state.url, "big", "t", api_key_env="MY_TEACHER_KEY")
+        with pytest.raises(ResourceError) as refused:
+            server.check(ChatTokenizer.load(folder))
+    assert state.keys == {"Bearer s3cret-key"} and "s3cret" not in str(refused.value)
