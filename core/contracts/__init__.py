@@ -70,6 +70,7 @@ __all__ = [
     "Aggregator",
     "AggregatorConfig",
     "Algorithm",
+    "AlphaPoConfig",
     "AnchoredConfig",
     "AnchoredLoss",
     "AnyEnvironment",

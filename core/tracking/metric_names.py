@@ -307,7 +307,7 @@ METRICS: dict[str, Metric] = {
     # supervised fine-tuning
     "sft/loss": Metric("nats", "negative log-likelihood per response token"),
     "sft/token_accuracy": Metric("fraction", "response tokens predicted right"),
-    "sft/nll": Metric("nats", "the same without the weights of `weighting: dft`"),
+    "sft/nll": Metric("nats", "the same without the weights of `weighting`"),
     "sft/held_out_loss": Metric("nats", "negative log-likelihood per held-out token"),
     "sft/held_out_perplexity": Metric("ratio", "exp of the held-out loss"),
     "sft/best_step": Metric("step", "optimizer step of the lowest held-out loss"),

@@ -1262,6 +1262,9 @@ def run_reward(case: Case) -> Outputs:
     return outputs(case, loss, x, answers, metrics=peer_metrics(case, sums.result()))
 
 
+SIDES = ("chosen", "rejected")
+
+
 def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
     """A reference-free loss of sequence log-probs: answers of one token have just these."""
     answers = ("chosen_seq_log_prob", "rejected_seq_log_prob")
@@ -1269,8 +1272,9 @@ def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
     chosen, rejected = x[answers[0]][:, None], x[answers[1]][:, None]
     tokens = PairTokens(chosen, rejected, torch.ones_like(chosen), torch.ones_like(rejected))
     micro, metrics = whole(PreferenceObjective((plugin,), reference_free=True), tokens)
+    rewards = {f"{side}_rewards": micro.rows[f"rewards/{side}"][0] for side in SIDES}
     losses = micro.losses.detach()
-    found = outputs(case, micro.total, x, answers, losses=losses)
+    found = outputs(case, micro.total, x, answers, losses=losses, **rewards)
     wanted = peer_metrics(case, metrics)
     return found | {"metrics": wanted} if wanted else found
 
@@ -1278,21 +1282,21 @@ def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
 def run_cpo(case: Case) -> Outputs:
     params = case["params"]
     kind: Literal["sigmoid", "simpo", "hinge", "ipo"] = params["loss_type"]
-    beta, smoothing = params["beta"], params["label_smoothing"]
+    beta, smoothing, alpha = params["beta"], params["label_smoothing"], params["alpha"]
     if kind == "simpo":
         plugin = term(
             "simpo",
             beta=beta,
             gamma=params["simpo_gamma"],
-            alpha_po=params["alpha"],
+            alpha_po=alpha,
             label_smoothing=smoothing,
         )
     elif kind == "sigmoid":
-        plugin = term("cpo", beta=beta, cpo_alpha=0.0, label_smoothing=smoothing)
+        plugin = term("cpo", beta=beta, cpo_alpha=0.0, label_smoothing=smoothing, alpha_po=alpha)
     elif kind == "ipo":
-        plugin = term("ipo", tau=beta)
+        plugin = term("ipo", tau=beta, alpha_po=alpha)
     else:
-        plugin = term("hinge", beta=beta)
+        plugin = term("hinge", beta=beta, alpha_po=alpha)
     return run_sequences(case, plugin)
 
 
@@ -1300,6 +1304,24 @@ def run_orpo(case: Case) -> Outputs:
     """TRL gives the term that its trainer subtracts, so the factor here is -1."""
     plugin = term("orpo", -1.0, beta=case["params"]["beta"], sft_coef=0.0)
     return run_sequences(case, plugin)
+
+
+# === supervised fine-tuning =====================================================================
+
+
+def run_trl_sft(case: Case) -> Outputs:
+    """The loss of an SFT stage as a term of its own, with TRL's count of tokens."""
+    x, params = inputs_of(case), case["params"]
+    weighting = {"nll": "none", "dft": "dft"}[params["loss_type"]]
+    loss = MANAGER.build(PolicyLoss, "ptx", {"weighting": weighting})
+    fields = {"num_tokens": params["num_items_in_batch"]}
+    aggregator = MANAGER.build(Aggregator, "token-mean", fields)
+    logprobs, batch = x["log_prob"].requires_grad_(), build_batch(x["mask"])
+    total = aggregator.aggregate(
+        loss.token_loss(logprobs, batch), batch.mask, aggregator.count(batch.mask)
+    )
+    (grad,) = torch.autograd.grad(total, logprobs)
+    return {"loss": total, "grad_log_prob": grad}
 
 
 RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
@@ -1356,6 +1378,7 @@ RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
     ("preference", "RewardTrainer.compute_loss"): run_reward,
     ("preference", "CPOTrainer.cpo_loss"): run_cpo,
     ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+    ("sft", "SFTTrainer.compute_loss"): run_trl_sft,
 }
 
 
