@@ -50,6 +50,7 @@ KINDS = {
     "aggregator": "Aggregators",
     "kl": "KL estimates",
     "kl_controller": "KL controllers",
+    "entropy_controller": "Entropy controllers",
     "rollout_correction": "Rollout corrections",
     "preference_loss": "Preference losses",
     "reward": "Rewards",

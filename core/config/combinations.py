@@ -65,6 +65,7 @@ def check_rl(
     yield from check.sampler()
     yield from check.critic()
     yield from check.kl()
+    yield from check.entropy()
     yield from check.correction()
     yield from check.trust_region()
     yield from check.precision()
@@ -394,6 +395,16 @@ class _Check:
                 "kl.estimator",
                 f"'{kl.estimator.name}' needs both models' logits, which a reward does not have; "
                 "use 'k1' in the reward, or place: loss",
+            )
+
+    def entropy(self) -> Iterable[str]:
+        """A fixed coefficient in addition to a controller's."""
+        controller = self.stage.entropy_controller
+        if controller is not None and self.stage.entropy_coef > 0:
+            yield self.line(
+                "entropy_coef",
+                f"entropy_controller '{controller.name}' has a coefficient of its own; set "
+                "entropy_coef: 0, and where the controller starts among its own fields",
             )
 
     def correction(self) -> Iterable[str]:

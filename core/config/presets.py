@@ -26,6 +26,7 @@ RL_COMPONENTS: dict[tuple[str, ...], str] = {
     ("policy_loss",): "policy_loss",
     ("aggregator",): "aggregator",
     ("entropy_aggregator",): "aggregator",
+    ("entropy_controller",): "entropy_controller",
     ("kl", "estimator"): "kl",
     ("kl", "controller"): "kl_controller",
     ("critic", "aggregator"): "aggregator",

@@ -298,6 +298,10 @@ class RlStage(StageBase):
     entropy_aggregator: Component | None = Field(
         default=None, description="how the bonus is averaged; null = as `aggregator`"
     )
+    entropy_controller: Component | None = Field(
+        default=None,
+        description="moves the bonus's coefficient after each optimizer step; null = entropy_coef",
+    )
     top_entropy: float = Field(
         default=1.0, gt=0, le=1, description="share of tokens trained on, by entropy; 1 = all"
     )

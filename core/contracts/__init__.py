@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.aggregation import *
     from posttrain.core.contracts.base import *
     from posttrain.core.contracts.correction import *
+    from posttrain.core.contracts.entropy import *
     from posttrain.core.contracts.environment import *
     from posttrain.core.contracts.kl import *
     from posttrain.core.contracts.optimizer import *
@@ -37,6 +38,7 @@ _MODULES = (
     "environment",
     "optimizer",
     "renderer",
+    "entropy",
     "advantages",
     "aggregation",
     "correction",
@@ -84,6 +86,7 @@ __all__ = [
     "Counts",
     "DrawnToken",
     "EngineSetup",
+    "EntropyController",
     "Environment",
     "FieldPlace",
     "GeneralCorrection",

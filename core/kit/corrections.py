@@ -1,4 +1,4 @@
-"""What KL estimators, KL controllers and rollout corrections promise."""
+"""What KL estimators, controllers of coefficients and rollout corrections promise."""
 
 from __future__ import annotations
 
@@ -77,6 +77,17 @@ def _controller_state(subject: Subject) -> None:
         expect(isfinite(value) and value >= 0, f"after a KL of {kl} it is {value}")
     second.load_state(json.loads(json.dumps(first.state())))
     expect_equal(second.coefficient(), first.coefficient(), "the coefficient after a resume")
+
+
+@check("a controller continues from its state", "entropy_controller")
+def _entropy_controller_state(subject: Subject) -> None:
+    first, second = subject.build(), subject.build()
+    for entropy in (2.0, 0.0, 0.1, 1e3, 0.01):
+        value = first.coefficient()
+        expect(isfinite(value) and value >= 0, f"before an entropy of {entropy} it is {value}")
+        first.update(entropy)
+        second.load_state(json.loads(json.dumps(first.state())))
+        expect_equal(second.coefficient(), first.coefficient(), "the coefficient after a resume")
 
 
 # --- rollout corrections ----------------------------------------------------------------------

@@ -97,6 +97,7 @@ METRICS: dict[str, Metric] = {
     "kl/ref_sequence": Metric("nats", "the same summed over a response, mean over responses"),
     "kl/coef": Metric("factor", "KL coefficient in force"),
     "entropy/approx": Metric("nats", "mean negative log-prob of the sampled tokens"),
+    "entropy/coef": Metric("factor", "coefficient of the entropy bonus, mean over updates"),
     "entropy/mean": Metric("nats", "entropy of the policy per response token"),
     "resp_len/mean": Metric("tokens", "mean response length"),
     "resp_len/min": Metric("tokens", "shortest response"),

@@ -152,13 +152,27 @@ class Learner:
                 self.optimizer.zero_grad()
                 return False
             done.rate_factor *= self.guard.factor
+        self._note_entropy(own)
         if self.ptx is not None:
             self.ptx.accumulate(self.model, *place, own, check, self.ranks)
         loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
         suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
         report = self.optimizer.step(done.rate_factor, loss=loss, rows=suspects.tolist())
         done.took(report, own)
+        if not report.non_finite:
+            self._move_entropy(own)
         return True
+
+    def _note_entropy(self, own: MetricSums) -> None:
+        """Record the coefficient that a controller gave the entropy bonus of this step."""
+        if self.objective.entropy_controller is not None:
+            own.add_means({"entropy/coef": self.objective.bonus_coef})
+
+    def _move_entropy(self, own: MetricSums) -> None:
+        """Tell the controller the entropy of the step that was taken."""
+        if self.objective.entropy_controller is not None:
+            entropy = own.mean("entropy/mean", default=float("nan"))
+            self.objective.entropy_controller.update(entropy)
 
     def _trust_region_step(
         self,
@@ -182,6 +196,8 @@ class Learner:
             self.optimizer.note_non_finite(wrong, suspects.tolist())
             done.sums.add_scalar("grad/non_finite", 1.0)
             return
+        self._note_entropy(own)
+        self._move_entropy(own)
         done.sums.merge(own)
         done.sums.add_means(taken)
         done.num_updates += 1

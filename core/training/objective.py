@@ -20,12 +20,14 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import (
     Aggregator,
     Counts,
+    EntropyController,
     KlEstimator,
     PolicyLoss,
     Prepared,
     RolloutCorrection,
     TokenLoss,
 )
+from posttrain.core.contracts.base import StatefulPlugin
 from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
 
@@ -96,7 +98,7 @@ class Objective:
     importance ratio is weighed against the engine instead. `renormalise` counts only tokens that
     the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
     highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, which
-    takes neither mask nor weight.
+    takes neither mask nor weight. `entropy_controller` takes the place of `entropy_coef`.
     """
 
     terms: tuple[LossTerm, ...]
@@ -109,6 +111,27 @@ class Objective:
     renormalise: bool = False
     top_entropy: float = 1.0
     observed: LossTerm | None = None
+    entropy_controller: EntropyController[Any] | None = None
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether there is an entropy bonus in some optimizer step."""
+        return self.entropy_coef > 0 or self.entropy_controller is not None
+
+    @property
+    def bonus_coef(self) -> float:
+        """The coefficient of the entropy bonus in the next optimizer step."""
+        controller = self.entropy_controller
+        return self.entropy_coef if controller is None else controller.coefficient()
+
+    def stateful(self) -> dict[str, StatefulPlugin[Any]]:
+        """Every plugin that may keep numbers from step to step, by its name in checkpoints."""
+        found: dict[str, StatefulPlugin[Any]] = {
+            f"policy_loss/{term.loss.name}": term.loss for term in self.terms
+        }
+        if self.entropy_controller is not None:
+            found["entropy_controller"] = self.entropy_controller
+        return found
 
     def reads_observed(self, batch: RolloutBatch) -> bool:
         """Whether a term needs the log-probs of tokens that others wrote, of which it has some."""
@@ -134,7 +157,7 @@ class Objective:
         Who asks for the whole mini-batch first, as a covariance does, has no such rows, and neither
         has an aggregator that divides by each micro-batch's own counts: idle rows are counted.
         """
-        others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
+        others = self.has_bonus or (self.kl is not None and kl_coef > 0)
         others = others or any(t.aggregator.config.counts == "micro" for t in self.terms)
         others = others or self.reads_observed(mini)
         if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
@@ -270,12 +293,12 @@ class Objective:
             parts["loss/kl"] = kl_coef * term_value.detach()
             tokens["kl/ref"] = (kl.detach(), micro.mask)
             total = total + kl_coef * term_value
-        if self.entropy_coef > 0:
+        if (coef := self.bonus_coef) > 0:
             bonus = (self.entropy_aggregator or self.aggregator).aggregate(
                 TokenLoss(entropy, micro.mask), micro.mask, prepared.entropy_counts, micro.group_id
             )
-            parts["loss/entropy"] = -self.entropy_coef * bonus.detach()
-            total = total - self.entropy_coef * bonus
+            parts["loss/entropy"] = -coef * bonus.detach()
+            total = total - coef * bonus
         if self.observed is not None and observed is not None:
             value = self._observed_loss(self.observed, observed, micro, prepared)
             parts[f"loss/term/{self.observed.loss.name}"] = value.detach()

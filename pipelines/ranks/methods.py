@@ -58,12 +58,13 @@ def rl(inputs: StageInputs) -> Trained:
     optimizers = {"policy": learner.optimizer}
 
     def update(
-        batch: RolloutBatch, step: int, kl_coef: float, states: Sequence[dict[str, float]]
-    ) -> tuple[UpdateResult, list[dict[str, float]]]:
-        losses = [term.loss for term in learner.objective.terms]
-        for loss, state in zip(losses, states, strict=True):
-            loss.load_state(state)
-        return learner.update(batch, step, kl_coef), [loss.state() for loss in losses]
+        batch: RolloutBatch, step: int, kl_coef: float, states: Mapping[str, dict[str, float]]
+    ) -> tuple[UpdateResult, dict[str, dict[str, float]]]:
+        parts = learner.objective.stateful()
+        for name, part in parts.items():
+            part.load_state(states[name])
+        result = learner.update(batch, step, kl_coef)
+        return result, {name: part.state() for name, part in parts.items()}
 
     def probe(batch: RolloutBatch) -> Tensor:
         return forward_only(learner.model, batch, len(batch), 1.0).logprobs

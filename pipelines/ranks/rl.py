@@ -68,13 +68,17 @@ class RankedLearner:
         check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> UpdateResult:
-        """As in `PolicyLearner`; the losses here and in the ranks keep the same state."""
-        losses = [term.loss for term in self.objective.terms]
+        """As in `PolicyLearner`; the plugins here and in the ranks keep the same state."""
+        parts = self.objective.stateful()
         result, states = self._trainer.call(
-            "update", batch.bare(), step, kl_coef, [loss.state() for loss in losses]
+            "update",
+            batch.bare(),
+            step,
+            kl_coef,
+            {name: part.state() for name, part in parts.items()},
         )
-        for loss, state in zip(losses, states, strict=True):
-            loss.load_state(state)
+        for name, part in parts.items():
+            part.load_state(states[name])
         self._moved()
         assert isinstance(result, UpdateResult)
         result.metrics["memory/rank_peak_gb"] = self._trainer.call("peak_memory_gb")

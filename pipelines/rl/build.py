@@ -21,6 +21,7 @@ from posttrain.core.config.rl_stage import (
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
     Aggregator,
+    EntropyController,
     KlController,
     KlEstimator,
     PolicyLoss,
@@ -130,7 +131,7 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
     """Every term of the loss on the rollout; the pre-training term is the learner's own."""
     kl = context.build(KlEstimator, stage.kl.estimator) if stage.kl.place == "loss" else None
     aggregator = context.build(Aggregator, stage.aggregator)
-    entropy = stage.entropy_aggregator
+    entropy, controller = stage.entropy_aggregator, stage.entropy_controller
     section = stage.rollout_correction
     corrects = section.plugin.name != "none" or bool(section.plugin.fields().get("reject"))
     terms = [build_term(context, stage, term) for term in stage.loss_terms]
@@ -144,6 +145,9 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         bypass_old=section.bypass_old,
         renormalise=section.renormalise,
         top_entropy=stage.top_entropy,
+        entropy_controller=(
+            None if controller is None else context.build(EntropyController, controller)
+        ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
     )
 

@@ -247,8 +247,7 @@ class RlLoop:
             "rollouts": self.rollouts,
             "reward_shaping": self.scorer.shaping,
         }
-        terms = self.learner.objective.terms
-        parts |= {f"policy_loss/{term.loss.name}": term.loss for term in terms}
+        parts |= self.learner.objective.stateful()
         if self.critic is not None:
             parts["critic"] = self.critic
         return parts

@@ -24,6 +24,7 @@ from posttrain.core.contracts import (
     Aggregator,
     Correction,
     Counts,
+    EntropyController,
     KlController,
     KlEstimator,
     NoConfig,
@@ -1306,6 +1307,44 @@ def run_orpo(case: Case) -> Outputs:
     return run_sequences(case, plugin)
 
 
+# === entropy bonus ==============================================================================
+
+
+def run_trl_entropy_control(case: Case) -> Outputs:
+    """Steps of micro-batches whose advantages are 0; TRL averages the bonus in each of them."""
+    params = case["params"]
+    fields = {
+        "coef": params["entropy_coef"],
+        "target": params["entropy_target"],
+        "delta": params["entropy_coef_delta"],
+        "min_coef": params["entropy_coef_min"],
+        "max_coef": params["entropy_coef_max"],
+    }
+    controller = MANAGER.build(EntropyController, "adaptive", fields)
+    aggregator = MANAGER.build(Aggregator, "token-mean", {"counts": "micro", "allow_local": True})
+    term = LossTerm(MANAGER.build(PolicyLoss, "importance_pg"), aggregator)
+    objective = Objective((term,), aggregator, entropy_controller=controller)
+    found: dict[str, list[Any]] = {"loss": [], "entropy_coef": [], "world_entropy": []}
+    steps = zip(case["inputs"]["entropy"], case["inputs"]["mask"], strict=True)
+    for values, masks in steps:
+        entropy, mask = tensor(values).flatten(0, 1), tensor(masks).flatten(0, 1)
+        none = torch.zeros_like(entropy)
+        batch = batch_of({"response_mask": mask, "advantages": none, "log_prob": none})
+        parts = params["gradient_accumulation_steps"]
+        prepared, sums = objective.prepare(batch, torch.Generator(), parts), MetricSums()
+        losses = []
+        for rows in torch.arange(len(mask)).chunk(parts):
+            micro = batch.select(rows)
+            loss = objective.loss(none[rows], entropy[rows], micro, prepared.rows(rows))
+            losses.append(float(loss.total))
+            sums.add("entropy/mean", entropy[rows], micro.mask)
+        controller.update(sums.mean("entropy/mean", default=0.0))
+        found["loss"].append(losses)
+        found["entropy_coef"].append(controller.state()["coef"])
+        found["world_entropy"].append(sums.mean("entropy/mean", default=0.0))
+    return dict(found)
+
+
 # === supervised fine-tuning =====================================================================
 
 
@@ -1378,6 +1417,7 @@ RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
     ("preference", "RewardTrainer.compute_loss"): run_reward,
     ("preference", "CPOTrainer.cpo_loss"): run_cpo,
     ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+    ("entropy_controller", "GRPOTrainer._compute_loss"): run_trl_entropy_control,
     ("sft", "SFTTrainer.compute_loss"): run_trl_sft,
 }
 

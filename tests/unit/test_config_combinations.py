@@ -82,6 +82,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.policy_loss\.0\.clip_high: must be greater than or equal to 0",
     ),
     (
+        "a fixed entropy bonus beside one that moves",
+        {"entropy_controller": "adaptive", "entropy_coef": 0.01},
+        r"rl\.entropy_coef: entropy_controller 'adaptive' has a coefficient of its own; set "
+        r"entropy_coef: 0",
+    ),
+    (
         "a critic that nobody reads",
         {"critic": {}},
         r"rl\.critic: advantage 'grpo' reads no values, .* set critic: null",
