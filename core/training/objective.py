@@ -147,6 +147,7 @@ class Objective:
         bypassed = self.bypass_old and self.correction is not None
         return (
             bypassed
+            or (self.correction is not None and self.correction.reads_mini)
             or self.top_entropy < 1
             or any(term.loss.needs_prepare() for term in self.terms)
         )
@@ -199,6 +200,13 @@ class Objective:
         metrics: dict[str, float] = {}
         if self.correction is not None and self.bypass_old:
             columns, metrics = self._correction(mini.column("logprobs_now"), mini)
+        if self.correction is not None and self.correction.reads_mini:
+            found = self.correction.correct_mini(mini)
+            before = columns.get("correction_mask", mini.correction_mask)
+            if found.keep is not None:
+                kept = found.keep if before is None else masked(found.keep, before)
+                columns["correction_mask"] = kept
+            metrics |= found.metrics
         if self.top_entropy < 1:
             columns["entropy_keep"] = entropy_mask(
                 mini.column("entropy"), mini.mask, self.top_entropy
@@ -207,9 +215,9 @@ class Objective:
             mini = mini.with_columns(**columns)
         terms, term_counts = [], []
         for term in self.terms:
-            found = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
-            metrics |= found.metrics if found else {}
-            terms.append(found)
+            ready = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
+            metrics |= ready.metrics if ready else {}
+            terms.append(ready)
             counted = self._counted(term.loss.loss_mask(mini), mini)
             term_counts.append(term.aggregator.count(counted, mini.group_id))
         entropy_aggregator = self.entropy_aggregator or self.aggregator

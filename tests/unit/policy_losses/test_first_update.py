@@ -21,6 +21,7 @@ SAME = [
     "kl_cov",
     "dppo",
     "dro",
+    "two_sided_clip",
     "trpo",
     "ppo_penalty",
     "vespo",
