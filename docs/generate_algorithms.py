@@ -425,6 +425,7 @@ def facts(manager: PluginManager) -> Mapping[str, str]:
     )
     shrunk = gspo.token_loss(thousand, rows).ratio
     assert shrunk is not None
+    _, kept = _loss(manager, "gspo", [1.0] * 50 + [1e-6] * 50, 1.0)
     k1 = manager.build(KlEstimator, "k1").kl(torch.tensor([0.2, -0.1, 0.3]), torch.zeros(3))
     shaped = (torch.tensor([0.0, 0.0, 1.0]) - 0.1 * k1).tolist()
     numbers = {
@@ -444,6 +445,7 @@ def facts(manager: PluginManager) -> Mapping[str, str]:
         "dpo_before": dpo[0],
         "dpo_after": dpo[1],
         "gspo_shrunk": float(shrunk[0, 0]),
+        "gspo_garbled": kept[0],
         "kl_first": shaped[0],
         "kl_second": shaped[1],
         "kl_last": shaped[2],

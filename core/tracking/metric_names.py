@@ -73,6 +73,9 @@ METRICS: dict[str, Metric] = {
     "clip/low_frac": Metric("fraction", "tokens whose gradient is cut at the lower bound"),
     "clip/dual_frac": Metric("fraction", "tokens bounded by the dual clip"),
     "clip/frac": Metric("fraction", "tokens that the upper or the lower bound cuts"),
+    "clip/live_behind_frac": Metric(
+        "fraction", "tokens with a gradient that follow a clipped one in their response"
+    ),
     "clip/seq_frac": Metric("fraction", "responses that a bound on their ratio cuts"),
     "clip/band_pos_frac": Metric("fraction", "tokens outside the clip's band, advantage above 0"),
     "clip/band_neg_frac": Metric("fraction", "tokens outside the clip's band, advantage below 0"),

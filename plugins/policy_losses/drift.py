@@ -1,4 +1,4 @@
-"""A pull to another policy in log-probs, beside a policy loss (as in prime-rl, Kimi K2.5)."""
+"""A pull to another policy in log-probs, next to a policy loss (as in prime-rl, Kimi K2.5)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DriftLoss(AnchoredLoss[DriftConfig]):
     """l = ln(r)^2, r = exp(logprobs - anchor's log-probs): twice the k2 estimate of the KL.
 
     The gradient in a token's log-prob is 2 ln r, whatever its advantage is, so that tokens which
-    the policy loss beside it leaves out are pulled back. Its factor is the term's `coef` (prime-rl:
-    0.001). No rollout weight multiplies it. All tensors are [B, T].
+    the policy loss next to it leaves out are pulled back. Its factor is the term's `coef` (0.001 in
+    prime-rl). No rollout weight multiplies it. All tensors are [B, T].
     Sources: the default loss of prime-rl 559b44772; Kimi K2.5, arXiv:2602.02276, eq. 1.
     """
 

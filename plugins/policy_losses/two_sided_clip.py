@@ -35,7 +35,7 @@ class TwoSidedClipLoss(AnchoredLoss[TwoSidedClipConfig]):
     """l = -A clip(r, low, high), r = exp(logprobs - old_logprobs).
 
     A token whose ratio is out of bounds has no gradient, on whichever side its advantage pushes;
-    `ppo_clip` keeps the one that leads back. The published loss has the term `drift` beside it,
+    `ppo_clip` keeps the one that leads back. The published loss has the term `drift` next to it,
     which pulls such tokens back. All tensors are [B, T].
     Source: Kimi K2.5, arXiv:2602.02276, eq. 1.
     """

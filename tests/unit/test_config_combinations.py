@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.policy_loss\.0\.clip_high: must be greater than or equal to 0",
     ),
     (
-        "a fixed entropy bonus beside one that moves",
+        "a fixed entropy bonus next to one that moves",
         {"entropy_controller": "adaptive", "entropy_coef": 0.01},
         r"rl\.entropy_coef: entropy_controller 'adaptive' has a coefficient of its own; set "
         r"entropy_coef: 0",

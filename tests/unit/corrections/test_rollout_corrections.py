@@ -190,8 +190,8 @@ def test_kpop_drops_likely_tokens_that_moved_far() -> None:
     kept = [[0.0, 1.0, 0.0, 1.0, 1.0]]
     by_config = {"reject": [{"stat": "binary_kl", "level": "token", "high": 0.5}]}
     for name, fields in (("kpop", {"phi": 0.5}), ("veto", {"threshold": 1e-8, **by_config})):
-        found = build(name, **fields).correct(rows[0].nan_to_num(-1.0), rows[1], mask)
-        assert found.keep is not None and found.keep.tolist() == kept and found.weight is None
+        made = build(name, **fields).correct(rows[0].nan_to_num(-1.0), rows[1], mask)
+        assert made.keep is not None and made.keep.tolist() == kept and made.weight is None
     icepop = build("mis_token", low=0.5, high=5).correct(rows[0].nan_to_num(-1.0), rows[1], mask)
     assert icepop.weight is not None
     assert (icepop.weight > 0).tolist() == [[True, False, False, True, True]]
