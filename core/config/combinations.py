@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
-from posttrain.core.config.rl_stage import TOTAL, RlStage
+from posttrain.core.config.rl_stage import TOTAL, RlStage, reward_labels
 from posttrain.core.config.sections import (
     EvaluationSection,
     GenerationSection,
@@ -281,6 +281,7 @@ class _Check:
                     f"rewards.{index}.label",
                     f"'{label}' is what records call {why}; choose another label",
                 )
+        yield from self._gates()
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
         sampled = any(loss.source == "rollout" for loss in self.losses)
@@ -309,6 +310,18 @@ class _Check:
                 "reward_clip",
                 f"{reader}, so the clipped sum of rewards would change nothing; remove reward_clip",
             )
+
+    def _gates(self) -> Iterable[str]:
+        """Rewards that count only where another one is 1, which is not there."""
+        names = reward_labels(self.stage.rewards)
+        for index, reward in enumerate(self.stage.rewards):
+            others = [name for name in names if name != names[index]]
+            if reward.only_if is not None and reward.only_if not in others:
+                yield self.line(
+                    f"rewards.{index}.only_if",
+                    f"no other reward is called '{reward.only_if}' (there is {others}); give the "
+                    "label of one, or remove only_if",
+                )
 
     def _reward_columns_read(self) -> frozenset[str]:
         """The columns with rewards in them that the update depends on."""

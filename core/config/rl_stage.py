@@ -47,6 +47,12 @@ class RewardComponent(Component):
         description="what metrics, tables and reports call it; null = the plugin's name, with _2 "
         "for the second reward of that name",
     )
+    only_if: str | None = Field(
+        default=None,
+        min_length=1,
+        description="label of another reward: this one counts only where that one is at least 1, "
+        "and is 0 elsewhere; null = always",
+    )
 
 
 TOTAL = "total"

@@ -271,7 +271,7 @@ def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer)
     return Scorer(
         task=context.task,
         rewards=[
-            WeightedReward(reward, component.weight, label)
+            WeightedReward(reward, component.weight, label, component.only_if)
             for reward, component, label in zip(rewards, stage.rewards, labels, strict=True)
         ],
         tokenizer=tokenizer,

@@ -88,6 +88,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"entropy_coef: 0",
     ),
     (
+        "a reward whose gate is not there",
+        {"rewards": ["accuracy", {"name": "repetition", "only_if": "acuracy"}]},
+        r"rl\.rewards\.1\.only_if: no other reward is called 'acuracy' \(there is \['accuracy'\]\)",
+    ),
+    (
         "a critic that nobody reads",
         {"critic": {}},
         r"rl\.critic: advantage 'grpo' reads no values, .* set critic: null",
