@@ -22,6 +22,7 @@ SAME = [
     "dppo",
     "dro",
     "two_sided_clip",
+    "fipo",
     "trpo",
     "ppo_penalty",
     "vespo",
