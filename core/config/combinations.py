@@ -176,7 +176,7 @@ class _Check:
         stage, found = self.stage, set(ALWAYS)
         if stage.critic is not None:
             found |= {"values", "returns", "bootstrap_value"}
-        if self.controller_coefficient() > 0:
+        if self.has_reference():
             found.add("ref_logprobs")
         if any(self.build("reward", reward).gives_steps for reward in stage.rewards):
             found |= {"step_end", "step_score"}
@@ -185,6 +185,11 @@ class _Check:
         if stage.environment is not None:
             found |= OF_TURNS
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
+
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded: for a KL term, or for a loss that reads its log-probs."""
+        reading = any("ref_logprobs" in loss.required_columns() for loss in self.losses)
+        return reading or self.controller_coefficient() > 0
 
     def controller_coefficient(self) -> float:
         return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
@@ -390,7 +395,7 @@ class _Check:
     def kl(self) -> Iterable[str]:
         """KL settings without a KL term, and an exact KL where only sampled ones can stand."""
         kl = self.stage.kl
-        if kl.refresh_every and self.controller_coefficient() == 0:
+        if kl.refresh_every and not self.has_reference():
             yield self.line(
                 "kl.refresh_every",
                 "there is no reference policy to refresh, because the KL coefficient is 0; set "

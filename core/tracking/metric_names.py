@@ -100,6 +100,8 @@ METRICS: dict[str, Metric] = {
     "kl/ref_sequence": Metric("nats", "the same summed over a response, mean over responses"),
     "kl/coef": Metric("factor", "KL coefficient in force"),
     "entropy/approx": Metric("nats", "mean negative log-prob of the sampled tokens"),
+    "a_star_po/implied_reward": Metric("reward", "beta times an answer's log-ratio, mean"),
+    "a_star_po/advantage": Metric("reward", "what a_star_po fits that to, mean over answers"),
     "fipo/weight": Metric("factor", "weight of a token by how far its future moved, mean"),
     "real/loss": Metric("loss", "classification loss of the groups, mean over groups"),
     "m2po/dropped_frac": Metric("fraction", "tokens that m2po leaves out of a mini-batch"),

@@ -64,8 +64,11 @@ OptimizerT = TypeVar("OptimizerT", bound=OptimizerBase)
 def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Learner:
     """The policy with its reference, objective and optimizer."""
     model = load_policy(context.model_dir, context.trained_runtime)
-    # Not made when no KL term will read it; before the adapter, which is not in it.
+    # Not made when neither a KL term nor a loss will read it; before the adapter, which is not in
+    # it.
+    objective = build_objective(context, stage)
     wanted = context.build(KlController, stage.kl.controller).coefficient() > 0
+    wanted = wanted or "ref_logprobs" in objective.required_columns()
     reference = reference_of(context, model, stage.lora) if wanted else None
     start_training(context, model, stage.lora)
     settings = update_settings(context, stage)
@@ -75,7 +78,7 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         build_optimizer(
             context, model, section, stage.steps * settings.updates_per_batch, settings.seed
         ),
-        build_objective(context, stage),
+        objective,
         settings,
         reference,
         guard=build_guard(stage),

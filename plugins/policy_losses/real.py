@@ -67,7 +67,7 @@ class RealLoss(PolicyLoss[RealConfig]):
         scores, there = row_means(moved, mask) / self.config.tau, mask.bool().any(dim=1)
         right = self._right(mini)
         slopes, total = torch.zeros_like(scores), 0.0
-        groups = mini.group_id[there].unique().tolist()
+        groups = torch.unique(mini.group_id[there]).tolist()
         for group in groups:
             rows = there & (mini.group_id == group)
             sides = [(rows & right, -1.0), (rows & ~right, 1.0)]

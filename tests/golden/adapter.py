@@ -1307,6 +1307,48 @@ def run_orpo(case: Case) -> Outputs:
     return run_sequences(case, plugin)
 
 
+# === regression =================================================================================
+
+
+def run_a_star_po(case: Case) -> Outputs:
+    """Sequence log-probs as answers of one token; the advantage is the reward less V*."""
+    x, params = inputs_of(case), case["params"]
+    logprobs = x["seq_log_prob"].requires_grad_()
+    batch = build_batch(torch.ones(len(logprobs), 1)).with_columns(
+        advantages=(x["rewards"] - x["v_star"])[:, None],
+        ref_logprobs=x["ref_seq_log_prob"][:, None],
+    )
+    loss = MANAGER.build(PolicyLoss, "a_star_po", {"beta": params["beta2"]})
+    aggregator = MANAGER.build(Aggregator, "seq-mean-token-mean")
+    result = loss.token_loss(logprobs[:, None], batch)
+    total = aggregator.aggregate(result, batch.mask, aggregator.count(batch.mask))
+    (grad,) = torch.autograd.grad(total, logprobs)
+    means = {name: value.mean() for name, value in result.metrics.items()}
+    metrics = {
+        "implicit_reward": float(means["a_star_po/implied_reward"]),
+        "advantage": float(means["a_star_po/advantage"]),
+    }
+    return {"loss": total, "grad_seq_log_prob": grad, "metrics": metrics}
+
+
+def run_optimal_values(case: Case) -> Outputs:
+    """V* is what the advantage takes off a group's rewards; TRL drops prompts without any."""
+    params, scores = case["params"], inputs_of(case)["rewards_per_func"]
+    num_prompts, num_samples = scores.shape[:2]
+    rewards, _ = weighted_sum(scores.flatten(0, 1), params["reward_weights"])
+    mask = torch.ones(len(rewards), 1, dtype=torch.float64)
+    batch = build_batch(
+        mask,
+        group_id=[row // num_samples for row in range(len(rewards))],
+        token_rewards=rewards[:, None],
+    )
+    found = estimate("optimal_value", batch, {"beta": params["beta1"], "zero_tol": 0.0})
+    by_prompt = rewards.reshape(num_prompts, num_samples)
+    advantages = found.advantages.reshape(num_prompts, num_samples)
+    kept = [float(bool(row.any())) for row in by_prompt]
+    return {"v_star": (by_prompt - advantages)[:, 0], "kept": kept}
+
+
 # === entropy bonus ==============================================================================
 
 
@@ -1417,6 +1459,8 @@ RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
     ("preference", "RewardTrainer.compute_loss"): run_reward,
     ("preference", "CPOTrainer.cpo_loss"): run_cpo,
     ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+    ("regression", "A2POTrainer.compute_loss"): run_a_star_po,
+    ("regression", "A2POTrainer._estimate_optimal_values"): run_optimal_values,
     ("entropy_controller", "GRPOTrainer._compute_loss"): run_trl_entropy_control,
     ("sft", "SFTTrainer.compute_loss"): run_trl_sft,
 }

@@ -44,8 +44,8 @@ def test_the_peer_gives_the_same_numbers(case: Case) -> None:
     assert_same(run_case(case), case["outputs"], case, "outputs")
 
 
-def test_there_are_289_cases_and_every_runner_has_some() -> None:
-    assert len(CASES) == len({case["id"] for case in CASES}) == 289
+def test_there_are_297_cases_and_every_runner_has_some() -> None:
+    assert len(CASES) == len({case["id"] for case in CASES}) == 297
     assert set(RUNNERS) == {(case["kind"], case["function"]) for case in CASES}
 
 
