@@ -395,19 +395,27 @@ class _Check:
     def kl(self) -> Iterable[str]:
         """KL settings without a KL term, and an exact KL where only sampled ones can stand."""
         kl = self.stage.kl
-        if kl.refresh_every and not self.has_reference():
+        if kl.moves and not self.has_reference():
+            field, off = ("refresh_every", 0) if kl.refresh_every else ("ref_update", "null")
             yield self.line(
-                "kl.refresh_every",
+                f"kl.{field}",
                 "there is no reference policy to refresh, because the KL coefficient is 0; set "
-                "kl.controller.coef above 0, or refresh_every: 0",
+                f"kl.controller.coef above 0, or {field}: {off}",
             )
-        if kl.refresh_every and self.stage.lora is not None:
+        if kl.refresh_every and kl.ref_update is not None:
             yield self.line(
-                "kl.refresh_every",
-                "with lora the reference is the model without its adapter, which cannot be "
-                "refreshed; set refresh_every: 0, or train all weights (lora: null)",
+                "kl.ref_update",
+                "the reference follows one rule, and refresh_every is another; keep one of them",
             )
         estimator = self.build("kl", kl.estimator)
+        updates = self.stage.epochs * self.stage.num_mini_batches
+        if kl.ref_update is not None and estimator.from_logits and updates > 1:
+            yield self.line(
+                "kl.ref_update",
+                f"'{kl.estimator.name}' computes the reference in each of the {updates} updates of "
+                "a rollout batch, and it would move between them; use an estimate of sampled "
+                "tokens, such as 'k3', or one update per batch",
+            )
         if kl.place == "reward" and estimator.from_logits:
             yield self.line(
                 "kl.estimator",
@@ -530,9 +538,3 @@ class _Check:
                     f"'{loss.name}' solves for its step with whole weights, which no rank has; "
                     f"{fix}",
                 )
-        if self.stage.kl.refresh_every:
-            yield self.line(
-                "kl.refresh_every",
-                "a reference that moves is not kept in the checkpoints of several ranks; set "
-                f"refresh_every: 0, or {fix}",
-            )

@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {
     "ratio/min": Metric("ratio", "smallest probability ratio"),
     "clip/high_frac": Metric("fraction", "tokens whose gradient is cut at the upper bound"),
     "clip/low_frac": Metric("fraction", "tokens whose gradient is cut at the lower bound"),
-    "clip/dual_frac": Metric("fraction", "tokens bounded by the dual clip"),
+    "clip/dual_frac": Metric("fraction", "tokens bounded by the dual clip, or by the cap of dppo"),
     "clip/frac": Metric("fraction", "tokens that the upper or the lower bound cuts"),
     "clip/live_behind_frac": Metric(
         "fraction", "tokens with a gradient that follow a clipped one in their response"
@@ -98,6 +98,7 @@ METRICS: dict[str, Metric] = {
     "kl/ref": Metric("nats", "KL from the reference by the run's own estimator, per token"),
     "kl/ref_token": Metric("nats", "KL of the rollout's policy from the reference, mean per token"),
     "kl/ref_sequence": Metric("nats", "the same summed over a response, mean over responses"),
+    "kl/ref_version": Metric("count", "moves of the reference before the step's own updates"),
     "kl/coef": Metric("factor", "KL coefficient in force"),
     "entropy/approx": Metric("nats", "mean negative log-prob of the sampled tokens"),
     "a_star_po/implied_reward": Metric("reward", "beta times an answer's log-ratio, mean"),

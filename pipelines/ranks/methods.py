@@ -21,6 +21,7 @@ from posttrain.core.data.preference import Pair
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.forward import forward_only
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import PreferenceLearner, Rows
 from posttrain.core.training.preference_objective import (
@@ -45,7 +46,7 @@ class Trained:
     """A stage's trainer. `model` is what the stage makes."""
 
     model: PreTrainedModel
-    optimizers: Mapping[str, MasterOptimizer]
+    optimizers: Mapping[str, MasterOptimizer | MovingReference]
     methods: Methods
 
 
@@ -55,7 +56,9 @@ def rl(inputs: StageInputs) -> Trained:
     assert isinstance(stage, RlStage)
     learner = build_learner(inputs, stage, inputs.tokenizer())
     critic = build_critic(inputs, stage)
-    optimizers = {"policy": learner.optimizer}
+    optimizers: dict[str, MasterOptimizer | MovingReference] = {"policy": learner.optimizer}
+    if learner.moving is not None:
+        optimizers["reference"] = learner.moving
 
     def update(
         batch: RolloutBatch, step: int, kl_coef: float, states: Mapping[str, dict[str, float]]

@@ -18,7 +18,7 @@ from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
-from posttrain.pipelines.rl.build import build_objective, update_settings
+from posttrain.pipelines.rl.build import build_objective, update_settings, wants_reference
 from posttrain.pipelines.stage.inputs import StageInputs
 from posttrain.pipelines.stage.trained import start_training
 
@@ -43,11 +43,19 @@ class RankedLearner:
         self.source = None if adapted or not trainer.on_cluster else RankWeights(trainer, self)
         self.objective = build_objective(stage, section)
         self.settings = update_settings(stage, section)
+        self._has_reference = wants_reference(stage, section, self.objective)
 
     @property
     def stored(self) -> StoredOptimizer:
         """As in `PolicyLearner`."""
         return RankedOptimizer(self._trainer, "policy", self._section.optimizer, self._moved)
+
+    @property
+    def stored_reference(self) -> StoredOptimizer | None:
+        """As in `PolicyLearner`."""
+        section = self._section
+        moves = section.kl.moves and self._has_reference
+        return RankedOptimizer(self._trainer, "reference", section.optimizer) if moves else None
 
     @property
     def model(self) -> PreTrainedModel:

@@ -49,8 +49,10 @@ from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import LossTerm, Objective
+from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
@@ -67,25 +69,44 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     # Not made when neither a KL term nor a loss will read it; before the adapter, which is not in
     # it.
     objective = build_objective(context, stage)
-    wanted = context.build(KlController, stage.kl.controller).coefficient() > 0
-    wanted = wanted or "ref_logprobs" in objective.required_columns()
-    reference = reference_of(context, model, stage.lora) if wanted else None
+    wanted = wants_reference(context, stage, objective)
+    moves = wanted and stage.kl.moves
+    reference = reference_of(context, model, stage.lora, moves=moves) if wanted else None
     start_training(context, model, stage.lora)
     settings = update_settings(context, stage)
     section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
+    optimizer = build_optimizer(
+        context, model, section, stage.steps * settings.updates_per_batch, settings.seed
+    )
     return Learner(
         model,
-        build_optimizer(
-            context, model, section, stage.steps * settings.updates_per_batch, settings.seed
-        ),
+        optimizer,
         objective,
         settings,
         reference,
+        moving=build_moving(stage, reference, optimizer) if moves else None,
         guard=build_guard(stage),
         ptx=build_ptx(context, stage, tokenizer),
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
     )
+
+
+def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective) -> bool:
+    """Whether a KL term or a loss reads a reference policy."""
+    coefficient = context.build(KlController, stage.kl.controller).coefficient()
+    return coefficient > 0 or "ref_logprobs" in objective.required_columns()
+
+
+def build_moving(
+    stage: RlStage, reference: PreTrainedModel | None, optimizer: MasterOptimizer
+) -> MovingReference:
+    """What moves the stage's reference."""
+    assert reference is not None, "only a reference that there is moves"
+    rule = stage.kl.ref_update
+    if rule is None:
+        return MovingReference(reference, optimizer)
+    return MovingReference(reference, optimizer, rate=rule.resolved_rate, every=rule.resolved_every)
 
 
 def output_recording(

@@ -263,7 +263,7 @@ class RlLoop:
                 self.learner.stored,
                 state,
                 critic=None if self.critic is None else self.critic.stored,
-                reference=self.learner.reference if self.stage.kl.refresh_every else None,
+                reference=self.learner.stored_reference,
             )
 
         self.context.saved_checkpoint(step, self.checkpoints.write(step, save))
@@ -274,7 +274,7 @@ class RlLoop:
             folder,
             self.learner.stored,
             critic=None if self.critic is None else self.critic.stored,
-            reference=self.learner.reference,
+            reference=self.learner.stored_reference,
         )
         for name, part in self._stateful().items():
             part.load_state(state.parts[name])

@@ -77,7 +77,7 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
             "clip/high_frac": over,
             "clip/low_frac": under,
             "clip/frac": over | under,
-            "clip/dual_frac": (advantages < 0) & (ratio.detach() > cap),
+            "clip/dual_frac": ~(over | under) & (ratio.detach() > cap),
         }
         metrics = {name: masked(flag.to(ratio.dtype), mask) for name, flag in flags.items()}
         weight = masked(ratio.detach().clamp(max=cap), ~flags["clip/frac"])

@@ -296,7 +296,8 @@ def run_verl_correction(case: Case) -> Outputs:
     prefix = "rollout_corr/"
     metrics = verl_correction_metrics(found, params, prefix)
     metrics |= verl_mismatch_metrics(*tensors, prefix)
-    return {"weights": found.weight, "mask": found.keep, "metrics": metrics}
+    mask = x["response_mask"] if found.keep is None else found.keep
+    return {"weights": found.weight, "mask": mask, "metrics": metrics}
 
 
 def run_verl_mismatch(case: Case) -> Outputs:
@@ -713,14 +714,24 @@ class Result:
 
 
 def run_objective(
-    objective: Objective, case_inputs: dict[str, Tensor], *, kl_coef: float = 0.0, dp_size: int = 1
+    objective: Objective,
+    case_inputs: dict[str, Tensor],
+    *,
+    kl_coef: float = 0.0,
+    dp_size: int = 1,
+    entropy_parts: int = 1,
 ) -> Result:
-    """One mini-batch through an objective, as the learner takes it; one of `dp_size` ranks."""
+    """One mini-batch through an objective, as the learner takes it; one of `dp_size` ranks.
+
+    An entropy aggregator of local counts takes it for one of `entropy_parts` micro-batches.
+    """
     x = case_inputs
     logprobs = x["log_prob"].requires_grad_()
     entropy = x.get("entropy", torch.zeros_like(logprobs)).requires_grad_()
     batch, _ = objective.correct(batch_of(x))
     prepared = on_ranks(objective.prepare(batch, torch.Generator()), dp_size)
+    counts = replace(prepared.entropy_counts, num_parts=entropy_parts)
+    prepared = replace(prepared, entropy_counts=counts)
     loss = objective.loss(logprobs, entropy, batch, prepared, kl_coef)
     grad, grad_entropy = torch.autograd.grad(
         loss.total, (logprobs, entropy), materialize_grads=True
@@ -808,13 +819,15 @@ CLIP_NAMES = KL_NAME | {
 class VerlLoss:
     """Our loss for one of verl's: its config from verl's parameters, its metrics by verl's names.
 
-    `agg_fields` is set where verl ignores the configured aggregation.
+    `by_sequence` says that verl averages over sequences whatever the mode, under the global counts;
+    `agg_fields` is set where it ignores counts and mode.
     """
 
     name: str
     fields: Callable[[Params], Fields]
     metrics: Mapping[str, str]
     agg_fields: Fields | None = None
+    by_sequence: bool = False
 
     def build(self, params: Params) -> PolicyLoss[Any]:
         return MANAGER.build(PolicyLoss, self.name, self.fields(params))
@@ -822,7 +835,8 @@ class VerlLoss:
     def aggregator(self, params: Params, width: int) -> Aggregator[Any]:
         if self.agg_fields is not None:
             return MANAGER.build(Aggregator, "seq-mean-token-mean", self.agg_fields)
-        return verl_aggregator(params["loss_agg_mode"], params.get("global_batch_info", {}), width)
+        mode = "seq-mean-token-mean" if self.by_sequence else params["loss_agg_mode"]
+        return verl_aggregator(mode, params.get("global_batch_info", {}), width)
 
     def num_ranks(self, params: Params) -> int:
         ignored = self.agg_fields is not None
@@ -846,7 +860,7 @@ VERL_LOSSES = {
         "sapo",
         lambda params: {"tau_pos": params["tau_pos"], "tau_neg": params["tau_neg"]},
         CLIP_NAMES,
-        agg_fields={},
+        by_sequence=True,
     ),
     "cispo": VerlLoss("cispo", clip_fields, CLIP_NAMES),
     "geo_mean": VerlLoss(
@@ -982,10 +996,11 @@ def trl_grpo_loss(params: Params) -> PolicyLoss[Any]:
     return MANAGER.build(PolicyLoss, "ppo_clip", fields)
 
 
+LOCAL: Fields = {"counts": "micro", "allow_local": True}
 TRL_REDUCTIONS: dict[str, tuple[str, Fields]] = {
     "grpo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
     "sapo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
-    "bnpo": ("token-mean", {"counts": "micro", "allow_local": True}),
+    "bnpo": ("token-mean", LOCAL),
     "dr_grpo": ("seq-mean-token-sum-norm", {"count_empty_seqs": True}),
     "luspo": ("seq-mean-token-sum", {"count_empty_seqs": True}),
     "dapo": ("token-mean", {}),
@@ -1063,18 +1078,20 @@ def trl_metrics(result: Result, params: Params) -> dict[str, float]:
 def run_trl_grpo_loss(case: Case) -> Outputs:
     x, params = inputs_of(case), case["params"]
     aggregator = trl_aggregator(params)
-    # A sum over the items of all accumulation steps needs no further division by their number.
-    scale = 1.0 if "num_items_in_batch" in params else 1 / params["gradient_accumulation_steps"]
+    # A sum over the items of all accumulation steps needs no further division by their number; the
+    # entropy is averaged in each of them.
+    steps = params["gradient_accumulation_steps"]
+    scale = 1.0 if "num_items_in_batch" in params else 1 / steps
     objective = Objective(
         (LossTerm(trl_grpo_loss(params), aggregator, scale),),
         aggregator,
         kl=trl_kl(params),
-        entropy_coef=params["entropy_coef"] * scale,
-        entropy_aggregator=MANAGER.build(Aggregator, "token-mean"),
+        entropy_coef=params["entropy_coef"],
+        entropy_aggregator=MANAGER.build(Aggregator, "token-mean", LOCAL),
         correction=trl_correction(x, params),
         top_entropy=params["top_entropy_quantile"],
     )
-    result = run_objective(objective, x, kl_coef=params["beta"] * scale)
+    result = run_objective(objective, x, kl_coef=params["beta"] * scale, entropy_parts=steps)
     metrics = trl_metrics(result, params)
     if params["entropy_coef"]:
         metrics["entropy_coef"] = objective.entropy_coef
@@ -1363,7 +1380,7 @@ def run_trl_entropy_control(case: Case) -> Outputs:
         "max_coef": params["entropy_coef_max"],
     }
     controller = MANAGER.build(EntropyController, "adaptive", fields)
-    aggregator = MANAGER.build(Aggregator, "token-mean", {"counts": "micro", "allow_local": True})
+    aggregator = MANAGER.build(Aggregator, "token-mean", LOCAL)
     term = LossTerm(MANAGER.build(PolicyLoss, "importance_pg"), aggregator)
     objective = Objective((term,), aggregator, entropy_controller=controller)
     found: dict[str, list[Any]] = {"loss": [], "entropy_coef": [], "world_entropy": []}

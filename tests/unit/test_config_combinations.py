@@ -41,6 +41,7 @@ def stage_of(run: ResolvedRun) -> RlStage:
     return stage
 
 
+SOME_KL = {"name": "fixed", "coef": 0.1}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a sequence loss with a token aggregator",
@@ -86,6 +87,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"entropy_controller": "adaptive", "entropy_coef": 0.01},
         r"rl\.entropy_coef: entropy_controller 'adaptive' has a coefficient of its own; set "
         r"entropy_coef: 0",
+    ),
+    (
+        "a moving reference that nobody reads",
+        {"algorithm": "dapo", "kl": {"ref_update": {}}},
+        r"rl\.kl\.ref_update: there is no reference policy to refresh.* or ref_update: null",
+    ),
+    (
+        "two rules for the reference",
+        {
+            "kl": {
+                "controller": {"name": "fixed", "coef": 0.1},
+                "refresh_every": 2,
+                "ref_update": {},
+            }
+        },
+        r"rl\.kl\.ref_update: the reference follows one rule, and refresh_every is another",
+    ),
+    (
+        "an exact KL to a reference that moves between updates",
+        {
+            "kl": {
+                "estimator": "full",
+                "controller": {"name": "fixed", "coef": 0.1},
+                "ref_update": {},
+            },
+            "num_mini_batches": 2,
+        },
+        r"rl\.kl\.ref_update: 'full' computes the reference in each of the 2 updates",
     ),
     (
         "a reward whose gate is not there",

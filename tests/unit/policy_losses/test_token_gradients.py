@@ -108,6 +108,17 @@ def test_dppo_kl_is_of_the_token_against_the_rest() -> None:
         assert (loss.token_loss(new, batch).loss[0, 0].item() == 0) is dropped
 
 
+def test_dppo_counts_the_kept_tokens_whose_weight_is_capped() -> None:
+    """Ratios 10, 10, 10 and 2 at a cap of 3; the first is out of the region, and not kept."""
+    probs = torch.tensor([[0.5, 0.5, 0.05, 0.1]], dtype=torch.float64)
+    old = torch.tensor([[0.05, 0.05, 0.005, 0.05]], dtype=torch.float64)
+    signs = torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64)
+    batch = build_batch(torch.ones(1, 4), advantages=signs, rollout_logprobs=old.log())
+    found = build_loss("dppo").token_loss(probs.log(), batch).metrics
+    assert found["clip/frac"].tolist() == [[1, 0, 0, 0]]
+    assert found["clip/dual_frac"].tolist() == [[0, 1, 1, 0]]
+
+
 @pytest.mark.parametrize(
     ("engine", "now", "sign", "one", "both"),
     [
