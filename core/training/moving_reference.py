@@ -28,7 +28,7 @@ class MovingReference:
     """Moves `reference` to the weights of `optimizer`; in checkpoints a `StoredOptimizer`.
 
     After each `every`-th optimizer step it becomes (1 - rate) reference + rate policy; with `every`
-    0 it moves when it is told to. `version` counts its moves.
+    0 it moves when `move` is called. `version` counts its moves.
     """
 
     def __init__(
