@@ -52,6 +52,7 @@ KINDS = {
     "aggregator": "Aggregators",
     "kl": "KL estimates",
     "kl_controller": "KL controllers",
+    "entropy_controller": "Entropy controllers",
     "rollout_correction": "Rollout corrections",
     "preference_loss": "Preference losses",
     "reward": "Rewards",
@@ -435,6 +436,7 @@ def facts(manager: PluginManager) -> Mapping[str, str]:
     )
     shrunk = gspo.token_loss(thousand, rows).ratio
     assert shrunk is not None
+    _, kept = _loss(manager, "gspo", [1.0] * 50 + [1e-6] * 50, 1.0)
     k1 = manager.build(KlEstimator, "k1").kl(torch.tensor([0.2, -0.1, 0.3]), torch.zeros(3))
     shaped = (torch.tensor([0.0, 0.0, 1.0]) - 0.1 * k1).tolist()
     numbers = {
@@ -454,6 +456,7 @@ def facts(manager: PluginManager) -> Mapping[str, str]:
         "dpo_before": dpo[0],
         "dpo_after": dpo[1],
         "gspo_shrunk": float(shrunk[0, 0]),
+        "gspo_garbled": kept[0],
         "kl_first": shaped[0],
         "kl_second": shaped[1],
         "kl_last": shaped[2],

@@ -27,6 +27,8 @@ NGRAM = 3
 REPETITION_MEAN = 0.05
 HIGH_SHARE = 0.9
 ACROSS_CHARACTERS = 20
+GARBLED = 2.0
+"""Arithmetic over geometric mean of the ratio, from which a response is suspected of garble."""
 _EXAMPLES = 3
 
 
@@ -35,7 +37,8 @@ class Response:
     """One response: `length` in sampled tokens, `reward` None where it was unscored.
 
     `correct` is the task's own verdict in [0, 1]; `scores` are those of each reward by name, and
-    the summed reward under `total`.
+    the summed reward under `total`. `ratio_means` are the arithmetic and the geometric mean over
+    its tokens of the policy's probability over the engine's; None where either is not known.
     """
 
     step: int
@@ -47,6 +50,7 @@ class Response:
     reward: float | None
     correct: float | None
     scores: Mapping[str, Score]
+    ratio_means: tuple[float, float] | None = None
 
     @property
     def length(self) -> int:
@@ -75,9 +79,23 @@ def responses_of(evidence: StepEvidence) -> list[Response]:
                 reward=columns[TOTAL][row].value,
                 correct=None if math.isnan(correct) else correct,
                 scores={name: column[row] for name, column in columns.items()},
+                ratio_means=ratio_means(evidence, row),
             )
         )
     return found
+
+
+def ratio_means(evidence: StepEvidence, row: int) -> tuple[float, float] | None:
+    """Arithmetic and geometric mean of the ratio of a response's tokens; None if one is unknown.
+
+    The policy is the one that the last optimizer step on the response read.
+    """
+    taken = evidence.batch.response_mask[row].bool()
+    seen, engine = evidence.seen_logprobs[row][taken], evidence.batch.rollout_logprobs[row][taken]
+    gaps = (seen - engine).double()
+    if gaps.numel() == 0 or not bool(gaps.isfinite().all()):
+        return None
+    return float(gaps.exp().mean()), float(gaps.mean().exp())
 
 
 def component_scores(evidence: StepEvidence) -> dict[str, list[Score]]:
@@ -258,6 +276,14 @@ def _across(responses: Sequence[Response], _: str) -> _Measured:
     return _share(repeated_across_prompts(long), len(long))
 
 
+def _garble(responses: Sequence[Response], _: str) -> _Measured:
+    known = [
+        (r, r.ratio_means[0] / max(r.ratio_means[1], 1e-300)) for r in responses if r.ratio_means
+    ]
+    worst = [r for r, times in sorted(known, key=lambda pair: -pair[1]) if times >= GARBLED]
+    return _share(worst, len(known))
+
+
 REWARD_RULES = (
     _Rule(
         "length_correlation",
@@ -313,5 +339,13 @@ RESPONSE_RULES = (
         0.2,
         f"share of responses of {ACROSS_CHARACTERS} or more characters whose text answers another "
         "prompt as well; suspicious from 0.2 on: an answer that fits anything",
+    ),
+    _Rule(
+        "garbled",
+        _garble,
+        0.01,
+        "share of responses whose ratios of the policy's probability to the engine's have an "
+        f"arithmetic mean of {GARBLED:g} times the geometric one or more; suspicious from 0.01 "
+        "on: a part of them, often the tail, is text that the policy would not write",
     ),
 )

@@ -242,7 +242,7 @@ def _check_columns(step: FrozenStep, variant: Variant, batch: RolloutBatch) -> N
     needs = needs.union(*(each.required_columns() for each in variant.transforms))
     if objective.correction is not None or objective.needs_prepare():
         needs |= {"old_logprobs"}
-    if objective.entropy_coef > 0 or objective.needs_prepare():
+    if objective.has_bonus or objective.needs_prepare():
         needs |= {"entropy"}
     in_loss = objective.kl is not None and variant.kl_coef > 0
     if in_loss and objective.kl is not None and objective.kl.from_logits:

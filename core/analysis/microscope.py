@@ -197,7 +197,7 @@ def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> 
         found.append(
             f"{own.observed.loss.name} reads tokens that were not sampled: not in the weights"
         )
-    if own.entropy_coef > 0:
+    if own.has_bonus:
         found.append(
             "the entropy bonus depends on more than a token's log-prob: not in the weights"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
-from posttrain.core.config.rl_stage import TOTAL, RlStage
+from posttrain.core.config.rl_stage import TOTAL, RlStage, reward_labels
 from posttrain.core.config.sections import (
     EvaluationSection,
     GenerationSection,
@@ -68,6 +68,7 @@ def check_rl(
     yield from check.sampler()
     yield from check.critic()
     yield from check.kl()
+    yield from check.entropy()
     yield from check.correction()
     yield from check.trust_region()
     yield from check.precision()
@@ -180,7 +181,7 @@ class _Check:
         stage, found = self.stage, set(ALWAYS)
         if stage.critic is not None:
             found |= {"values", "returns", "bootstrap_value"}
-        if self.controller_coefficient() > 0:
+        if self.has_reference():
             found.add("ref_logprobs")
         if any(self.build("reward", reward).gives_steps for reward in stage.rewards):
             found |= {"step_end", "step_score"}
@@ -190,6 +191,11 @@ class _Check:
             found |= OF_TURNS
         found |= self.teaching.columns()
         return frozenset(found | self.build("sampler", stage.sampler).adds_columns)
+
+    def has_reference(self) -> bool:
+        """Whether a reference is loaded: for a KL term, or for a loss that reads its log-probs."""
+        reading = any("ref_logprobs" in loss.required_columns() for loss in self.losses)
+        return reading or self.controller_coefficient() > 0
 
     def controller_coefficient(self) -> float:
         return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
@@ -292,6 +298,7 @@ class _Check:
                     f"rewards.{index}.label",
                     f"'{label}' is what records call {why}; choose another label",
                 )
+        yield from self._gates()
         built = [self.build("reward", reward) for reward in rewards]
         read = self._reward_columns_read()
         sampled = any(loss.source == "rollout" for loss in self.losses)
@@ -326,6 +333,18 @@ class _Check:
                 "reward_clip",
                 f"{reader}, so the clipped sum of rewards would change nothing; remove reward_clip",
             )
+
+    def _gates(self) -> Iterable[str]:
+        """Rewards that count only where another one is 1, which is not there."""
+        names = reward_labels(self.stage.rewards)
+        for index, reward in enumerate(self.stage.rewards):
+            others = [name for name in names if name != names[index]]
+            if reward.only_if is not None and reward.only_if not in others:
+                yield self.line(
+                    f"rewards.{index}.only_if",
+                    f"no other reward is called '{reward.only_if}' (there is {others}); give the "
+                    "label of one, or remove only_if",
+                )
 
     def _reward_columns_read(self) -> frozenset[str]:
         """The columns with rewards in them that the update depends on."""
@@ -394,24 +413,42 @@ class _Check:
     def kl(self) -> Iterable[str]:
         """KL settings without a KL term, and an exact KL where only sampled ones can stand."""
         kl = self.stage.kl
-        if kl.refresh_every and self.controller_coefficient() == 0:
+        if kl.moves and not self.has_reference():
+            field, off = ("refresh_every", 0) if kl.refresh_every else ("ref_update", "null")
             yield self.line(
-                "kl.refresh_every",
+                f"kl.{field}",
                 "there is no reference policy to refresh, because the KL coefficient is 0; set "
-                "kl.controller.coef above 0, or refresh_every: 0",
+                f"kl.controller.coef above 0, or {field}: {off}",
             )
-        if kl.refresh_every and self.stage.lora is not None:
+        if kl.refresh_every and kl.ref_update is not None:
             yield self.line(
-                "kl.refresh_every",
-                "with lora the reference is the model without its adapter, which cannot be "
-                "refreshed; set refresh_every: 0, or train all weights (lora: null)",
+                "kl.ref_update",
+                "the reference follows one rule, and refresh_every is another; keep one of them",
             )
         estimator = self.build("kl", kl.estimator)
+        updates = self.stage.epochs * self.stage.num_mini_batches
+        if kl.ref_update is not None and estimator.from_logits and updates > 1:
+            yield self.line(
+                "kl.ref_update",
+                f"'{kl.estimator.name}' computes the reference in each of the {updates} updates of "
+                "a rollout batch, and it would move between them; use an estimate of sampled "
+                "tokens, such as 'k3', or one update per batch",
+            )
         if kl.place == "reward" and estimator.from_logits:
             yield self.line(
                 "kl.estimator",
                 f"'{kl.estimator.name}' needs both models' logits, which a reward does not have; "
                 "use 'k1' in the reward, or place: loss",
+            )
+
+    def entropy(self) -> Iterable[str]:
+        """A fixed coefficient in addition to a controller's."""
+        controller = self.stage.entropy_controller
+        if controller is not None and self.stage.entropy_coef > 0:
+            yield self.line(
+                "entropy_coef",
+                f"entropy_controller '{controller.name}' has a coefficient of its own; set "
+                "entropy_coef: 0, and where the controller starts among its own fields",
             )
 
     def correction(self) -> Iterable[str]:
@@ -519,9 +556,3 @@ class _Check:
                     f"'{loss.name}' solves for its step with whole weights, which no rank has; "
                     f"{fix}",
                 )
-        if self.stage.kl.refresh_every:
-            yield self.line(
-                "kl.refresh_every",
-                "a reference that moves is not kept in the checkpoints of several ranks; set "
-                f"refresh_every: 0, or {fix}",
-            )

@@ -131,8 +131,11 @@ class _Check:
                 )
 
     def reads_scores(self, stage: PreferenceStage) -> Iterator[str]:
-        """A divergence that no loss would notice."""
-        read = any(self.loss(term).reads_scores for term in stage.loss_terms)
+        """A divergence that no loss would notice; AlphaPO's scores are of bare log-probs."""
+        read = any(
+            self.loss(term).reads_scores and not term.fields().get("alpha_po")
+            for term in stage.loss_terms
+        )
         if stage.f_divergence != "reverse_kl" and not read:
             names = [term.name for term in stage.loss_terms]
             yield self.line(

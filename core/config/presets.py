@@ -28,6 +28,7 @@ RL_COMPONENTS: dict[tuple[str, ...], str] = {
     ("distillation",): "distillation_loss",
     ("aggregator",): "aggregator",
     ("entropy_aggregator",): "aggregator",
+    ("entropy_controller",): "entropy_controller",
     ("kl", "estimator"): "kl",
     ("kl", "controller"): "kl_controller",
     ("critic", "aggregator"): "aggregator",

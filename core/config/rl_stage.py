@@ -124,6 +124,12 @@ class RewardComponent(Component):
         description="what metrics, tables and reports call it; null = the plugin's name, with _2 "
         "for the second reward of that name",
     )
+    only_if: str | None = Field(
+        default=None,
+        min_length=1,
+        description="label of another reward: this one counts only where that one is at least 1, "
+        "and is 0 elsewhere; null = always",
+    )
 
 
 TOTAL = "total"
@@ -142,8 +148,48 @@ def reward_labels(rewards: Sequence[RewardComponent], own: Sequence[str] = ()) -
     return [next(names) if reward.label is None else reward.label for reward in rewards]
 
 
+class RefUpdateSection(Section):
+    """A reference that moves to the policy: reference = (1 - rate) reference + rate policy."""
+
+    rule: Literal["ema", "mixup", "refreshed"] = Field(
+        default="ema",
+        description="ema: a little after every optimizer step; mixup: in part, now and then "
+        "(TR-DPO); refreshed: the policy itself",
+    )
+    rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the policy in a move; null = 0.05 for ema, 0.6 for mixup",
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="optimizer steps from move to move; null = 1 for ema, 512 for mixup and "
+        "refreshed",
+    )
+
+    @model_validator(mode="after")
+    def _refreshed_is_whole(self) -> RefUpdateSection:
+        if self.rule == "refreshed" and self.rate not in (None, 1.0):
+            raise ValueError("rule: refreshed takes the whole policy; use rule: mixup for a rate")
+        return self
+
+    @property
+    def resolved_rate(self) -> float:
+        """The rate, with the rule's own where none is given."""
+        own = {"ema": 0.05, "mixup": 0.6, "refreshed": 1.0}[self.rule]
+        return own if self.rate is None else self.rate
+
+    @property
+    def resolved_every(self) -> int:
+        """Optimizer steps from move to move, with the rule's own where none are given."""
+        own = 1 if self.rule == "ema" else 512
+        return own if self.every is None else self.every
+
+
 class KlSection(Section):
-    """KL to the reference policy: the stage's input model, frozen, unless it is refreshed."""
+    """KL to the reference policy: the stage's input model, frozen, unless it moves."""
 
     estimator: Component = Component(name="k3")
     controller: Component = Component(name="fixed")
@@ -158,6 +204,15 @@ class KlSection(Section):
         ge=0,
         description="steps after which the policy becomes its own reference; 0 = never",
     )
+    ref_update: RefUpdateSection | None = Field(
+        default=None,
+        description="a reference that moves to the policy by optimizer steps; null = it is fixed",
+    )
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference is not always the stage's input model."""
+        return self.refresh_every > 0 or self.ref_update is not None
 
 
 class CriticSection(Section):
@@ -397,6 +452,10 @@ class RlStage(StageBase):
     entropy_coef: float = Field(default=0.0, ge=0, le=1_000, description="entropy bonus")
     entropy_aggregator: Component | None = Field(
         default=None, description="how the bonus is averaged; null = as `aggregator`"
+    )
+    entropy_controller: Component | None = Field(
+        default=None,
+        description="moves the bonus's coefficient after each optimizer step; null = entropy_coef",
     )
     top_entropy: float = Field(
         default=1.0, gt=0, le=1, description="share of tokens trained on, by entropy; 1 = all"

@@ -185,9 +185,10 @@ class SftStage(StageBase):
         description="tokens that are learned: of all assistant messages, of the last one, or all; "
         "never those of messages with train: false",
     )
-    weighting: Literal["none", "dft"] = Field(
+    weighting: Literal["none", "dft", "phi"] = Field(
         default="none",
-        description="dft: weigh each token's loss by its probability (arXiv:2508.05629)",
+        description="weigh each token's loss by its probability p (dft, arXiv:2508.05629) or by "
+        "p (1 - p) (phi, arXiv:2508.11408)",
     )
     steps: int | None = Field(default=10, ge=1, description="optimizer steps")
     epochs: int | None = Field(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.base import *
     from posttrain.core.contracts.columns import *
     from posttrain.core.contracts.correction import *
+    from posttrain.core.contracts.entropy import *
     from posttrain.core.contracts.environment import *
     from posttrain.core.contracts.kl import *
     from posttrain.core.contracts.optimizer import *
@@ -40,6 +41,7 @@ _MODULES = (
     "environment",
     "optimizer",
     "renderer",
+    "entropy",
     "advantages",
     "aggregation",
     "correction",
@@ -77,6 +79,7 @@ __all__ = [
     "Aggregator",
     "AggregatorConfig",
     "Algorithm",
+    "AlphaPoConfig",
     "AnchoredConfig",
     "AnchoredLoss",
     "AnyEnvironment",
@@ -91,6 +94,7 @@ __all__ = [
     "DistillationLoss",
     "DrawnToken",
     "EngineSetup",
+    "EntropyController",
     "Environment",
     "FieldPlace",
     "GeneralCorrection",

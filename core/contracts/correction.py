@@ -31,13 +31,14 @@ class RejectConfig(PluginConfig):
     """One rejection: what is measured, over what, and which values are kept."""
 
     stat: correction.Statistic = Field(
-        description="k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, with d = trainer - engine log-prob"
+        description="k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, with d = trainer - engine log-prob; "
+        "binary_kl = KL of the token against the rest, the larger of both ways"
     )
     level: correction.StatisticLevel = Field(
         description="drop single tokens, or whole responses by their sum, mean or maximum"
     )
     high: float = Field(
-        gt=0, description="k1: largest engine / trainer probability ratio kept; k2, k3: nats"
+        gt=0, description="k1: largest engine / trainer probability ratio kept; others: nats"
     )
     low: float | None = Field(
         default=None,
@@ -108,7 +109,7 @@ class GeneralCorrection(RolloutCorrection[CorrectionConfigT]):
         gaps = log_ratio(logprobs, rollout_logprobs, mask)
         known = known_tokens(rollout_logprobs, mask)
         weight, weight_metrics = self._weigh(gaps, mask, weighting) if weighting else (None, {})
-        keep, keep_metrics = self._reject(gaps, known, mask, rejections)
+        keep, keep_metrics = self._reject(gaps, known, mask, rejections, logprobs)
         metrics = weight_metrics | keep_metrics | _sample_sizes(gaps, known)
         if keep is not None or (weighting is not None and weighting.bound == "mask"):
             taken = mask.bool() if keep is None else keep.bool()
@@ -138,7 +139,12 @@ class GeneralCorrection(RolloutCorrection[CorrectionConfigT]):
         return weight, metrics
 
     def _reject(
-        self, gaps: Tensor, known: Tensor, mask: Tensor, rejections: tuple[Rejection, ...]
+        self,
+        gaps: Tensor,
+        known: Tensor,
+        mask: Tensor,
+        rejections: tuple[Rejection, ...],
+        logprobs: Tensor,
     ) -> tuple[Tensor | None, dict[str, float]]:
         """Tokens [B, T] to keep, in the mask's dtype; None without rejections."""
         if not rejections:
@@ -146,7 +152,7 @@ class GeneralCorrection(RolloutCorrection[CorrectionConfigT]):
         valid = keep = mask.bool()
         metrics: dict[str, float] = {}
         for rejection in rejections:
-            statistic = correction.rejection_statistic(gaps, known, rejection)
+            statistic = correction.rejection_statistic(gaps, known, rejection, logprobs)
             keep = keep & correction.within(statistic, rejection)
             if self.config.statistics == "full" and known.any():
                 found = correction_metrics.rejection_statistics(statistic, known, rejection)

@@ -185,6 +185,8 @@ class RolloutCorrection(Plugin[ConfigT]):
 
     kind = "rollout_correction"
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "rollout_logprobs"})
+    reads_mini: ClassVar[bool] = False
+    """Whether `correct_mini` must see each whole mini-batch first; costs a forward pass."""
 
     @abstractmethod
     def correct(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Correction:
@@ -192,6 +194,14 @@ class RolloutCorrection(Plugin[ConfigT]):
 
         What lies under `mask` [B, T] is ignored, NaN included.
         """
+
+    def correct_mini(self, mini: RolloutBatch) -> Correction:
+        """Tokens to keep of a whole mini-batch, in addition to those of `correct`.
+
+        `mini` has `logprobs_now` and `entropy` of the policy at the start of this optimizer step. A
+        weight is not taken from here.
+        """
+        return Correction()
 
     def keeps(self, logprobs: Tensor, micro: RolloutBatch) -> Tensor | None:
         """Tokens [B, T] to keep under the *current* log-probs, per micro-batch; None = all."""

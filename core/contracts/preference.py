@@ -17,6 +17,7 @@ from torch import Tensor
 from posttrain.core.contracts.base import ConfigT, Plugin, PluginConfig
 from posttrain.core.contracts.policy import Prepared
 from posttrain.core.errors import RunError
+from posttrain.core.math.preference import alpha_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,15 @@ class PairScores:
         lengths = _given(self.chosen_tokens), _given(self.rejected_tokens)
         return chosen / lengths[0].clamp(min=1), rejected / lengths[1].clamp(min=1)
 
+    def alpha_scores(self, alpha: float) -> tuple[Tensor, Tensor]:
+        """AlphaPO's scores: the shaped mean log-prob per token, less the reference's."""
+        own, ref = self.per_token(*self.logps()), self.per_token(*self.ref_logps())
+        chosen, rejected = (
+            alpha_shape(mean, alpha) - alpha_shape(anchor, alpha)
+            for mean, anchor in zip(own, ref, strict=True)
+        )
+        return chosen, rejected
+
     def token_mean_nll(self) -> Tensor:
         """[B], whose mean over all pairs is the mean over all chosen tokens of the mini-batch."""
         return _given(self.chosen_nll) * (self.num_pairs / max(1.0, self.num_chosen_tokens))
@@ -92,6 +102,18 @@ class LabelledScores:
     num_rows: float = 1.0
 
 
+class AlphaPoConfig(PluginConfig):
+    """Settings of the losses whose scores AlphaPO may shape (arXiv:2501.03884)."""
+
+    alpha_po: float = Field(
+        default=0.0,
+        ge=-10,
+        le=10,
+        description="AlphaPO's shape: a score is (1 - p^-alpha) / alpha of the answer's mean "
+        "probability per token p, in place of its log-prob; 0 = off",
+    )
+
+
 class PreferenceLoss(Plugin[ConfigT]):
     """Base of the losses on preferences: derive from `PairLoss` or `LabelLoss`."""
 
@@ -113,6 +135,10 @@ class PreferenceLoss(Plugin[ConfigT]):
     def reward_scale(self) -> float | None:
         """Factor of a log-ratio in the reward it implies (beta); None = none. For metrics alone."""
         return None
+
+    def reward_alpha(self) -> float:
+        """AlphaPO's shape of the reward it implies; 0 = a plain log-ratio. For metrics alone."""
+        return self.config.alpha_po if isinstance(self.config, AlphaPoConfig) else 0.0
 
 
 class PairLoss(PreferenceLoss[ConfigT]):

@@ -321,7 +321,11 @@ class Estimator:
         if isinstance(stage, RlStage):
             name, fields = stage.kl.controller.name, stage.kl.controller.fields()
             controller: KlController[Any] = manager.build(KlController, name, fields)
-            return controller.coefficient() > 0
+            terms = (
+                manager.build(PolicyLoss, term.name, term.fields()) for term in stage.loss_terms
+            )
+            reading = any("ref_logprobs" in term.required_columns() for term in terms)
+            return reading or controller.coefficient() > 0
         if not isinstance(stage, PreferenceStage) or stage.reference_free:
             return False
         losses = (manager.find("preference_loss", term.name).cls for term in stage.loss_terms)

@@ -117,7 +117,9 @@ def policy_batch(under_the_mask: float) -> tuple[RolloutBatch, Tensor]:
     noise = torch.Generator().manual_seed(9)
     new = 0.5 * torch.randn(batch.mask.shape, generator=noise, dtype=torch.float64) - 1
     new = torch.where(masked_positions(), new, under_the_mask)
-    signs = torch.linspace(-1.5, 2.0, len(LENGTHS), dtype=torch.float64)[:, None]
+    # Both signs in a group, for losses that compare its answers.
+    signs = torch.linspace(-1.5, 2.0, len(LENGTHS), dtype=torch.float64)
+    signs = torch.stack((signs[:4], signs[4:].flip(0)), dim=1).flatten()[:, None]
     advantages = torch.where(masked_positions(), signs, under_the_mask)
     return batch.with_columns(advantages=advantages, logprobs_now=new), new
 

@@ -99,6 +99,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "policy_loss": ("losses",),
     "kl": ("corrections",),
     "kl_controller": ("corrections",),
+    "entropy_controller": ("corrections",),
     "rollout_correction": ("corrections",),
     "preference_loss": ("preferences",),
     "advantage_transform": ("teaching",),

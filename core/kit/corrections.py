@@ -1,4 +1,4 @@
-"""What KL estimators, KL controllers and rollout corrections promise."""
+"""What KL estimators, controllers of coefficients and rollout corrections promise."""
 
 from __future__ import annotations
 
@@ -79,6 +79,17 @@ def _controller_state(subject: Subject) -> None:
     expect_equal(second.coefficient(), first.coefficient(), "the coefficient after a resume")
 
 
+@check("a controller continues from its state", "entropy_controller")
+def _entropy_controller_state(subject: Subject) -> None:
+    first, second = subject.build(), subject.build()
+    for entropy in (2.0, 0.0, 0.1, 1e3, 0.01):
+        value = first.coefficient()
+        expect(isfinite(value) and value >= 0, f"before an entropy of {entropy} it is {value}")
+        first.update(entropy)
+        second.load_state(json.loads(json.dumps(first.state())))
+        expect_equal(second.coefficient(), first.coefficient(), "the coefficient after a resume")
+
+
 # --- rollout corrections ----------------------------------------------------------------------
 
 
@@ -130,6 +141,24 @@ def _silent_engine(subject: Subject) -> None:
             expect_same(part, batch.mask, f"`{what}` without the engine's log-probs")
     wrong = sorted(name for name, value in found.metrics.items() if not isfinite(value))
     expect(not wrong, f"the metrics {wrong} are not finite")
+
+
+@check("of a mini-batch it keeps a part, and all where nothing moved", "rollout_correction")
+def _of_mini(subject: Subject) -> None:
+    if not subject.cls.reads_mini:
+        raise Skipped("it does not say reads_mini")
+    batch = ragged_batch(NAN)
+    old = batch.column("old_logprobs")
+    moved = batch.with_columns(rollout_logprobs=old, logprobs_now=old + batch.column("advantages"))
+    still = moved.with_columns(logprobs_now=old)
+    for mini in (moved, still):
+        found = subject.build().correct_mini(mini)
+        check_names(found.metrics)
+        expect(found.keep is not None, "it says reads_mini and keeps nothing of a mini-batch")
+        expect(found.keep.shape == mini.mask.shape, f"the shape is {list(found.keep.shape)}")
+        expect(set(found.keep.unique().tolist()) <= {0, 1}, "it holds more than 0 and 1")
+        expect((found.keep <= mini.mask).all(), "it keeps tokens that the batch leaves out")
+    expect_same(found.keep, batch.mask, "what it keeps where log-probs are equal")
 
 
 @check("what is kept under the current policy is some of the mask", "rollout_correction")

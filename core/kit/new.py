@@ -28,6 +28,7 @@ USES: Mapping[str, str] = {
     "aggregator": "stages: {{rl: {{kind: rl, aggregator: {}}}}}",
     "kl": "stages: {{rl: {{kind: rl, kl: {{estimator: {}}}}}}}",
     "kl_controller": "stages: {{rl: {{kind: rl, kl: {{controller: {}}}}}}}",
+    "entropy_controller": "stages: {{rl: {{kind: rl, entropy_controller: {}}}}}",
     "rollout_correction": "stages: {{rl: {{kind: rl, rollout_correction: {{plugin: {}}}}}}}",
     "preference_loss": "stages: {{dpo: {{kind: preference, preference_loss: {}}}}}",
     "stage": "stages: {{short: {{kind: {}}}}}",

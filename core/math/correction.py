@@ -124,7 +124,7 @@ def _rows(known: Tensor, count_empty_seqs: bool) -> Tensor:
 
 WeightLevel = Literal["token", "seq"]
 WeightBound = Literal["truncate", "mask"]
-Statistic = Literal["k1", "k2", "k3"]
+Statistic = Literal["k1", "k2", "k3", "binary_kl"]
 StatisticLevel = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 
 
@@ -146,7 +146,8 @@ class Weighting:
 class Rejection:
     """Keep what has `low` <= statistic <= `high`; the ends are in the statistic's own unit (nats).
 
-    k1 = -d, which has the sign of the *inverse* ratio; k2 = d^2 / 2; k3 = e^d - 1 - d.
+    k1 = -d, which has the sign of the *inverse* ratio; k2 = d^2 / 2; k3 = e^d - 1 - d; binary_kl is
+    that of the token against the rest, whichever way is larger.
     """
 
     stat: Statistic
@@ -182,16 +183,50 @@ def mean_weight(weights: Tensor, mask: Tensor, level: WeightLevel) -> float:
     return mean or 1.0
 
 
-def rejection_statistic(gaps: Tensor, mask: Tensor, rejection: Rejection) -> Tensor:
+def binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    """max(b(p, q), b(q, p)) in nats of tokens with log-probs ln p and ln q, of any one shape.
+
+    b(p, q) = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)), probabilities cut to [1e-6,
+    1 - 1e-6]. Exactly 0 where both are equal.
+    """
+    low, high = math.log(1e-6), math.log1p(-1e-6)
+    p, q = (values.double().clamp(low, high) for values in (logprobs, other))
+    rest_p, rest_q = (-values.expm1() for values in (p, q))
+    gap, rest_gap = p - q, rest_p.log() - rest_q.log()
+    forward = p.exp() * gap + rest_p * rest_gap
+    backward = -(q.exp() * gap + rest_q * rest_gap)
+    return torch.maximum(forward, backward)
+
+
+def smallest_within_mean(values: Tensor, bound: float) -> Tensor:
+    """The largest set [N] of the smallest `values` [N] whose mean is at most `bound`.
+
+    Of equal values the later ones go first. The means of sorted values never fall, so it is those
+    up to the last mean within the bound.
+    """
+    kept = torch.zeros_like(values, dtype=torch.bool)
+    order = torch.argsort(values, stable=True)
+    means = values[order].cumsum(0) / torch.arange(1, len(values) + 1)
+    kept[order[means <= bound]] = True
+    return kept
+
+
+def rejection_statistic(
+    gaps: Tensor, mask: Tensor, rejection: Rejection, logprobs: Tensor
+) -> Tensor:
     """The statistic of each token [B, T], or of each row [B, 1] over its masked tokens.
 
-    d is cut to +-20. A row without tokens has 0, which every sensible rejection keeps.
+    `gaps` are d, cut to +-20, and `logprobs` the trainer's; both [B, T]. A row without tokens has
+    0, which every sensible rejection keeps.
     """
     clamped = gaps.clamp(-LOG_BOUND, LOG_BOUND)
     if rejection.stat == "k1":
         values = -clamped
     elif rejection.stat == "k2":
         values = 0.5 * clamped.square()
+    elif rejection.stat == "binary_kl":
+        own = masked(logprobs.detach(), mask)
+        values = binary_kl(own, own - gaps).to(gaps.dtype)
     else:
         # expm1: e^d - 1 - d would lose all digits of a float32 near d = 0.
         values = clamped.expm1() - clamped

@@ -67,6 +67,14 @@ def z_scores(values: Tensor, ddof: int, eps: float) -> Tensor:
     return (values - values.mean()) / (sample_std(values, ddof) + eps)
 
 
+def optimal_value(values: Tensor, beta: float) -> Tensor:
+    """beta ln(mean exp(x / beta)) of `values` [G]: from their mean (large beta) to their maximum.
+
+    Source: A*-PO, arXiv:2505.20686.
+    """
+    return beta * ((values / beta).logsumexp(dim=0) - math.log(values.numel()))
+
+
 def leave_one_out(values: Tensor) -> Iterator[Tensor]:
     """For each of `values` [G] the others [G - 1], in order."""
     for index in range(values.numel()):

@@ -27,6 +27,15 @@ def capped_exp(values: Tensor) -> Tensor:
     return values.clamp(max=MAX_EXPONENT).exp()
 
 
+def alpha_shape(mean_logps: Tensor, alpha: float) -> Tensor:
+    """(1 - exp(-a s)) / a of length-averaged log-probs s [B]; s itself as a -> 0.
+
+    Its slope is p^-a: a > 0 stretches unlikely answers, a < 0 flattens them. 0 at s = 0.
+    Source: AlphaPO, arXiv:2501.03884.
+    """
+    return mean_logps if alpha == 0 else (1 - capped_exp(-alpha * mean_logps)) / alpha
+
+
 def divergence_score(log_ratio: Tensor, divergence: FDivergence, alpha: float) -> Tensor:
     """Score of an answer with x = `log_ratio` [B] = log pi - log pi_ref under an f-divergence.
 

@@ -55,11 +55,15 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward plugin and its factor in the sum; `label` is what records call it."""
+    """A reward plugin and its factor in the sum; `label` is what records call it.
+
+    With `only_if` it is 0 where the reward of that name is below 1 or missing.
+    """
 
     reward: Reward[Any]
     weight: float
     label: str = ""
+    only_if: str | None = None
 
     @property
     def name(self) -> str:
@@ -184,13 +188,15 @@ def score_batch(
     it takes no part in group statistics; so is a row of an episode that failed. Branches of an
     episode have the reward of the first. The sum sits on the last sampled token. With a
     `tokenizer`, the steps of the first reward that scores steps fill `step_end` and `step_score`.
-    Rewards of the `pool` are scored there, the others here.
+    Rewards of the `pool` are scored there, the others here. Gates (`only_if`) act on the
+    components; `scores` and the steps are as the rewards gave them.
     """
     by_steps = next((i for i, w in enumerate(rewards) if w.reward.gives_steps), None)
     samples = reward_samples(batch, task, with_steps=by_steps is not None)
     scores = score_samples([weighted.reward for weighted in rewards], samples, pool)
     columns = [_component(column) for column in scores]
     components = torch.stack(columns, dim=1) if columns else torch.zeros(len(batch), 0)
+    components = gated(components, rewards)
     if by_steps is not None and tokenizer is not None:
         batch = fill_steps(batch, scores[by_steps], tokenizer)
     rows = tuple(zip(*scores, strict=True)) if scores else tuple(() for _ in samples)
@@ -247,6 +253,16 @@ def _component(scores: Sequence[Score]) -> Tensor:
     """Values [B] in float64; NaN where a sample could not be scored."""
     values = [math.nan if s.value is None else float(s.value) for s in scores]
     return torch.tensor(values, dtype=torch.float64)
+
+
+def gated(components: Tensor, rewards: Sequence[WeightedReward]) -> Tensor:
+    """`components` [B, K] with 0 where a reward's gate is closed; what is missing stays missing."""
+    names, columns = [weighted.name for weighted in rewards], list(components.unbind(1))
+    for index, weighted in enumerate(rewards):
+        if weighted.only_if is not None:
+            gate, own = components[:, names.index(weighted.only_if)], columns[index]
+            columns[index] = torch.where((gate >= 1) | own.isnan(), own, 0.0)
+    return torch.stack(columns, dim=1)
 
 
 def shaped_sum(

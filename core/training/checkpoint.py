@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch.nn import Module
+from safetensors.torch import load_file
 
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 _STATE = "state.json"
 _TENSORS = "optimizer"
 _CRITIC = "critic"
-_REFERENCE = "reference.safetensors"
-SCHEMA_VERSION = 6
+_REFERENCE = "reference"
+SCHEMA_VERSION = 7
 
 
 class DamagedCheckpoint(RunError):
@@ -64,12 +63,12 @@ def save_checkpoint(
     state: LoopState,
     *,
     critic: StoredOptimizer | None = None,
-    reference: Module | None = None,
+    reference: StoredOptimizer | None = None,
 ) -> None:
     """Write a new `folder`: tensors first, the state with their digest last, then rename.
 
-    The tensors of a `critic`'s optimizer lie in a folder of their own inside it. A `reference` is
-    given when it is no longer what the stage started from.
+    The tensors of a `critic`'s optimizer, and of a `reference` that moves, lie in folders of their
+    own inside it.
     """
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -79,9 +78,8 @@ def save_checkpoint(
         **asdict(state),
         "optimizers": {
             place: _write_tensors(partial, place, one)
-            for place, one in _by_place(optimizer, critic).items()
+            for place, one in _by_place(optimizer, critic, reference).items()
         },
-        "reference": {} if reference is None else _write_reference(partial, reference),
     }
     (partial / _STATE).write_text(json.dumps(record))
     put_in_place(partial, folder)
@@ -96,20 +94,28 @@ def load_checkpoint(
     optimizer: StoredOptimizer,
     *,
     critic: StoredOptimizer | None = None,
-    reference: Module | None = None,
+    reference: StoredOptimizer | None = None,
 ) -> LoopState:
-    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`."""
+    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`.
+
+    A moving reference in the checkpoint may be left alone.
+    """
     record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
         raise RunError(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
             f"{SCHEMA_VERSION}: run with --fresh to start the stage over"
         )
-    wanted, saved = _by_place(optimizer, critic), record["optimizers"]
-    if set(wanted) != set(saved):
+    wanted, saved = _by_place(optimizer, critic, reference), record["optimizers"]
+    if (_CRITIC in wanted) != (_CRITIC in saved):
         has, needs = (("a" if _CRITIC in places else "no") for places in (saved, wanted))
         raise RunError(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
+            "--fresh to start the stage over"
+        )
+    if _REFERENCE in wanted and _REFERENCE not in saved:
+        raise RunError(
+            f"checkpoint '{folder}' has no moving reference, but the stage has one: run with "
             "--fresh to start the stage over"
         )
     for place, one in wanted.items():
@@ -121,16 +127,17 @@ def load_checkpoint(
     _check_files(folder, record)
     for place, one in wanted.items():
         one.read(folder / place / _TENSORS, saved[place]["step_count"])
-    if reference is not None and record["reference"]:
-        _read_reference(folder, reference)
     return LoopState(**{part.name: record[part.name] for part in fields(LoopState)})
 
 
 def _by_place(
-    optimizer: StoredOptimizer, critic: StoredOptimizer | None
+    optimizer: StoredOptimizer,
+    critic: StoredOptimizer | None,
+    reference: StoredOptimizer | None,
 ) -> dict[str, StoredOptimizer]:
     """Each optimizer by the folder of its tensors, relative to the checkpoint's."""
-    return {".": optimizer} if critic is None else {".": optimizer, _CRITIC: critic}
+    places = {".": optimizer, _CRITIC: critic, _REFERENCE: reference}
+    return {place: one for place, one in places.items() if one is not None}
 
 
 def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[str, object]:
@@ -147,20 +154,6 @@ def _write_tensors(root: Path, place: str, optimizer: StoredOptimizer) -> dict[s
     }
 
 
-def _write_reference(root: Path, reference: Module) -> dict[str, str]:
-    path = root / _REFERENCE
-    tensors = {str(i): p.detach().cpu().contiguous() for i, p in enumerate(reference.parameters())}
-    save_file(tensors, path)
-    return {path.name: file_digest(path)}
-
-
-def _read_reference(folder: Path, reference: Module) -> None:
-    saved = load_file(folder / _REFERENCE)
-    with torch.no_grad():
-        for i, parameter in enumerate(reference.parameters()):
-            parameter.copy_(saved[str(i)])
-
-
 def check_whole(folder: Path) -> None:
     """Raise `DamagedCheckpoint` unless every file is there and is what was written."""
     _check_files(folder, _read_record(folder))
@@ -169,7 +162,7 @@ def check_whole(folder: Path) -> None:
 def _check_files(folder: Path, record: dict[str, Any]) -> None:
     if record.get("version") != SCHEMA_VERSION:
         return  # whole or not, `load_checkpoint` refuses it
-    saved = [*(part["sha256"] for part in record["optimizers"].values()), record["reference"]]
+    saved = [part["sha256"] for part in record["optimizers"].values()]
     digests = {name: digest for part in saved for name, digest in part.items()}
     paths = {folder / name: digest for name, digest in digests.items()}
     if any(not path.is_file() or file_digest(path) != digest for path, digest in paths.items()):
@@ -200,7 +193,6 @@ class _Record(_Versioned):
     parts: dict[str, Any]  # Any: JSON, each part's own
     history: list[dict[str, float]]
     optimizers: dict[str, _Tensors]
-    reference: dict[str, str]
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

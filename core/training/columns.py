@@ -66,7 +66,7 @@ def update_columns(objective: Objective, settings: UpdateSettings, kl_coef: floa
     `old_logprobs` only where the policy moves before they are read for the last time, or where
     something reads them before the update's own forward pass: a single update takes them from that.
     """
-    names = set()
+    names = set(objective.required_columns() & {"ref_logprobs"})
     if (
         settings.updates_per_batch > 1
         or objective.correction is not None

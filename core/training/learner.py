@@ -36,6 +36,7 @@ from posttrain.core.training.forward import (
     response_pass,
 )
 from posttrain.core.training.metrics import MetricSums
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import Distilled, Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
@@ -58,9 +59,9 @@ class Learner:
     """Owns the policy, its frozen reference (when a KL term needs it) and the optimizer.
 
     `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
-    pre-training term; `guard` bounds how far one batch may move the policy. `teachers` are all that
-    the stage has, in order; one whose weights are elsewhere is None. Of several `ranks` each
-    has a learner, and all are called alike.
+    pre-training term; `guard` bounds how far one batch may move the policy; `moving` moves the
+    reference. `teachers` are all that the stage has, in order; one whose weights are elsewhere is
+    None. Of several `ranks` each has a learner, and all are called alike.
     """
 
     source: RemotePolicy | None = None
@@ -73,6 +74,7 @@ class Learner:
         settings: UpdateSettings,
         reference: PreTrainedModel | None = None,
         *,
+        moving: MovingReference | None = None,
         guard: KlGuard | None = None,
         ptx: PtxTerm | None = None,
         trust_region: NaturalGradient | None = None,
@@ -81,8 +83,14 @@ class Learner:
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.objective, self.settings, self.reference = objective, settings, reference
+        self.moving = moving
         self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
         self.teachers = teachers or {}
+
+    @property
+    def stored_reference(self) -> StoredOptimizer | None:
+        """What a checkpoint keeps of a reference that moves."""
+        return self.moving
 
     @property
     def stored(self) -> StoredOptimizer:
@@ -107,6 +115,7 @@ class Learner:
         settings, done = self.settings, Progress.of(batch, products)
         needed = update_columns(self.objective, settings, kl_coef) - {"is_weight"}
         batch.require({"advantages", "mask"} | needed, "the learner")
+        version = None if self.moving is None else float(self.moving.version)
         parts = mini_batches(
             batch, settings.epochs, settings.num_mini_batches, settings.seed, "mini_batches", step
         )
@@ -118,6 +127,8 @@ class Learner:
             elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
         metrics = done.metrics()
+        if version is not None:
+            metrics["kl/ref_version"] = version
         if self.guard is not None:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
@@ -161,13 +172,29 @@ class Learner:
                 self.optimizer.zero_grad()
                 return False
             done.rate_factor *= self.guard.factor
+        self._note_entropy(own)
         if self.ptx is not None:
             self.ptx.accumulate(self.model, *place, own, check, self.ranks)
         loss = sum(own.mean(name, default=0.0) for name in ("loss/total", "loss/term/ptx"))
         suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
         report = self.optimizer.step(done.rate_factor, loss=loss, rows=suspects.tolist())
         done.took(report, own)
+        if not report.non_finite:
+            self._stepped(own)
         return True
+
+    def _note_entropy(self, own: MetricSums) -> None:
+        """Record the coefficient that a controller gave the entropy bonus of this step."""
+        if self.objective.entropy_controller is not None:
+            own.add_means({"entropy/coef": self.objective.bonus_coef})
+
+    def _stepped(self, own: MetricSums) -> None:
+        """Let follow what follows a step that was taken: the reference, the entropy bonus."""
+        if self.moving is not None:
+            self.moving.after_step()
+        if self.objective.entropy_controller is not None:
+            entropy = own.mean("entropy/mean", default=float("nan"))
+            self.objective.entropy_controller.update(entropy)
 
     def _trust_region_step(
         self,
@@ -191,6 +218,8 @@ class Learner:
             self.optimizer.note_non_finite(wrong, suspects.tolist())
             done.sums.add_scalar("grad/non_finite", 1.0)
             return
+        self._note_entropy(own)
+        self._stepped(own)
         done.sums.merge(own)
         done.sums.add_means(taken)
         done.num_updates += 1
@@ -228,10 +257,9 @@ class Learner:
 
     def refresh_reference(self) -> None:
         """Make the present policy the reference."""
-        assert self.reference is not None, "there is no reference to refresh"
+        assert self.moving is not None, "there is no reference to refresh"
         put_away(self.model)
-        put_away(self.reference)
-        self.reference.load_state_dict(self.model.state_dict())
+        self.moving.move(1.0)
 
     def reference_logprobs(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
         """Log-probs [B, T] of the frozen reference policy."""

@@ -21,12 +21,14 @@ from posttrain.core.contracts import (
     Aggregator,
     Counts,
     DistillationLoss,
+    EntropyController,
     KlEstimator,
     PolicyLoss,
     Prepared,
     RolloutCorrection,
     TokenLoss,
 )
+from posttrain.core.contracts.base import StatefulPlugin
 from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
 
@@ -126,6 +128,7 @@ class Objective:
     the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
     highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, and
     `distillation` one on those of rows with a teacher; they take neither mask nor weight.
+    `entropy_controller` takes the place of `entropy_coef`.
     """
 
     terms: tuple[LossTerm, ...]
@@ -139,6 +142,27 @@ class Objective:
     top_entropy: float = 1.0
     observed: LossTerm | None = None
     distillation: DistillationTerm | None = None
+    entropy_controller: EntropyController[Any] | None = None
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether there is an entropy bonus in some optimizer step."""
+        return self.entropy_coef > 0 or self.entropy_controller is not None
+
+    @property
+    def bonus_coef(self) -> float:
+        """The coefficient of the entropy bonus in the next optimizer step."""
+        controller = self.entropy_controller
+        return self.entropy_coef if controller is None else controller.coefficient()
+
+    def stateful(self) -> dict[str, StatefulPlugin[Any]]:
+        """Every plugin that may keep numbers from step to step, by its name in checkpoints."""
+        found: dict[str, StatefulPlugin[Any]] = {
+            f"policy_loss/{term.loss.name}": term.loss for term in self.terms
+        }
+        if self.entropy_controller is not None:
+            found["entropy_controller"] = self.entropy_controller
+        return found
 
     def reads_observed(self, batch: RolloutBatch) -> bool:
         """Whether a term needs the log-probs of tokens that others wrote, of which it has some."""
@@ -154,6 +178,7 @@ class Objective:
         bypassed = self.bypass_old and self.correction is not None
         return (
             bypassed
+            or (self.correction is not None and self.correction.reads_mini)
             or self.top_entropy < 1
             or any(term.loss.needs_prepare() for term in self.terms)
         )
@@ -164,7 +189,7 @@ class Objective:
         Who asks for the whole mini-batch first, as a covariance does, has no such rows, and neither
         has an aggregator that divides by each micro-batch's own counts: idle rows are counted.
         """
-        others = self.entropy_coef > 0 or (self.kl is not None and kl_coef > 0)
+        others = self.has_bonus or (self.kl is not None and kl_coef > 0)
         others = others or any(t.aggregator.config.counts == "micro" for t in self.terms)
         others = others or self.reads_observed(mini) or self.distillation is not None
         if others or self.needs_prepare() or not all(t.loss.idle_at_zero for t in self.terms):
@@ -209,6 +234,13 @@ class Objective:
         metrics: dict[str, float] = {}
         if self.correction is not None and self.bypass_old:
             columns, metrics = self._correction(mini.column("logprobs_now"), mini)
+        if self.correction is not None and self.correction.reads_mini:
+            found = self.correction.correct_mini(mini)
+            before = columns.get("correction_mask", mini.correction_mask)
+            if found.keep is not None:
+                kept = found.keep if before is None else masked(found.keep, before)
+                columns["correction_mask"] = kept
+            metrics |= found.metrics
         if self.top_entropy < 1:
             columns["entropy_keep"] = entropy_mask(
                 mini.column("entropy"), mini.mask, self.top_entropy
@@ -217,9 +249,9 @@ class Objective:
             mini = mini.with_columns(**columns)
         terms, term_counts = [], []
         for term in self.terms:
-            found = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
-            metrics |= found.metrics if found else {}
-            terms.append(found)
+            ready = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
+            metrics |= ready.metrics if ready else {}
+            terms.append(ready)
             counted = self._counted(term.loss.loss_mask(mini), mini)
             term_counts.append(term.aggregator.count(counted, mini.group_id))
         entropy_aggregator = self.entropy_aggregator or self.aggregator
@@ -312,12 +344,12 @@ class Objective:
             parts["loss/kl"] = kl_coef * term_value.detach()
             tokens["kl/ref"] = (kl.detach(), micro.mask)
             total = total + kl_coef * term_value
-        if self.entropy_coef > 0:
+        if (coef := self.bonus_coef) > 0:
             bonus = (self.entropy_aggregator or self.aggregator).aggregate(
                 TokenLoss(entropy, micro.mask), micro.mask, prepared.entropy_counts, micro.group_id
             )
-            parts["loss/entropy"] = -self.entropy_coef * bonus.detach()
-            total = total - self.entropy_coef * bonus
+            parts["loss/entropy"] = -coef * bonus.detach()
+            total = total - coef * bonus
         if self.observed is not None and observed is not None:
             value = self._observed_loss(self.observed, observed, micro, prepared)
             parts[f"loss/term/{self.observed.loss.name}"] = value.detach()

@@ -170,13 +170,20 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class ImpliedReward:
-    """The reward that a preference loss implies: `scale` times an answer's log-ratio."""
+    """The reward that a preference loss implies: `scale` times an answer's log-ratio.
+
+    With `alpha` the log-ratio is that of AlphaPO's scores.
+    """
 
     scale: float
     per_token: bool
+    alpha: float = 0.0
 
     def of(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
         """Rewards [B] of chosen and rejected; without a reference the log-prob is the ratio."""
+        if self.alpha != 0:
+            shaped = pairs.alpha_scores(self.alpha)
+            return self.scale * shaped[0], self.scale * shaped[1]
         chosen, rejected = pairs.logps()
         ref_chosen, ref_rejected = pairs.ref_logps()
         gains = chosen - ref_chosen, rejected - ref_rejected
@@ -301,7 +308,7 @@ class PreferenceObjective:
         for term in self.terms:
             scale = term.loss.reward_scale()
             if scale is not None:
-                return ImpliedReward(scale, term.loss.per_token_reward)
+                return ImpliedReward(scale, term.loss.per_token_reward, term.loss.reward_alpha())
         return ImpliedReward(self.reward_scale, per_token=False)
 
     def nothing_prepared(self) -> PreparedTerms:

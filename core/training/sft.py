@@ -1,6 +1,6 @@
 """Supervised fine-tuning, and the same loss as a pre-training term of an RL update.
 
-Sources: InstructGPT (PPO-ptx), arXiv:2203.02155, eq. 2; DFT, arXiv:2508.05629, eq. 9.
+Source: InstructGPT (PPO-ptx), arXiv:2203.02155, eq. 2. The weights of tokens: `token_nll`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
+from posttrain.core.math.likelihood import TokenWeight, token_nll
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.finite import note_suspects
 from posttrain.core.training.forward import forward_only, response_logprobs
@@ -24,8 +24,6 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
-
-Weighting = Literal["none", "dft"]
 
 
 def worked_batch(
@@ -55,13 +53,13 @@ def sft_step(
     batch: RolloutBatch,
     *,
     micro_batch_size: int,
-    weighting: Weighting = "none",
+    weighting: TokenWeight = "none",
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """One optimizer step on the mean over all response tokens of `batch`, however it is split.
 
-    With the weighting `dft` the loss of a token is -stop_gradient(p) log p, p its probability.
+    `weighting` is that of `token_nll`; the number of tokens divides whatever they weigh.
     """
     num_tokens = float(batch.mask.sum())
     sums = MetricSums()
@@ -69,12 +67,11 @@ def sft_step(
         check()
         micro = batch.select(rows)
         out = response_logprobs(model, micro, temperature=1.0)
-        loss = -out.logprobs.sum() / num_tokens  # log-probs are 0 outside the response
-        if weighting == "dft":
-            if counts:
-                sums.add_scalar("sft/nll", loss.detach())
-            loss = -(out.logprobs.detach().exp() * out.logprobs).sum() / num_tokens
+        logprobs, mask = out.logprobs, micro.mask.to(out.logprobs.device)
+        loss = token_nll(logprobs, mask, weighting).sum() / num_tokens
         if counts:
+            if weighting != "none":
+                sums.add_scalar("sft/nll", token_nll(logprobs.detach(), mask).sum() / num_tokens)
             sums.add_scalar("sft/loss", loss.detach())
             note_suspects(sums, loss, rows.tolist(), out.logprobs)
             sums.add_scalar("entropy/mean", out.entropy.detach().sum() / num_tokens)

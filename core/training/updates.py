@@ -118,6 +118,10 @@ class PolicyLearner(Protocol):
     def stored(self) -> StoredOptimizer:
         """What a checkpoint keeps of the policy."""
 
+    @property
+    def stored_reference(self) -> StoredOptimizer | None:
+        """What a checkpoint keeps of a reference that moves."""
+
     def update(
         self,
         batch: RolloutBatch,

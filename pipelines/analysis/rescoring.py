@@ -30,7 +30,7 @@ from posttrain.core.config.spec import Spec, parse_spec
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import set_threads
 from posttrain.core.rewards.checking import is_failure
-from posttrain.core.rewards.scoring import Scorer, score_samples, shaped_sum
+from posttrain.core.rewards.scoring import Scorer, gated, score_samples, shaped_sum
 from posttrain.core.runtime.plugin_files import PLUGIN_FILE
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.forensics import distribution_row
@@ -180,7 +180,7 @@ def _note_scores(made: _Rescoring, evidence: StepEvidence, columns: dict[str, li
 def _rescored(evidence: StepEvidence, scorer: Scorer, columns: Sequence[Sequence[Score]]) -> _Step:
     batch = evidence.batch
     values = [[math.nan if s.value is None else s.value for s in column] for column in columns]
-    components = torch.tensor(values, dtype=torch.float64).T
+    components = gated(torch.tensor(values, dtype=torch.float64).T, scorer.rewards)
     failed = torch.tensor([any(map(is_failure, row)) for row in zip(*columns, strict=True)])
     total, scored = shaped_sum(
         components, scorer.rewards, scorer.clip, on_missing=scorer.on_missing, failed=failed

@@ -37,6 +37,7 @@ _LOSS_FIELDS = (
     "kl",
     "entropy_coef",
     "entropy_aggregator",
+    "entropy_controller",
     "top_entropy",
     "rollout_correction",
     "critic",
@@ -199,7 +200,12 @@ def _notes(label: str, there: StageInputs, variant: Variant) -> list[str]:
             f"{label}: '{observed.loss.name}' reads tokens that the policy did not sample and is "
             "left out"
         )
-    if variant.objective.entropy_coef > 0:
+    if variant.objective.entropy_controller is not None:
+        notes.append(
+            f"{label}: the coefficient of its entropy bonus moves from step to step, and here is "
+            "that of a first step"
+        )
+    if variant.objective.has_bonus:
         notes.append(
             f"{label}: the entropy bonus is in the loss, but not in the weights of tokens: it does "
             "not act through the log-probs of those sampled"

@@ -27,6 +27,7 @@ from posttrain.core.data.steps import StepRow
 from posttrain.core.models.loading import load_policy, load_reward_model
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.forward import forward_only
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.preference import PreferenceLearner, Rows
 from posttrain.core.training.preference_objective import (
@@ -52,7 +53,7 @@ class Trained:
     """A stage's trainer. `model` is what the stage makes."""
 
     model: PreTrainedModel
-    optimizers: Mapping[str, MasterOptimizer]
+    optimizers: Mapping[str, MasterOptimizer | MovingReference]
     methods: Methods
 
 
@@ -62,15 +63,18 @@ def rl(inputs: StageInputs) -> Trained:
     assert isinstance(stage, RlStage)
     learner = build_learner(inputs, stage, inputs.tokenizer())
     critic = build_critic(inputs, stage)
-    optimizers = {"policy": learner.optimizer}
+    optimizers: dict[str, MasterOptimizer | MovingReference] = {"policy": learner.optimizer}
+    if learner.moving is not None:
+        optimizers["reference"] = learner.moving
 
     def update(
-        batch: RolloutBatch, step: int, kl_coef: float, states: Sequence[dict[str, float]]
-    ) -> tuple[UpdateResult, list[dict[str, float]]]:
-        losses = [term.loss for term in learner.objective.terms]
-        for loss, state in zip(losses, states, strict=True):
-            loss.load_state(state)
-        return learner.update(batch, step, kl_coef), [loss.state() for loss in losses]
+        batch: RolloutBatch, step: int, kl_coef: float, states: Mapping[str, dict[str, float]]
+    ) -> tuple[UpdateResult, dict[str, dict[str, float]]]:
+        parts = learner.objective.stateful()
+        for name, part in parts.items():
+            part.load_state(states[name])
+        result = learner.update(batch, step, kl_coef)
+        return result, {name: part.state() for name, part in parts.items()}
 
     def probe(batch: RolloutBatch) -> Tensor:
         return forward_only(learner.model, batch, len(batch), 1.0).logprobs

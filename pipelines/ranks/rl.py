@@ -19,7 +19,7 @@ from posttrain.core.training.forward import ResponseForward
 from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
-from posttrain.pipelines.rl.build import build_objective, update_settings
+from posttrain.pipelines.rl.build import build_objective, update_settings, wants_reference
 from posttrain.pipelines.stage.inputs import StageInputs
 from posttrain.pipelines.stage.trained import start_training
 
@@ -44,11 +44,19 @@ class RankedLearner:
         self.source = None if adapted or not trainer.on_cluster else RankWeights(trainer, self)
         self.objective = build_objective(stage, section)
         self.settings = update_settings(stage, section)
+        self._has_reference = wants_reference(stage, section, self.objective)
 
     @property
     def stored(self) -> StoredOptimizer:
         """As in `PolicyLearner`."""
         return RankedOptimizer(self._trainer, "policy", self._section.optimizer, self._moved)
+
+    @property
+    def stored_reference(self) -> StoredOptimizer | None:
+        """As in `PolicyLearner`."""
+        section = self._section
+        moves = section.kl.moves and self._has_reference
+        return RankedOptimizer(self._trainer, "reference", section.optimizer) if moves else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -69,13 +77,17 @@ class RankedLearner:
         check: Check = no_check,
         products: SampledOutputs | None = None,
     ) -> UpdateResult:
-        """As in `PolicyLearner`; the losses here and in the ranks keep the same state."""
-        losses = [term.loss for term in self.objective.terms]
+        """As in `PolicyLearner`; the plugins here and in the ranks keep the same state."""
+        parts = self.objective.stateful()
         result, states = self._trainer.call(
-            "update", batch.bare(), step, kl_coef, [loss.state() for loss in losses]
+            "update",
+            batch.bare(),
+            step,
+            kl_coef,
+            {name: part.state() for name, part in parts.items()},
         )
-        for loss, state in zip(losses, states, strict=True):
-            loss.load_state(state)
+        for name, part in parts.items():
+            part.load_state(states[name])
         self._moved()
         assert isinstance(result, UpdateResult)
         result.metrics["memory/rank_peak_gb"] = self._trainer.call("peak_memory_gb")

@@ -22,6 +22,7 @@ from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
     Aggregator,
     DistillationLoss,
+    EntropyController,
     KlController,
     KlEstimator,
     PolicyLoss,
@@ -51,8 +52,10 @@ from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.forward import check_passes
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
+from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.teacher_server import server_of
 from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
@@ -68,20 +71,25 @@ OptimizerT = TypeVar("OptimizerT", bound=OptimizerBase)
 def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) -> Learner:
     """The policy with its reference, objective and optimizer."""
     model = load_policy(context.model_dir, context.trained_runtime)
-    # Not made when no KL term will read it; before the adapter, which is not in it.
-    wanted = context.build(KlController, stage.kl.controller).coefficient() > 0
-    reference = reference_of(context, model, stage.lora) if wanted else None
+    # Not made when neither a KL term nor a loss will read it; before the adapter, which is not in
+    # it.
+    objective = build_objective(context, stage)
+    wanted = wants_reference(context, stage, objective)
+    moves = wanted and stage.kl.moves
+    reference = reference_of(context, model, stage.lora, moves=moves) if wanted else None
     start_training(context, model, stage.lora)
     settings = update_settings(context, stage)
     section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
+    optimizer = build_optimizer(
+        context, model, section, stage.steps * settings.updates_per_batch, settings.seed
+    )
     return Learner(
         model,
-        build_optimizer(
-            context, model, section, stage.steps * settings.updates_per_batch, settings.seed
-        ),
-        build_objective(context, stage),
+        optimizer,
+        objective,
         settings,
         reference,
+        moving=build_moving(stage, reference, optimizer) if moves else None,
         guard=build_guard(stage),
         ptx=build_ptx(context, stage, tokenizer),
         trust_region=build_trust_region(context, stage, model, settings),
@@ -145,6 +153,23 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
     )
 
 
+def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective) -> bool:
+    """Whether a KL term or a loss reads a reference policy."""
+    coefficient = context.build(KlController, stage.kl.controller).coefficient()
+    return coefficient > 0 or "ref_logprobs" in objective.required_columns()
+
+
+def build_moving(
+    stage: RlStage, reference: PreTrainedModel | None, optimizer: MasterOptimizer
+) -> MovingReference:
+    """What moves the stage's reference."""
+    assert reference is not None, "only a reference that there is moves"
+    rule = stage.kl.ref_update
+    if rule is None:
+        return MovingReference(reference, optimizer)
+    return MovingReference(reference, optimizer, rate=rule.resolved_rate, every=rule.resolved_every)
+
+
 def output_recording(
     context: StageInputs, stage: RlStage, engine: RolloutEngine[Any], learner: PolicyLearner
 ) -> Callable[[], AbstractContextManager[SampledOutputs | None]]:
@@ -191,7 +216,7 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
     """Every term of the loss on the rollout; the pre-training term is the learner's own."""
     kl = context.build(KlEstimator, stage.kl.estimator) if stage.kl.place == "loss" else None
     aggregator = context.build(Aggregator, stage.aggregator)
-    entropy = stage.entropy_aggregator
+    entropy, controller = stage.entropy_aggregator, stage.entropy_controller
     section = stage.rollout_correction
     corrects = section.plugin.name != "none" or bool(section.plugin.fields().get("reject"))
     terms = [build_term(context, stage, term) for term in stage.loss_terms]
@@ -205,6 +230,9 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         bypass_old=section.bypass_old,
         renormalise=section.renormalise,
         top_entropy=stage.top_entropy,
+        entropy_controller=(
+            None if controller is None else context.build(EntropyController, controller)
+        ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
         distillation=build_distillation(context, stage),
     )
@@ -340,7 +368,7 @@ def build_scorer(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer)
     return Scorer(
         task=context.task,
         rewards=[
-            WeightedReward(reward, component.weight, label)
+            WeightedReward(reward, component.weight, label, component.only_if)
             for reward, component, label in zip(rewards, stage.rewards, labels, strict=True)
         ],
         tokenizer=tokenizer,

@@ -251,8 +251,7 @@ class RlLoop:
             "rollouts": self.rollouts,
             "reward_shaping": self.scorer.shaping,
         }
-        terms = self.learner.objective.terms
-        parts |= {f"policy_loss/{term.loss.name}": term.loss for term in terms}
+        parts |= self.learner.objective.stateful()
         if self.critic is not None:
             parts["critic"] = self.critic
         return parts
@@ -268,7 +267,7 @@ class RlLoop:
                 self.learner.stored,
                 state,
                 critic=None if self.critic is None else self.critic.stored,
-                reference=self.learner.reference if self.stage.kl.refresh_every else None,
+                reference=self.learner.stored_reference,
             )
 
         self.context.saved_checkpoint(step, self.checkpoints.write(step, save))
@@ -279,7 +278,7 @@ class RlLoop:
             folder,
             self.learner.stored,
             critic=None if self.critic is None else self.critic.stored,
-            reference=self.learner.reference,
+            reference=self.learner.stored_reference,
         )
         for name, part in self._stateful().items():
             part.load_state(state.parts[name])

@@ -30,20 +30,27 @@ if TYPE_CHECKING:
 
 
 def reference_of(
-    stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None
+    stage: StageInputs, model: PreTrainedModel, lora: LoraSection | None, *, moves: bool = False
 ) -> PreTrainedModel:
     """The stage's input model, frozen; `model` is what will be trained and has no adapter yet.
 
     With `lora` it shares the weights of `model`, which stay as they are; not on several ranks, as
-    each sharded model has pieces of its own.
+    each sharded model has pieces of its own. One that `moves` has an adapter of its own, which is
+    the policy's to begin with.
     """
-    if lora is not None and stage.ranks.size == 1:
-        return frozen_twin(model)
-    reference = load_policy(stage.model_dir, stage.runtime)
-    reference.requires_grad_(False)
+    shares = lora is not None and stage.ranks.size == 1
+    reference = frozen_twin(model) if shares else load_policy(stage.model_dir, stage.runtime)
     check_passes(reference)
-    stage.place(reference)
+    if lora is not None and moves:
+        add_adapter(reference, lora, _adapter_seed(stage, "policy"))
+    reference.requires_grad_(False)
+    if not shares:
+        stage.place(reference)
     return reference
+
+
+def _adapter_seed(stage: StageInputs, what: str) -> int:
+    return derive_seed(stage.run.seed, stage.name, "lora", what)
 
 
 def start_training(
@@ -54,7 +61,7 @@ def start_training(
         use_checkpointing(model)
     check_passes(model)  # before an adapter, compiled layers or ranks are in the way
     if lora is not None:
-        add_adapter(model, lora, derive_seed(stage.run.seed, stage.name, "lora", what))
+        add_adapter(model, lora, _adapter_seed(stage, what))
     if stage.run.model.compile:
         compile_layers(model)
     stage.place(model)

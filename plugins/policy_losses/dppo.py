@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -20,12 +21,19 @@ class DppoConfig(AnchoredConfig):
         default="tv", description="what is bounded: |p - p_old|, or the KL of token against rest"
     )
     delta_low: float = Field(
-        default=0.2, ge=0, description="bound where A <= 0: probability (tv) or nats (kl)"
+        default=0.2, ge=0, description="bound below, where A <= 0: probability (tv) or nats (kl)"
     )
     delta_high: float = Field(
-        default=0.2, ge=0, description="bound where A > 0: probability (tv) or nats (kl)"
+        default=0.2, ge=0, description="bound above, where A > 0: probability (tv) or nats (kl)"
     )
-    ratio_max: float = Field(default=3.0, gt=0, description="cap of the importance weight")
+    sided: Literal["one", "both"] = Field(
+        default="one",
+        description="one: leave out tokens on the side that their advantage pushes to; both: all "
+        "that are out of bounds (prime-rl's `ipo`, with bounds of 0.1)",
+    )
+    ratio_max: float | None = Field(
+        default=3.0, gt=0, description="cap of the importance weight; null = none (prime-rl)"
+    )
     anchor: Literal["old", "rollout"] = Field(
         default="rollout",
         description="the policy that the region is around: the engine's (the paper; then use no "
@@ -38,8 +46,9 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
 
     p = exp(logprobs), p_old and r = p / p_old are against the anchor. A token is out when it is on
     the side that its advantage pushes to (p > p_old for A > 0, else p < p_old) and its divergence
-    exceeds the bound. tv: |p - p_old|; kl: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) /
-    (1 - p)). All tensors are [B, T]; nothing flows through r or the choice.
+    exceeds the bound; with `sided: both` on either side. tv: |p - p_old|; kl: p_old log(p_old / p)
+    + (1 - p_old) log((1 - p_old) / (1 - p)). All tensors are [B, T]; nothing flows through r or the
+    choice.
     Source: Divergence PPO, arXiv:2602.04879.
     """
 
@@ -60,16 +69,18 @@ class DppoLoss(AnchoredLoss[DppoConfig]):
         ratio = log_ratio.exp()
         divergence = self._divergence(new.detach().exp(), old.exp(), log_ratio.detach())
         rises, shift = advantages > 0, new.detach() - old
-        over = rises & (shift > 0) & (divergence > config.delta_high)
-        under = ~rises & (shift < 0) & (divergence > config.delta_low)
+        both = config.sided == "both"
+        over = (rises | both) & (shift > 0) & (divergence > config.delta_high)
+        under = (~rises | both) & (shift < 0) & (divergence > config.delta_low)
+        cap = math.inf if config.ratio_max is None else config.ratio_max
         flags = {
             "clip/high_frac": over,
             "clip/low_frac": under,
             "clip/frac": over | under,
-            "clip/dual_frac": (advantages < 0) & (ratio.detach() > config.ratio_max),
+            "clip/dual_frac": ~(over | under) & (ratio.detach() > cap),
         }
         metrics = {name: masked(flag.to(ratio.dtype), mask) for name, flag in flags.items()}
-        weight = masked(ratio.detach().clamp(max=config.ratio_max), ~flags["clip/frac"])
+        weight = masked(ratio.detach().clamp(max=cap), ~flags["clip/frac"])
         metrics |= ratios.ratio_metrics(ratio, log_ratio, mask)
         return TokenLoss(-advantages * weight * new, mask, metrics, ratio)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from posttrain.core.contracts import BetaConfig, BetaPairLoss, PairScores, Prepared
-from posttrain.core.math.preference import capped_exp, smoothed_logistic
+from posttrain.core.contracts import AlphaPoConfig, BetaConfig, BetaPairLoss, PairScores, Prepared
+from posttrain.core.math.preference import alpha_shape, smoothed_logistic
 
 
-class SimpoConfig(BetaConfig):
+class SimpoConfig(AlphaPoConfig, BetaConfig):
     """Settings of `simpo`."""
 
     beta: float = Field(
@@ -23,12 +23,6 @@ class SimpoConfig(BetaConfig):
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="assumed share of swapped labels (TRL: 0)"
-    )
-    alpha_po: float = Field(
-        default=0.0,
-        ge=-10,
-        le=10,
-        description="AlphaPO's shape: ln p becomes (1 - p^-alpha) / alpha; 0 = ln p (SimPO)",
     )
 
 
@@ -49,12 +43,8 @@ class SimpoLoss(BetaPairLoss[SimpoConfig]):
     def pair_loss(self, pairs: PairScores, prepared: Prepared | None = None) -> Tensor:
         """Loss [B] of each pair."""
         config = self.config
-        chosen, rejected = (self._shaped(mean) for mean in pairs.per_token(*pairs.logps()))
+        chosen, rejected = (
+            alpha_shape(mean, config.alpha_po) for mean in pairs.per_token(*pairs.logps())
+        )
         logits = config.beta * (chosen - rejected) - config.gamma
         return smoothed_logistic(logits, config.label_smoothing)
-
-    def _shaped(self, mean_logps: Tensor) -> Tensor:
-        alpha = self.config.alpha_po
-        if alpha == 0:
-            return mean_logps
-        return (1 - capped_exp(-alpha * mean_logps)) / alpha

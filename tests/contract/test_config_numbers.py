@@ -23,7 +23,10 @@ MINUS_ONE = {
     "RewardComponent.weight": "a reward that is a penalty",
     "GdpoConfig.weights": "weights of the rewards, penalties too",
     "PreferenceStage.f_alpha": "the alpha-divergence is defined for every alpha",
-    "SimpoConfig.alpha_po": "AlphaPO's shape bends either way",
+    **{
+        f"{loss}Config.alpha_po": "AlphaPO's shape bends either way"
+        for loss in ("Simpo", "Cpo", "Hinge", "Ipo")
+    },
     "PromoteStage.min_improvement": "a share of problems that may be lost",
     "GkdConfig.log_prob_floor": "a log-prob",
     "ClipCovConfig.cov_low": "a covariance",

@@ -130,6 +130,7 @@ BROKEN = [
         "got 1.0",
     ),
     ("kl_controller", "1 + sign * self.config.step", "1 - 3 * sign", "continues", "-0.2"),
+    ("entropy_controller", "max(0.0, ", "max(-1.0, ", "continues", "it is -"),
     (
         "rollout_correction",
         'Weighting("token",',

@@ -134,7 +134,8 @@ def test_an_interrupt_that_a_library_loses_is_still_a_stop(
 def test_everything_that_lives_from_step_to_step_survives_kill_9(
     config: Path, tmp_path: Path
 ) -> None:
-    """A critic with its head start, an adaptive KL, a penalty that adapts, a moving reference."""
+    """A critic with its head start, a KL, an entropy bonus and a penalty that adapt, a moving
+    reference."""
     made = yaml.safe_load(config.read_text())
     made["stages"] = {name: made["stages"][name] for name in ("sft", "reward_model", "rl")}
     made["stages"]["rl"] |= {
@@ -144,8 +145,9 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
             "estimator": "k1",
             "place": "reward",
             "controller": {"name": "adaptive", "coef": 0.1, "horizon": 200},
-            "refresh_every": 3,
+            "ref_update": {"rule": "mixup", "every": 3},
         },
+        "entropy_controller": {"name": "adaptive", "target": 100},
         "epochs": 2,
     }
     path = write_config(tmp_path / "run.yaml", made)
@@ -154,6 +156,8 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
     found = history(whole)
     assert found["value/pretraining"][0][1] == 1 and found["value/pretraining"][-1][1] == 0
     assert len({value for _, value in found["kl/coef"]}) > 1, "the controller moved"
+    assert found["kl/ref_version"][-1][1] > 1, "the reference moved"
+    assert len({value for _, value in found["entropy/coef"]}) > 1, "and that of the entropy bonus"
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
 

@@ -192,6 +192,7 @@ def test_what_new_writes_for_every_kind_works_in_a_run_untouched(tmp_path: Path)
             "policy_loss": named["policy_loss"],
             "aggregator": named["aggregator"],
             "kl": {"estimator": named["kl"], "controller": named["kl_controller"]},
+            "entropy_controller": named["entropy_controller"],
             "rollout_correction": {"plugin": named["rollout_correction"]},
             "environment": named["environment"],
             "sampler": named["sampler"],

@@ -30,14 +30,19 @@ RANKS = "limits.learner_ranks=2"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of stage that trains; the policy with a critic, KL in the loss and stream."""
+    """Every kind of stage that trains; the policy with a critic, KL in the loss to a
+    reference that moves, and stream."""
     folder = tmp_path_factory.mktemp("ranks")
     made: dict[str, Any] = tiny_config(make_tiny_model(folder / "model"))
     made["model"]["attention"] = "stream"
     made["stages"]["rl"] |= {
         "algorithm": "ppo",
         "critic": {"optimizer": {"learning_rate": 1.0e-3}},
-        "kl": {"place": "loss", "controller": {"name": "fixed", "coef": 0.01}},
+        "kl": {
+            "place": "loss",
+            "controller": {"name": "fixed", "coef": 0.01},
+            "ref_update": {"rule": "ema"},
+        },
         "steps": 6,
     }
     made["stages"]["preference"] = {
@@ -134,9 +139,9 @@ def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Pa
 
 def test_what_ranks_cannot_do_is_said_before_the_run(config: Path, tmp_path: Path) -> None:
     done = run_command(
-        *("run", str(config), "--set", RANKS, "--set", "stages.rl.kl.refresh_every=2"),
+        *("run", str(config), "--set", RANKS, "--set", "stages.rl.policy_loss=trpo"),
         *("--home", str(tmp_path / "home")),
     )
     assert done.code == 2, done.text
-    assert "kl.refresh_every" in done.text and "learner_ranks: 1" in done.text
+    assert "solves for its step with whole weights" in done.text and "learner_ranks: 1" in done.text
     assert json.dumps(done.result) == "{}"

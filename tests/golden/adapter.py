@@ -26,6 +26,7 @@ from posttrain.core.contracts import (
     Correction,
     Counts,
     DistillationLoss,
+    EntropyController,
     KlController,
     KlEstimator,
     NoConfig,
@@ -301,7 +302,8 @@ def run_verl_correction(case: Case) -> Outputs:
     prefix = "rollout_corr/"
     metrics = verl_correction_metrics(found, params, prefix)
     metrics |= verl_mismatch_metrics(*tensors, prefix)
-    return {"weights": found.weight, "mask": found.keep, "metrics": metrics}
+    mask = x["response_mask"] if found.keep is None else found.keep
+    return {"weights": found.weight, "mask": mask, "metrics": metrics}
 
 
 def run_verl_mismatch(case: Case) -> Outputs:
@@ -718,14 +720,24 @@ class Result:
 
 
 def run_objective(
-    objective: Objective, case_inputs: dict[str, Tensor], *, kl_coef: float = 0.0, dp_size: int = 1
+    objective: Objective,
+    case_inputs: dict[str, Tensor],
+    *,
+    kl_coef: float = 0.0,
+    dp_size: int = 1,
+    entropy_parts: int = 1,
 ) -> Result:
-    """One mini-batch through an objective, as the learner takes it; one of `dp_size` ranks."""
+    """One mini-batch through an objective, as the learner takes it; one of `dp_size` ranks.
+
+    An entropy aggregator of local counts takes it for one of `entropy_parts` micro-batches.
+    """
     x = case_inputs
     logprobs = x["log_prob"].requires_grad_()
     entropy = x.get("entropy", torch.zeros_like(logprobs)).requires_grad_()
     batch, _ = objective.correct(batch_of(x))
     prepared = on_ranks(objective.prepare(batch, torch.Generator()), dp_size)
+    counts = replace(prepared.entropy_counts, num_parts=entropy_parts)
+    prepared = replace(prepared, entropy_counts=counts)
     loss = objective.loss(logprobs, entropy, batch, prepared, kl_coef)
     grad, grad_entropy = torch.autograd.grad(
         loss.total, (logprobs, entropy), materialize_grads=True
@@ -813,13 +825,15 @@ CLIP_NAMES = KL_NAME | {
 class VerlLoss:
     """Our loss for one of verl's: its config from verl's parameters, its metrics by verl's names.
 
-    `agg_fields` is set where verl ignores the configured aggregation.
+    `by_sequence` says that verl averages over sequences whatever the mode, under the global counts;
+    `agg_fields` is set where it ignores counts and mode.
     """
 
     name: str
     fields: Callable[[Params], Fields]
     metrics: Mapping[str, str]
     agg_fields: Fields | None = None
+    by_sequence: bool = False
 
     def build(self, params: Params) -> PolicyLoss[Any]:
         return MANAGER.build(PolicyLoss, self.name, self.fields(params))
@@ -827,7 +841,8 @@ class VerlLoss:
     def aggregator(self, params: Params, width: int) -> Aggregator[Any]:
         if self.agg_fields is not None:
             return MANAGER.build(Aggregator, "seq-mean-token-mean", self.agg_fields)
-        return verl_aggregator(params["loss_agg_mode"], params.get("global_batch_info", {}), width)
+        mode = "seq-mean-token-mean" if self.by_sequence else params["loss_agg_mode"]
+        return verl_aggregator(mode, params.get("global_batch_info", {}), width)
 
     def num_ranks(self, params: Params) -> int:
         ignored = self.agg_fields is not None
@@ -851,7 +866,7 @@ VERL_LOSSES = {
         "sapo",
         lambda params: {"tau_pos": params["tau_pos"], "tau_neg": params["tau_neg"]},
         CLIP_NAMES,
-        agg_fields={},
+        by_sequence=True,
     ),
     "cispo": VerlLoss("cispo", clip_fields, CLIP_NAMES),
     "geo_mean": VerlLoss(
@@ -987,10 +1002,11 @@ def trl_grpo_loss(params: Params) -> PolicyLoss[Any]:
     return MANAGER.build(PolicyLoss, "ppo_clip", fields)
 
 
+LOCAL: Fields = {"counts": "micro", "allow_local": True}
 TRL_REDUCTIONS: dict[str, tuple[str, Fields]] = {
     "grpo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
     "sapo": ("seq-mean-token-mean", {"count_empty_seqs": True}),
-    "bnpo": ("token-mean", {"counts": "micro", "allow_local": True}),
+    "bnpo": ("token-mean", LOCAL),
     "dr_grpo": ("seq-mean-token-sum-norm", {"count_empty_seqs": True}),
     "luspo": ("seq-mean-token-sum", {"count_empty_seqs": True}),
     "dapo": ("token-mean", {}),
@@ -1068,18 +1084,20 @@ def trl_metrics(result: Result, params: Params) -> dict[str, float]:
 def run_trl_grpo_loss(case: Case) -> Outputs:
     x, params = inputs_of(case), case["params"]
     aggregator = trl_aggregator(params)
-    # A sum over the items of all accumulation steps needs no further division by their number.
-    scale = 1.0 if "num_items_in_batch" in params else 1 / params["gradient_accumulation_steps"]
+    # A sum over the items of all accumulation steps needs no further division by their number; the
+    # entropy is averaged in each of them.
+    steps = params["gradient_accumulation_steps"]
+    scale = 1.0 if "num_items_in_batch" in params else 1 / steps
     objective = Objective(
         (LossTerm(trl_grpo_loss(params), aggregator, scale),),
         aggregator,
         kl=trl_kl(params),
-        entropy_coef=params["entropy_coef"] * scale,
-        entropy_aggregator=MANAGER.build(Aggregator, "token-mean"),
+        entropy_coef=params["entropy_coef"],
+        entropy_aggregator=MANAGER.build(Aggregator, "token-mean", LOCAL),
         correction=trl_correction(x, params),
         top_entropy=params["top_entropy_quantile"],
     )
-    result = run_objective(objective, x, kl_coef=params["beta"] * scale)
+    result = run_objective(objective, x, kl_coef=params["beta"] * scale, entropy_parts=steps)
     metrics = trl_metrics(result, params)
     if params["entropy_coef"]:
         metrics["entropy_coef"] = objective.entropy_coef
@@ -1268,6 +1286,9 @@ def run_reward(case: Case) -> Outputs:
     return outputs(case, loss, x, answers, metrics=peer_metrics(case, sums.result()))
 
 
+SIDES = ("chosen", "rejected")
+
+
 def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
     """A reference-free loss of sequence log-probs: answers of one token have just these."""
     answers = ("chosen_seq_log_prob", "rejected_seq_log_prob")
@@ -1275,8 +1296,9 @@ def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
     chosen, rejected = x[answers[0]][:, None], x[answers[1]][:, None]
     tokens = PairTokens(chosen, rejected, torch.ones_like(chosen), torch.ones_like(rejected))
     micro, metrics = whole(PreferenceObjective((plugin,), reference_free=True), tokens)
+    rewards = {f"{side}_rewards": micro.rows[f"rewards/{side}"][0] for side in SIDES}
     losses = micro.losses.detach()
-    found = outputs(case, micro.total, x, answers, losses=losses)
+    found = outputs(case, micro.total, x, answers, losses=losses, **rewards)
     wanted = peer_metrics(case, metrics)
     return found | {"metrics": wanted} if wanted else found
 
@@ -1284,21 +1306,21 @@ def run_sequences(case: Case, plugin: PreferenceTerm) -> Outputs:
 def run_cpo(case: Case) -> Outputs:
     params = case["params"]
     kind: Literal["sigmoid", "simpo", "hinge", "ipo"] = params["loss_type"]
-    beta, smoothing = params["beta"], params["label_smoothing"]
+    beta, smoothing, alpha = params["beta"], params["label_smoothing"], params["alpha"]
     if kind == "simpo":
         plugin = term(
             "simpo",
             beta=beta,
             gamma=params["simpo_gamma"],
-            alpha_po=params["alpha"],
+            alpha_po=alpha,
             label_smoothing=smoothing,
         )
     elif kind == "sigmoid":
-        plugin = term("cpo", beta=beta, cpo_alpha=0.0, label_smoothing=smoothing)
+        plugin = term("cpo", beta=beta, cpo_alpha=0.0, label_smoothing=smoothing, alpha_po=alpha)
     elif kind == "ipo":
-        plugin = term("ipo", tau=beta)
+        plugin = term("ipo", tau=beta, alpha_po=alpha)
     else:
-        plugin = term("hinge", beta=beta)
+        plugin = term("hinge", beta=beta, alpha_po=alpha)
     return run_sequences(case, plugin)
 
 
@@ -1306,6 +1328,104 @@ def run_orpo(case: Case) -> Outputs:
     """TRL gives the term that its trainer subtracts, so the factor here is -1."""
     plugin = term("orpo", -1.0, beta=case["params"]["beta"], sft_coef=0.0)
     return run_sequences(case, plugin)
+
+
+# === regression =================================================================================
+
+
+def run_a_star_po(case: Case) -> Outputs:
+    """Sequence log-probs as answers of one token; the advantage is the reward less V*."""
+    x, params = inputs_of(case), case["params"]
+    logprobs = x["seq_log_prob"].requires_grad_()
+    batch = build_batch(torch.ones(len(logprobs), 1)).with_columns(
+        advantages=(x["rewards"] - x["v_star"])[:, None],
+        ref_logprobs=x["ref_seq_log_prob"][:, None],
+    )
+    loss = MANAGER.build(PolicyLoss, "a_star_po", {"beta": params["beta2"]})
+    aggregator = MANAGER.build(Aggregator, "seq-mean-token-mean")
+    result = loss.token_loss(logprobs[:, None], batch)
+    total = aggregator.aggregate(result, batch.mask, aggregator.count(batch.mask))
+    (grad,) = torch.autograd.grad(total, logprobs)
+    means = {name: value.mean() for name, value in result.metrics.items()}
+    metrics = {
+        "implicit_reward": float(means["a_star_po/implied_reward"]),
+        "advantage": float(means["a_star_po/advantage"]),
+    }
+    return {"loss": total, "grad_seq_log_prob": grad, "metrics": metrics}
+
+
+def run_optimal_values(case: Case) -> Outputs:
+    """V* is what the advantage takes off a group's rewards; TRL drops prompts without any."""
+    params, scores = case["params"], inputs_of(case)["rewards_per_func"]
+    num_prompts, num_samples = scores.shape[:2]
+    rewards, _ = weighted_sum(scores.flatten(0, 1), params["reward_weights"])
+    mask = torch.ones(len(rewards), 1, dtype=torch.float64)
+    batch = build_batch(
+        mask,
+        group_id=[row // num_samples for row in range(len(rewards))],
+        token_rewards=rewards[:, None],
+    )
+    found = estimate("optimal_value", batch, {"beta": params["beta1"], "zero_tol": 0.0})
+    by_prompt = rewards.reshape(num_prompts, num_samples)
+    advantages = found.advantages.reshape(num_prompts, num_samples)
+    kept = [float(bool(row.any())) for row in by_prompt]
+    return {"v_star": (by_prompt - advantages)[:, 0], "kept": kept}
+
+
+# === entropy bonus ==============================================================================
+
+
+def run_trl_entropy_control(case: Case) -> Outputs:
+    """Steps of micro-batches whose advantages are 0; TRL averages the bonus in each of them."""
+    params = case["params"]
+    fields = {
+        "coef": params["entropy_coef"],
+        "target": params["entropy_target"],
+        "delta": params["entropy_coef_delta"],
+        "min_coef": params["entropy_coef_min"],
+        "max_coef": params["entropy_coef_max"],
+    }
+    controller = MANAGER.build(EntropyController, "adaptive", fields)
+    aggregator = MANAGER.build(Aggregator, "token-mean", LOCAL)
+    term = LossTerm(MANAGER.build(PolicyLoss, "importance_pg"), aggregator)
+    objective = Objective((term,), aggregator, entropy_controller=controller)
+    found: dict[str, list[Any]] = {"loss": [], "entropy_coef": [], "world_entropy": []}
+    steps = zip(case["inputs"]["entropy"], case["inputs"]["mask"], strict=True)
+    for values, masks in steps:
+        entropy, mask = tensor(values).flatten(0, 1), tensor(masks).flatten(0, 1)
+        none = torch.zeros_like(entropy)
+        batch = batch_of({"response_mask": mask, "advantages": none, "log_prob": none})
+        parts = params["gradient_accumulation_steps"]
+        prepared, sums = objective.prepare(batch, torch.Generator(), parts), MetricSums()
+        losses = []
+        for rows in torch.arange(len(mask)).chunk(parts):
+            micro = batch.select(rows)
+            loss = objective.loss(none[rows], entropy[rows], micro, prepared.rows(rows))
+            losses.append(float(loss.total))
+            sums.add("entropy/mean", entropy[rows], micro.mask)
+        controller.update(sums.mean("entropy/mean", default=0.0))
+        found["loss"].append(losses)
+        found["entropy_coef"].append(controller.state()["coef"])
+        found["world_entropy"].append(sums.mean("entropy/mean", default=0.0))
+    return dict(found)
+
+
+# === supervised fine-tuning =====================================================================
+
+
+def run_trl_sft(case: Case) -> Outputs:
+    """The loss of an SFT stage as a term of its own, with TRL's count of tokens."""
+    x, params = inputs_of(case), case["params"]
+    weighting = {"nll": "none", "dft": "dft"}[params["loss_type"]]
+    loss = MANAGER.build(PolicyLoss, "ptx", {"weighting": weighting})
+    fields = {"num_tokens": params["num_items_in_batch"]}
+    aggregator = MANAGER.build(Aggregator, "token-mean", fields)
+    logprobs, batch = x["log_prob"].requires_grad_(), build_batch(x["mask"])
+    total = aggregator.aggregate(
+        loss.token_loss(logprobs, batch), batch.mask, aggregator.count(batch.mask)
+    )
+    (grad,) = torch.autograd.grad(total, logprobs)
+    return {"loss": total, "grad_log_prob": grad}
 
 
 RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
@@ -1362,6 +1482,10 @@ RUNNERS: dict[tuple[str, str], Callable[[Case], Outputs]] = {
     ("preference", "RewardTrainer.compute_loss"): run_reward,
     ("preference", "CPOTrainer.cpo_loss"): run_cpo,
     ("preference", "ORPOTrainer.odds_ratio_loss"): run_orpo,
+    ("regression", "A2POTrainer.compute_loss"): run_a_star_po,
+    ("regression", "A2POTrainer._estimate_optimal_values"): run_optimal_values,
+    ("entropy_controller", "GRPOTrainer._compute_loss"): run_trl_entropy_control,
+    ("sft", "SFTTrainer.compute_loss"): run_trl_sft,
 }
 
 

@@ -30,6 +30,8 @@ ACTIVE: dict[str, dict[str, object]] = {
     "clip_cov": {"cov_ratio": 0.2, "cov_low": -0.5, "cov_high": 5.0},
     "kl_cov": {"cov_ratio": 0.2},
     "dual_clip": {"dual_clip_c": 1.3},
+    "fipo": {"half_life": 2.0},
+    "real": {"positive": "acc"},
 }
 
 

@@ -41,6 +41,7 @@ def stage_of(run: ResolvedRun) -> RlStage:
     return stage
 
 
+SOME_KL = {"name": "fixed", "coef": 0.1}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a sequence loss with a token aggregator",
@@ -80,6 +81,45 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "clip_high below zero in a list of terms",
         {"policy_loss": [{"name": "ppo_clip", "clip_high": -0.1}, "positive_lm"]},
         r"rl\.policy_loss\.0\.clip_high: must be greater than or equal to 0",
+    ),
+    (
+        "a fixed entropy bonus next to one that moves",
+        {"entropy_controller": "adaptive", "entropy_coef": 0.01},
+        r"rl\.entropy_coef: entropy_controller 'adaptive' has a coefficient of its own; set "
+        r"entropy_coef: 0",
+    ),
+    (
+        "a moving reference that nobody reads",
+        {"algorithm": "dapo", "kl": {"ref_update": {}}},
+        r"rl\.kl\.ref_update: there is no reference policy to refresh.* or ref_update: null",
+    ),
+    (
+        "two rules for the reference",
+        {
+            "kl": {
+                "controller": {"name": "fixed", "coef": 0.1},
+                "refresh_every": 2,
+                "ref_update": {},
+            }
+        },
+        r"rl\.kl\.ref_update: the reference follows one rule, and refresh_every is another",
+    ),
+    (
+        "an exact KL to a reference that moves between updates",
+        {
+            "kl": {
+                "estimator": "full",
+                "controller": {"name": "fixed", "coef": 0.1},
+                "ref_update": {},
+            },
+            "num_mini_batches": 2,
+        },
+        r"rl\.kl\.ref_update: 'full' computes the reference in each of the 2 updates",
+    ),
+    (
+        "a reward whose gate is not there",
+        {"rewards": ["accuracy", {"name": "repetition", "only_if": "acuracy"}]},
+        r"rl\.rewards\.1\.only_if: no other reward is called 'acuracy' \(there is \['accuracy'\]\)",
     ),
     (
         "a critic that nobody reads",

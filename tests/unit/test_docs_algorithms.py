@@ -68,6 +68,7 @@ def test_the_numbers_of_the_misreadings_are_the_right_ones() -> None:
         "dpo_before": "0.693147",
         "dpo_after": "0.367725",
         "gspo_shrunk": "0.977237",
+        "gspo_garbled": "0.001",
         "up_low": "0.5",
         "up_high": "0",
         "down_low": "0",

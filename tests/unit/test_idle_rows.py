@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss
+from posttrain.core.contracts import Aggregator, EntropyController, KlEstimator, PolicyLoss
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training import forward
@@ -101,11 +101,15 @@ def test_a_batch_of_idle_rows_is_an_update_by_momentum_alone(
         torch.testing.assert_close(left, right, rtol=0, atol=2e-6)
 
 
+ADAPTIVE = PluginManager().build(EntropyController, "adaptive")
+
+
 @pytest.mark.parametrize(
     ("loss", "kl_coef", "options"),
     [
         ("ppo_clip", 0.1, {}),
         ("ppo_clip", 0.0, {"entropy_coef": 0.01}),
+        ("ppo_clip", 0.0, {"entropy_controller": ADAPTIVE}),
         ("ppo_clip", 0.0, {"top_entropy": 0.5}),
         ("clip_cov", 0.0, {}),
         ("dro", 0.0, {}),

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.sections import OptimizerSection
+from posttrain.core.config.sections import LoraSection, OptimizerSection
 from posttrain.core.contracts import Aggregator, KlEstimator, PolicyLoss, RolloutCorrection
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.models.lora import add_adapter, frozen_twin
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.learner import Learner
+from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.sft import PtxTerm
@@ -262,10 +265,79 @@ def test_a_refreshed_reference_is_the_present_policy(
         rate=1e-2,
         kl=manager.build(KlEstimator, "k3"),
     )
+    learner.moving = MovingReference(reference, learner.optimizer)
     assert update(learner, batch, 1, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
     assert update(learner, batch, 2, 0.1).metrics["kl/ref_k3"] > 1e-5
     learner.refresh_reference()
-    assert update(learner, batch, 3, 0.1).metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6)
+    metrics = update(learner, batch, 3, 0.1).metrics
+    assert metrics["kl/ref_k3"] == pytest.approx(0.0, abs=1e-6) and metrics["kl/ref_version"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_moving_average_follows_each_optimizer_step(
+    model_dir: Path, manager: PluginManager, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As by hand in float32, of bfloat16 weights too; halfway over a checkpoint."""
+    batch = ragged_batch([5, 4], group_size=3)
+    model, reference = load_tiny(model_dir, dtype), load_tiny(model_dir, dtype)
+    reference.requires_grad_(False)
+    learner = make_learner(model, manager, reference=reference, rate=1e-2, num_mini_batches=2)
+    wanted = {name: p.detach().float().clone() for name, p in reference.named_parameters()}
+    for step in (1, 2, 3):
+        moving = MovingReference(reference, learner.optimizer, rate=0.05, every=2)
+        if step > 1:
+            moving.read(tmp_path, 2 * (step - 1))
+        learner.moving = moving
+        metrics = update(learner, batch, step, 0.0).metrics
+        assert metrics["kl/ref_version"] == step - 1 and moving.version == step
+        for name, weight in learner.optimizer.weights().items():
+            wanted[name] = 0.95 * wanted[name] + 0.05 * weight.detach()
+        moving.write(tmp_path)
+    kept = load_file(tmp_path / "anchor" / "whole.safetensors")
+    for number, (name, param) in enumerate(reference.named_parameters()):
+        torch.testing.assert_close(kept[str(number)], wanted[name], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(param, wanted[name].to(dtype), rtol=0.01, atol=1e-6)
+        assert not param.requires_grad
+    assert any(
+        not torch.equal(a, b) for a, b in zip(weights(model), weights(reference), strict=True)
+    )
+
+
+def test_the_halving_of_what_is_left_behind() -> None:
+    """0.95 of the distance is left after a step: half of it after 13.5."""
+    policy, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        policy.weight.fill_(1.0)
+        reference.weight.fill_(0.0)
+    optimizer = MasterOptimizer(policy, OptimizerSection(learning_rate=1e-3), 100)
+    moving = MovingReference(reference, optimizer, rate=0.05, every=1)
+    for _ in range(27):
+        moving.after_step()
+    assert reference.weight.item() == pytest.approx(1 - 0.95**27) == pytest.approx(0.75, abs=1e-3)
+
+
+def test_a_reference_with_an_adapter_shares_the_weights_that_stay(model_dir: Path) -> None:
+    """It begins as the input model, and follows the policy's adapter alone."""
+    policy = load_tiny(model_dir, torch.float32)
+    reference = frozen_twin(policy)
+    section = LoraSection(rank=2)
+    add_adapter(reference, section, 7)
+    reference.requires_grad_(False)
+    add_adapter(policy, section, 7)
+    optimizer = MasterOptimizer(policy, OptimizerSection(learning_rate=1e-2), 100)
+    moving = MovingReference(reference, optimizer, rate=0.5, every=1)
+    with torch.no_grad():
+        for weight in optimizer.weights().values():
+            weight.add_(1.0)
+    own, theirs = dict(reference.named_parameters()), dict(policy.named_parameters())
+    before = {name: p.detach().clone() for name, p in own.items()}
+    moving.after_step()
+    for name, p in own.items():
+        if name in optimizer.weights():
+            assert ".lora_" in name
+            torch.testing.assert_close(p, (before[name] + theirs[name]) / 2)
+        else:
+            assert p.data_ptr() == theirs[name].data_ptr()
 
 
 def test_an_exact_kl_term_uses_both_models_logits(model_dir: Path, manager: PluginManager) -> None:

@@ -12,11 +12,13 @@ from posttrain.core.contracts import KlEstimator, NoConfig, Reward, Task
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_tokenizer
+from posttrain.core.math.groups import z_scores
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rewards.scoring import (
     Scorer,
     WeightedReward,
     duplicate_frac,
+    gated,
     rollout_metrics,
     score_batch,
 )
@@ -64,6 +66,37 @@ def test_the_reward_is_the_weighted_sum_and_sits_on_the_last_sampled_token(
     assert scored.column("rewards").tolist() == [2.0, 0.0]
     assert scored.column("acc").tolist() == [1.0, 0.0]
     assert scored.column("token_rewards").tolist() == [[2.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_process_reward_counts_for_right_answers_alone(task: Task[NoConfig]) -> None:
+    """R = R_fmt + R_out + 1[R_out = 1] R_proc, and what the sum without a gate would teach."""
+    batch = batch_of(task, ["a", "b", "c", "d"])
+    form, outcome = Given([1.0] * 4), Given([1.0, 1.0, 0.0, 0.0])
+    process = Given([0.9, 0.5, 0.8, 0.2])
+
+    def advantages(gate: str | None) -> tuple[list[float], list[float]]:
+        rewards = [
+            WeightedReward(process, 1.0, "steps", gate),
+            WeightedReward(form, 1.0, "form"),
+            WeightedReward(outcome, 1.0, "right"),
+        ]
+        scored = score_batch(batch, task, rewards)
+        assert [row[0].value for row in scored.scores] == [0.9, 0.5, 0.8, 0.2]
+        values = scored.column("rewards").double()
+        return values.tolist(), z_scores(values, 1, 1e-6).tolist()
+
+    rewards, z = advantages("right")
+    assert rewards == pytest.approx([2.9, 2.5, 1.0, 1.0])
+    assert z == pytest.approx([1.055290, 0.653275, -0.854282, -0.854282], abs=1e-5)
+    _, z = advantages(None)
+    assert z == pytest.approx([1.062738, 0.531369, -0.398527, -1.195580], abs=1e-5)
+
+
+def test_a_gate_that_is_missing_is_closed_and_what_is_missing_stays_so() -> None:
+    components = torch.tensor([[math.nan, 0.7], [1.0, math.nan], [0.999, 0.7], [2.0, -0.7]])
+    rewards = [WeightedReward(Given([]), 1.0, "g"), WeightedReward(Given([]), 1.0, "x", "g")]
+    found = gated(components.double(), rewards)[:, 1]
+    assert found[[0, 2, 3]].tolist() == pytest.approx([0.0, 0.0, -0.7]) and found[1].isnan()
 
 
 def test_what_nobody_could_score_is_unscored_and_takes_no_loss(task: Task[NoConfig]) -> None:

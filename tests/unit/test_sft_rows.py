@@ -33,6 +33,7 @@ from posttrain.core.data.sft_rows import (
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.kit.tiny import make_tiny_model, make_tiny_tokenizer
+from posttrain.core.math.likelihood import TokenWeight, token_nll
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.models.loading import load_policy
 from posttrain.core.runtime.json_files import JsonRow
@@ -282,11 +283,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory, chat: ChatTokenizer) -> Token
     return made
 
 
-@pytest.mark.parametrize("weighting", ["none", "dft"])
+@pytest.mark.parametrize("weighting", ["none", "dft", "phi"])
 def test_the_gradient_is_that_of_each_row_by_itself(
     tmp_path: Path, rows: TokenRows, weighting: Any
 ) -> None:
-    """Nothing of one row is seen by another; DFT weighs a token's loss by its probability."""
+    """Nothing of one row is seen by another; a weight is of the token's probability."""
     model = load_policy(make_tiny_model(tmp_path / "m"), RUNTIME)
     batch = rows.batch([0, 1, 2], pad_token_id=0)
     optimizer: Any = KeptGradients()
@@ -302,7 +303,8 @@ def test_the_gradient_is_that_of_each_row_by_itself(
         for place, own in enumerate(row.learned, start=len(row.prompt)):
             if own:
                 logprob = logits[place - 1].log_softmax(-1)[ids[0, place]]
-                weight = float(logprob.detach().exp()) if weighting == "dft" else 1.0
+                p = float(logprob.detach().exp())
+                weight = {"none": 1.0, "dft": p, "phi": p * (1 - p)}[weighting]
                 total = total - weight * logprob / count
                 plain -= float(logprob.detach()) / count
     total.backward()
@@ -314,15 +316,25 @@ def test_the_gradient_is_that_of_each_row_by_itself(
     assert (loss / tokens, tokens) == (pytest.approx(plain, rel=1e-5), count)
 
 
-def test_dft_by_hand() -> None:
-    """Two tokens to choose from, logits (ln 3, 0): p = 3/4, its loss 3/4 ln(4/3)."""
-    logits = torch.tensor([math.log(3), 0.0], requires_grad=True)
-    logprob = logits.log_softmax(-1)[0]
-    loss = -(logprob.detach().exp() * logprob)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(0.75 * math.log(4 / 3))
-    assert logits.grad is not None
-    assert logits.grad.tolist() == pytest.approx([-0.75 * 0.25, 0.75 * 0.25])
+@pytest.mark.parametrize(
+    ("weighting", "values", "slopes"),
+    [
+        ("none", (2.302585, 0.693147, 0.105361), (-1.0, -1.0, -1.0)),
+        ("dft", (0.230259, 0.346574, 0.094824), (-0.1, -0.5, -0.9)),
+        ("phi", (0.207233, 0.173287, 0.009482), (-0.09, -0.25, -0.09)),
+    ],
+)
+def test_token_weights_by_hand(
+    weighting: TokenWeight, values: tuple[float, ...], slopes: tuple[float, ...]
+) -> None:
+    """Three tokens of p = 0.1, 0.5, 0.9 and a masked one; the weight takes no gradient."""
+    logprobs = torch.tensor([[0.1, 0.5, 0.9, math.nan]], dtype=torch.float64).log()
+    logprobs.requires_grad_()
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    losses = token_nll(logprobs, mask, weighting)
+    assert losses[0].tolist() == pytest.approx([*values, 0.0], abs=1e-6)
+    (grad,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert grad[0].tolist() == pytest.approx([*slopes, 0.0], abs=1e-9)
 
 
 def test_patience_counts_evaluations_without_a_real_improvement() -> None:

@@ -22,6 +22,7 @@ rewards_lists = st.lists(st.floats(-5, 5), min_size=2, max_size=8)
         ("rloo", [1.0, 1.0, -2.0]),
         ("opo", [6 / 7, 6 / 7, -8 / 7]),
         ("max_rl", [2.0, 2.0, -4.0]),
+        ("optimal_value", [0.198174, 0.198174, -1.801826]),
         ("gpg", [2 / 3, 2 / 3, -4 / 3]),
         ("raw", [1.0, 1.0, -1.0]),
         ("reinforce_baseline", [2 / 3, 2 / 3, -4 / 3]),

@@ -51,6 +51,21 @@ def test_process_supervision_by_hand() -> None:
     assert got[1].tolist() == pytest.approx(second, abs=1e-5)
 
 
+def test_process_plus_outcome_normalises_each_part_before_the_sum() -> None:
+    """Rewards 10 and 30 have advantages -+0.707107, whatever their scale, added to the steps'."""
+    rewards = torch.zeros(2, 5, dtype=torch.float64)
+    rewards[0, 3], rewards[1, 4] = 10.0, 30.0
+    batch = PAPER.with_columns(token_rewards=rewards, rewards=rewards.sum(dim=1))
+    steps, outcome = estimate("grpo_process", PAPER), estimate("grpo", batch)
+    assert outcome.advantages[:, 0].tolist() == pytest.approx([-0.707107, 0.707107], abs=1e-6)
+    got = estimate("process_plus_outcome", batch, outcome_coef=0.5, process_coef=2.0)
+    wanted = 0.5 * outcome.advantages + 2.0 * steps.advantages
+    torch.testing.assert_close(got.advantages, wanted)
+    assert got.advantages[0, 4] == 0, "the first response has four tokens"
+    equal = estimate("process_plus_outcome", PAPER.with_columns(rewards=torch.ones(2)))
+    torch.testing.assert_close(equal.advantages, steps.advantages)
+
+
 def test_the_mean_of_the_steps_to_come_does_not_grow_with_their_number() -> None:
     summed = estimate("grpo_process", PAPER).advantages
     got = estimate("grpo_process", PAPER, reduce="mean").advantages

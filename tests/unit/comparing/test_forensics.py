@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.forensics import (
     Pattern,
     Response,
     find_patterns,
+    ratio_means,
     repeated_across_prompts,
     repeated_in_group,
     repetition,
 )
 from posttrain.core.config.rl_stage import TOTAL
+from posttrain.core.kit.batches import build_batch
 from posttrain.core.types import Score
 
 
@@ -56,6 +61,30 @@ def test_a_reward_that_grows_with_length_is_found() -> None:
     assert pattern.examples[0].length == 9  # the longest
     falls = found(lambda n: scored(n, -float(n % 7)), "length_correlation")
     assert (falls.value, falls.suspicious) == (pytest.approx(-1.0), True)
+
+
+def test_garble_is_found_by_two_means_that_differ() -> None:
+    """Ratios 1 and 1e-6 in halves: arithmetic mean 0.5, geometric 0.001."""
+    pattern = found(
+        lambda n: response(n, ratio_means=(0.5, 0.001) if n == 7 else (1.1, 1.05)), "garbled"
+    )
+    assert pattern.suspicious and pattern.value == pytest.approx(1 / 40)
+    assert [example.row for example in pattern.examples] == [7]
+    unknown = found(lambda n: response(n), "garbled")
+    assert (unknown.value, unknown.suspicious, unknown.count) == (None, None, 0)
+
+
+def test_both_means_are_of_the_sampled_tokens() -> None:
+    mask = torch.tensor([[1.0] * 100 + [0.0], [1.0] + [0.0] * 100, [1.0, 1.0] + [0.0] * 99])
+    engine = torch.full_like(mask, -1.0)
+    batch = build_batch(mask, rollout_logprobs=engine)
+    seen = engine.clone()
+    seen[0, 50:] += math.log(1e-6)
+    seen[2, 1] = math.nan
+    evidence = StepEvidence(1, batch, seen, seen, torch.zeros(3, dtype=torch.int64))
+    assert ratio_means(evidence, 0) == (pytest.approx(0.5, rel=1e-5), pytest.approx(1e-3))
+    assert ratio_means(evidence, 1) == (1.0, 1.0)
+    assert ratio_means(evidence, 2) is None
 
 
 def test_repetition_that_pays_is_found() -> None:

@@ -1,5 +1,5 @@
 """Rollout corrections `"none"`, `"tis_token"`, `"tis_seq"`, `"mis_token"`, `"mis_seq"`,
-`"mis_geo"`, `"opsm"`, `"veto"`.
+`"mis_geo"`, `"opsm"`, `"veto"`, `"kpop"`, `"m2po"`.
 
 Over 300 lines because all are presets of one form and are held against the same facts.
 """
@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Correction, RolloutCorrection
 from posttrain.core.errors import ConfigError
 from posttrain.core.kit.batches import build_batch
-from posttrain.core.math.correction import Rejection, rejection_statistic
+from posttrain.core.math.correction import Rejection, binary_kl, rejection_statistic
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.tracking.metric_names import check_names
+from posttrain.core.training.objective import LossTerm, Objective
+from tests.helpers.losses import build_aggregator, build_loss, policy_batch, total_and_grad
 
 MANAGER = PluginManager()
 NAN = float("nan")
@@ -158,15 +161,84 @@ def test_exponents_are_cut_at_20_nats_after_the_sum() -> None:
 )
 def test_the_statistics(stat: Any, level: Any, wanted: list[list[float]]) -> None:
     gaps = torch.where(MASK.bool(), RATIOS.log(), 0.0)[:2]
-    got = rejection_statistic(gaps, MASK[:2], Rejection(stat, level, high=1.0))
+    got = rejection_statistic(gaps, MASK[:2], Rejection(stat, level, high=1.0), gaps)
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64))
 
 
 def test_a_row_without_tokens_has_statistic_0_at_every_level() -> None:
     gaps = mask = torch.zeros(1, 3)
     for level in ("seq_sum", "seq_mean", "seq_max"):
-        got = rejection_statistic(gaps, mask, Rejection("k3", level, high=1.0))
+        got = rejection_statistic(gaps, mask, Rejection("k3", level, high=1.0), gaps)
         assert got.tolist() == [[0.0]]
+
+
+PAIRS = torch.tensor([(0.9, 0.5), (1e-4, 1e-5), (1e-3, 0.3), (0.02, 0.01)], dtype=torch.float64)
+
+
+def test_kpop_drops_likely_tokens_that_moved_far() -> None:
+    """Probabilities of trainer and engine; ratios of 1.8 and 1/300 go, 10 and 2 stay."""
+    trainer, engine = PAIRS.log()[:, 0], PAIRS.log()[:, 1]
+    wanted = [0.510826, 0.000140, 1.462162, 0.003914]
+    for found in (binary_kl(trainer, engine), binary_kl(engine, trainer)):
+        assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    assert not binary_kl(trainer, trainer).any()
+    assert binary_kl(torch.tensor([0.0]), torch.tensor([-1e9])).isfinite().all()
+    mask = torch.ones(1, 5, dtype=torch.float64)
+    rows = [
+        torch.cat((x, torch.tensor([NAN], dtype=torch.float64)))[None] for x in (trainer, engine)
+    ]
+    kept = [[0.0, 1.0, 0.0, 1.0, 1.0]]
+    by_config = {"reject": [{"stat": "binary_kl", "level": "token", "high": 0.5}]}
+    for name, fields in (("kpop", {"phi": 0.5}), ("veto", {"threshold": 1e-8, **by_config})):
+        made = build(name, **fields).correct(rows[0].nan_to_num(-1.0), rows[1], mask)
+        assert made.keep is not None and made.keep.tolist() == kept and made.weight is None
+    icepop = build("mis_token", low=0.5, high=5).correct(rows[0].nan_to_num(-1.0), rows[1], mask)
+    assert icepop.weight is not None
+    assert (icepop.weight > 0).tolist() == [[True, False, False, True, True]]
+
+
+def mini_of(log_ratio: list[float], advantages: list[float], mask: list[float]) -> RolloutBatch:
+    now = torch.tensor([log_ratio], dtype=torch.float64)
+    return build_batch(
+        torch.tensor([mask]),
+        old_logprobs=torch.zeros_like(now),
+        rollout_logprobs=torch.zeros_like(now),
+        logprobs_now=now,
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tau", "kept"),
+    [
+        (0.04, [1, 1, 0, 0, 0]),
+        (0.13, [1, 1, 1, 0, 0]),
+        (0.21, [1, 1, 1, 0, 1]),
+        (0.32, [1, 1, 1, 1, 1]),
+        (0.009, [0, 1, 0, 0, 0]),
+    ],
+)
+def test_m2po_drops_the_largest_until_the_mean_is_bounded(tau: float, kept: list[int]) -> None:
+    """x of the candidates 0, 2, 3, 4 is (.01, .25, .64, .36); token 1 is never one."""
+    mini = mini_of([0.1, -0.1, 0.5, 0.8, -0.6, NAN], [1, 1, 1, 1, -1, NAN], [1, 1, 1, 1, 1, 0])
+    found = build("m2po", tau=tau + 1e-12).correct_mini(mini)
+    assert found.keep is not None and found.keep.tolist() == [[*kept, 0]]
+    assert found.metrics["m2po/second_moment"] == pytest.approx(0.315)
+    assert found.metrics["m2po/dropped_frac"] == pytest.approx(1 - sum(kept) / 5)
+
+
+def test_m2po_leaves_the_counts_and_does_not_depend_on_the_cut() -> None:
+    loss, mean = build_loss("importance_pg"), build_aggregator("token-mean")
+    batch, new = policy_batch(seed=6)
+    term = (LossTerm(loss, mean),)
+    value, grad = total_and_grad(Objective(term, mean, correction=build("m2po")), batch, new)
+    free, whole = total_and_grad(Objective(term, mean), batch, new)
+    dropped = (grad == 0) & (whole != 0)
+    assert 0 < int(dropped.sum()) < int((whole != 0).sum())
+    torch.testing.assert_close(grad[~dropped], whole[~dropped])
+    ranks = [[[7, 0], [3, 6, 1]], [[5], [2, 4]]]
+    objective = Objective(term, mean, correction=build("m2po"))
+    torch.testing.assert_close(total_and_grad(objective, batch, new, ranks), (value, grad))
 
 
 def test_k1_bounds_are_of_the_inverse_ratio_and_one_number_means_both_sides() -> None:

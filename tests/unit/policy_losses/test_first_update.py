@@ -21,6 +21,8 @@ SAME = [
     "kl_cov",
     "dppo",
     "dro",
+    "two_sided_clip",
+    "fipo",
     "trpo",
     "ppo_penalty",
     "vespo",

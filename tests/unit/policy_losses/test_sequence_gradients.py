@@ -11,6 +11,7 @@ from torch import Tensor
 from posttrain.core.contracts import SEQUENCE_AGGREGATORS, RolloutCorrection
 from posttrain.core.errors import RunError
 from posttrain.core.kit.batches import build_batch
+from posttrain.core.math.groups import optimal_value
 from tests.helpers.losses import (
     MANAGER,
     build_loss,
@@ -57,6 +58,26 @@ def test_rloo_seq_takes_the_product() -> None:
     result, grad = token_loss("rloo_seq", [[1.5, 0.7]], [[1.0, 1.0]])
     assert result.loss[0].tolist() == pytest.approx([-1.05, -1.05])
     assert row_grad(grad, 2) == pytest.approx([-1.05, -1.05])
+
+
+def test_a_star_po_regresses_the_log_ratio_of_an_answer() -> None:
+    """R = 1 of eight rewards with two ones, S - S_ref = 3 over four tokens; beta 1e-3."""
+    values = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
+    for beta, wanted in ((0.5, 0.477229), (0.05, 0.930685), (1e6, 0.25)):
+        assert optimal_value(values, beta).item() == pytest.approx(wanted, abs=1e-5)
+    best = float(optimal_value(values, 0.5))
+    new = torch.full((1, 4), 0.75, dtype=torch.float64, requires_grad=True)
+    batch = build_batch(
+        torch.ones(1, 4),
+        ref_logprobs=torch.zeros(1, 4, dtype=torch.float64),
+        advantages=torch.full((1, 4), 1 - best, dtype=torch.float64),
+    )
+    result = build_loss("a_star_po").token_loss(new, batch)
+    assert result.loss[0].tolist() == pytest.approx([0.270162] * 4, abs=1e-6)
+    (grad,) = torch.autograd.grad(result.loss.mean(), new)
+    assert grad[0].tolist() == pytest.approx([-0.001040] * 4, abs=1e-6)
+    still = build_loss("a_star_po").token_loss(torch.zeros_like(new), batch)
+    assert still.metrics["a_star_po/implied_reward"].tolist() == [0]
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "rloo_seq"])

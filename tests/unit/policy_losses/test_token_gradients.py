@@ -108,7 +108,59 @@ def test_dppo_kl_is_of_the_token_against_the_rest() -> None:
         assert (loss.token_loss(new, batch).loss[0, 0].item() == 0) is dropped
 
 
-@pytest.mark.parametrize("name", ["importance_pg", "cispo", "dppo"])
+def test_dppo_counts_the_kept_tokens_whose_weight_is_capped() -> None:
+    """Ratios 10, 10, 10 and 2 at a cap of 3; the first is out of the region, and not kept."""
+    probs = torch.tensor([[0.5, 0.5, 0.05, 0.1]], dtype=torch.float64)
+    old = torch.tensor([[0.05, 0.05, 0.005, 0.05]], dtype=torch.float64)
+    signs = torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64)
+    batch = build_batch(torch.ones(1, 4), advantages=signs, rollout_logprobs=old.log())
+    found = build_loss("dppo").token_loss(probs.log(), batch).metrics
+    assert found["clip/frac"].tolist() == [[1, 0, 0, 0]]
+    assert found["clip/dual_frac"].tolist() == [[0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("engine", "now", "sign", "one", "both"),
+    [
+        (1 / 3, 0.6, 1.0, 0.0, 0.0),
+        (1 / 3, 0.6, -1.0, 1.8, 0.0),
+        (0.5, 0.25, -1.0, 0.0, 0.0),
+        (0.5, 0.25, 1.0, -0.5, 0.0),
+        (0.5, 0.55, 1.0, -1.1, -1.1),
+    ],
+)
+def test_drift_pulls_back_what_dppo_leaves_out(
+    engine: float, now: float, sign: float, one: float, both: float
+) -> None:
+    """The default loss of prime-rl, and its form for both signs; drift has the factor 0.001."""
+    new = torch.tensor([[now]], dtype=torch.float64).log().requires_grad_()
+    batch = build_batch(
+        [[1]],
+        advantages=torch.full((1, 1), sign, dtype=torch.float64),
+        rollout_logprobs=torch.tensor([[engine]], dtype=torch.float64).log(),
+    )
+    drift = build_loss("drift").token_loss(new, batch).loss.sum()
+    assert drift.item() == pytest.approx(math.log(now / engine) ** 2)
+    pull = 2e-3 * math.log(now / engine)
+    bounds = {"delta_low": 0.1, "delta_high": 0.1, "sided": "both"}
+    for fields, slope in (({}, one), (bounds, both)):
+        loss = build_loss("dppo", {"ratio_max": None, **fields})
+        total = loss.token_loss(new, batch).loss.sum() + 1e-3 * drift
+        (grad,) = torch.autograd.grad(total, new, retain_graph=True)
+        assert grad.item() == pytest.approx(slope + pull)
+
+
+def test_a_two_sided_clip_has_no_gradient_out_of_bounds() -> None:
+    for sign in (1.0, -1.0):
+        result, grad = token_loss("two_sided_clip", RATIOS, [[sign] * 5], low=0.7, high=1.3)
+        assert result.loss[0].tolist() == pytest.approx(
+            [-sign * r for r in (0.7, 0.8, 1, 1.2, 1.3)]
+        )
+        assert grad[0].tolist() == pytest.approx([0, -sign * 0.8, -sign, -sign * 1.2, 0])
+        assert result.metrics["clip/frac"][0].tolist() == [1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["importance_pg", "cispo", "dppo", "two_sided_clip"])
 def test_the_anchor_is_the_policy_that_the_ratio_is_against(name: str) -> None:
     new = torch.tensor([[-1.0]], dtype=torch.float64)
     batch = build_batch(

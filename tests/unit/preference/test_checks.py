@@ -149,6 +149,11 @@ def test_fields_of_a_preset_are_overridden_one_by_one(folder: Path) -> None:
         ),
         (
             "preference",
+            {"preference_loss": {"name": "hinge", "alpha_po": 0.2}, "f_divergence": "js"},
+            r"it.f_divergence: maps log-ratios to scores, and \['hinge'\] read bare",
+        ),
+        (
+            "preference",
             {"algorithm": "kto", "batch_size": 1},
             "it.batch_size: 'kto' measures its reference point on answers to other prompts.*2 or",
         ),

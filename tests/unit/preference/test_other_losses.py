@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posttrain.core.contracts import LabelledScores, LabelLoss, PairLoss, PairScores
 from posttrain.core.errors import RunError
+from posttrain.core.math.preference import alpha_shape
 from tests.helpers.preference import MANAGER, column, gradients, pair_loss, pairs
 
 ratios = st.floats(-5, 5)
@@ -42,6 +43,31 @@ def test_simpo_averages_over_tokens_and_asks_for_a_margin() -> None:
     shaped = [(1 - math.exp(-0.5 * mean)) / 0.5 for mean in (-2.0 / 4, -1.5 / 5)]
     gap = 2 * (shaped[0] - shaped[1]) - 0.5
     assert pair_loss("simpo", 1.0, 2.5, alpha_po=0.5) == pytest.approx(math.log1p(math.exp(-gap)))
+
+
+def test_alpha_po_by_hand() -> None:
+    """Mean log-probs -0.7 and -1.1 at alpha 0.25 and -0.5, without a reference."""
+    made = pairs(column(-1.4), column(-3.3), ref=(0.0, 0.0), tokens=(2.0, 3.0))
+    for alpha, wanted in ((0.25, (-0.764985, -1.266123)), (-0.5, (-0.590624, -0.846100))):
+        scores = [score.item() for score in made.alpha_scores(alpha)]
+        assert scores == pytest.approx(wanted, abs=1e-6)
+    means = torch.tensor([-0.7, -1.1], dtype=torch.float64, requires_grad=True)
+    (slopes,) = torch.autograd.grad(alpha_shape(means, 0.25).sum(), means)
+    assert slopes.tolist() == pytest.approx([1.191246, 1.316531], abs=1e-6)
+    for alpha, wanted_loss in ((0.25, 0.312497), (0.0, 0.386871)):
+        loss = MANAGER.build(PairLoss, "simpo", {"beta": 2.5, "gamma": 0.25, "alpha_po": alpha})
+        assert loss.pair_loss(made).item() == pytest.approx(wanted_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("hinge", {}), ("ipo", {"norm": "mean"}), ("cpo", {"cpo_alpha": 0.0})]
+)
+def test_a_small_alpha_po_is_the_mean_log_ratio(name: str, plain: dict[str, object]) -> None:
+    """One token an answer: the mean is the sum, and the reference's score is taken off."""
+    made = pairs(column(0.3, 2.0), column(0.1, -0.4), tokens=(1.0, 1.0))
+    shaped = MANAGER.build(PairLoss, name, {**plain, "alpha_po": 1e-7}).pair_loss(made)
+    unshaped = MANAGER.build(PairLoss, name, plain).pair_loss(made)
+    assert shaped.tolist() == pytest.approx(unshaped.tolist(), rel=1e-5)
 
 
 def test_orpo_is_sft_with_an_odds_ratio() -> None:
