@@ -156,7 +156,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
     found = history(whole)
     assert found["value/pretraining"][0][1] == 1 and found["value/pretraining"][-1][1] == 0
     assert len({value for _, value in found["kl/coef"]}) > 1, "the controller moved"
-    assert found["kl/ref_version"][-1][1] > 1, "the reference moved"
+    assert found["kl/ref_version"][-1][1] > 0, "the reference moved"
     assert len({value for _, value in found["entropy/coef"]}) > 1, "and that of the entropy bonus"
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
