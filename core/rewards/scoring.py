@@ -328,7 +328,7 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     metrics |= component_metrics(batch.column("reward_components"), names)
     metrics |= failure_metrics(batch.scores, names)
     metrics |= _group_metrics(batch, acc)
-    if not names:  # without rewards all groups are equal, which is no sign of anything
+    if not names:  # without rewards all groups are equal, which says nothing
         del metrics["group/zero_adv_frac"]
     return metrics
 
