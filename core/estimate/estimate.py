@@ -289,7 +289,8 @@ class Estimator:
         old = stage.epochs * stage.num_mini_batches > 1 or in_reward or owner is not None
         old = old or stage.rollout_correction.plugin.name != "none"
         old = old or any(loss.needs_prepare() for loss in losses)
-        scoring, advantage = (old + reference) * self.forward(rows), 0.0
+        judged = _teachers(stage) > 0  # each response by one of them
+        scoring, advantage = (old + reference + judged) * self.forward(rows), 0.0
         if in_reward:
             scoring, advantage = 0.0, scoring
         if (critic := stage.critic) is not None:
@@ -361,6 +362,7 @@ class Estimator:
             parts["reference"] = float(self.weight_bytes * shape.total)
         if isinstance(stage, RlStage):
             parts["reward models"] = _reward_models(stage) * each * shape.total
+            parts["teachers"] = _teachers(stage) * each * shape.total
         parts["training"] = memory.kept_for_backward(
             shape,
             self.trained(stage),
@@ -373,6 +375,11 @@ class Estimator:
             used = memory.peak(parts) - parts["libraries"]
             parts["fragmentation"] = memory.FRAGMENTATION * used
         return parts
+
+
+def _teachers(stage: RlStage) -> int:
+    """Teachers in this process, which are taken to be of the policy's size."""
+    return sum(teacher.base_url is None for teacher in stage.teachers.values())
 
 
 def _reward_models(stage: RlStage) -> float:

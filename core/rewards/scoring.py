@@ -346,7 +346,7 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
     for label, rows in of_tasks(batch.problems).items():
         metrics[f"acc/task/{label}"] = float(acc[rows].double().mean())
     metrics |= _group_metrics(batch, acc)
-    if not names:  # without rewards all groups are equal, which is no sign of anything
+    if not names:  # without rewards all groups are equal, which says nothing
         del metrics["group/zero_adv_frac"]
     return metrics
 

@@ -122,7 +122,7 @@ def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> 
 
 
 def _has_teacher(run: PastRun, spec: Spec) -> bool:
-    """Whether a preset learns from a teacher; True where it cannot be built, as is told later."""
+    """Whether a preset learns from a teacher; True where it cannot be built, which shows later."""
     try:
         component = run.component(spec)
         preset = run.manager.build(Algorithm, str(component.pop("name")), component)
