@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from posttrain.core.contracts.stage import Component as Component
+from posttrain.core.contracts.base import Component as Component
 from posttrain.core.contracts.stage import StageBase as StageBase
 from posttrain.core.runtime.config_model import ConfigModel
 

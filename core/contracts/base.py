@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from posttrain.core.runtime.config_model import ConfigModel
 
@@ -18,6 +18,26 @@ class PluginConfig(ConfigModel):
 
 class NoConfig(PluginConfig):
     """Config of a plugin without settings."""
+
+
+class Component(PluginConfig):
+    """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(description="registered plugin name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:  # Any: whatever YAML held
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def shown(self) -> str:
+        """The name in titles and tags: of a plugin in a file, its class."""
+        return self.name.rpartition(":")[2]
+
+    def fields(self) -> dict[str, object]:
+        return dict(self.model_extra or {})
 
 
 def _compiles(value: str) -> str:

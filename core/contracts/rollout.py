@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.contracts.base import Component, ConfigT, Plugin
 from posttrain.core.contracts.preference_rows import PreferenceRow
 from posttrain.core.errors import RunError
 from posttrain.core.math.splits import text_key
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # rewards run in processes that must stay small
     from torch import Tensor
 
     from posttrain.core.cluster.shared import ServerPlaces, SharedWeights
-    from posttrain.core.contracts.stage import Component
 
 
 class Task(Plugin[ConfigT]):

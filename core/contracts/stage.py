@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from posttrain.core.contracts.base import Plugin, PluginConfig
+from posttrain.core.contracts.base import Component, Plugin, PluginConfig
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.types import Artifact, ArtifactKind, Message, Problem, Split
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.rollout import RolloutEngine, Task
 
 __all__ = [
-    "Component",
     "FieldPlace",
     "ModelSize",
     "Stage",
@@ -43,26 +42,6 @@ StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 
 FieldPlace = tuple[str | int, ...]
 """The place of a field in a stage's section of the YAML: `("rewards", 0)`."""
-
-
-class Component(PluginConfig):
-    """A plugin by name, with its own fields next to it: `name` or `{name: ..., field: ...}`."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(description="registered plugin name")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:  # Any: whatever YAML held
-        return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def shown(self) -> str:
-        """The name in titles and tags: of a plugin in a file, its class."""
-        return self.name.rpartition(":")[2]
-
-    def fields(self) -> dict[str, object]:
-        return dict(self.model_extra or {})
 
 
 class StageBase(PluginConfig):

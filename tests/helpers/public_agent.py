@@ -16,7 +16,7 @@ TURNS = 3
 
 
 async def serve() -> None:
-    """A line in, `{id, base_url, key, model, digits}`; a line out, `{id, reward}` or `{id, error}`."""
+    """A line `{id, base_url, key, model, digits}` gives `{id, reward}` or `{id, error}`."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner
     from openai import AsyncOpenAI
 
