@@ -55,6 +55,8 @@ def page(peers: Peers, manager: PluginManager) -> str:
 
 
 def _cell(name: str, entry: Entry, manager: PluginManager) -> str:
+    if odd := entry.keys() - {"ours", "note", "why"}:
+        raise SystemExit(f"peers.yaml: '{name}' has {sorted(odd)}; quote a text with a comma")
     if ("ours" in entry) == ("why" in entry):
         raise SystemExit(f"peers.yaml: '{name}' needs either `ours` or `why`")
     if "why" in entry:
