@@ -257,12 +257,12 @@ def _component(scores: Sequence[Score]) -> Tensor:
 
 def gated(components: Tensor, rewards: Sequence[WeightedReward]) -> Tensor:
     """`components` [B, K] with 0 where a reward's gate is closed; what is missing stays missing."""
-    names, columns = [weighted.name for weighted in rewards], list(components.unbind(1))
+    names, found = [weighted.name for weighted in rewards], components.clone()
     for index, weighted in enumerate(rewards):
         if weighted.only_if is not None:
-            gate, own = components[:, names.index(weighted.only_if)], columns[index]
-            columns[index] = torch.where((gate >= 1) | own.isnan(), own, 0.0)
-    return torch.stack(columns, dim=1)
+            gate, own = components[:, names.index(weighted.only_if)], components[:, index]
+            found[:, index] = torch.where((gate >= 1) | own.isnan(), own, 0.0)
+    return found
 
 
 def shaped_sum(
