@@ -209,11 +209,11 @@ def test_an_episode_that_fails_costs_itself_alone(
 
 
 def test_an_episode_has_a_limit_of_its_own(engine: TransformersEngine) -> None:
-    player = Player(engine, episode_s=1.0)
+    player = Player(engine, episode_s=5.0)  # several times what the others take on a busy machine
     began = time.monotonic()
     found = player.play(["a", "hang 1"])
     assert time.monotonic() - began < 20
-    assert any(c.failed == "the episode took more than 1 s" for c in found[1].completions)
+    assert any(c.failed == "the episode took more than 5 s" for c in found[1].completions)
     assert player.game.seen.open == 0
 
 
