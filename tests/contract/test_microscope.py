@@ -44,7 +44,10 @@ SETTINGS = UpdateSettings(
 NO_WEIGHTS = {"ptx": "its tokens are those of pre-training batches, which evidence does not hold"}
 
 # Losses with a stop-gradient inside, whose values' slopes are not what trains.
-STOPPED = {"cispo", "gspo_token", "sapo", "vespo", "vanilla_pg", "dppo", "positive_lm", "fipo", "ref_kl"}
+STOPPED = {
+    *("cispo", "dppo", "fipo", "gspo_token", "positive_lm", "ref_kl", "sapo", "vanilla_pg"),
+    "vespo",
+}
 
 LOSSES = [given for given in of_kind("policy_loss") if given.values[0].name not in NO_WEIGHTS]
 
