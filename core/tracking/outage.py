@@ -43,7 +43,7 @@ def open_writer(
 
     `artifacts` is the store of the stages that the run computes.
     """
-    root = Path(tempfile.gettempdir()) / "posttrain" if journal is None else journal
+    root = Path(tempfile.gettempdir()) / "posttrain-journals" if journal is None else journal
     about = {
         "uri": store.without_password(uri),
         "experiment_id": experiment_id,
