@@ -18,6 +18,8 @@ from posttrain.pipelines.run.planning import parts_of_stage
 from posttrain.pipelines.run.teacher_checks import check_teachers
 
 SERVER = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
+OWN: dict[str, Any] = {"algorithm": "gkd", "inputs": {"model": "base"}}
+SIBLING = {"teachers": {"me": {"policy": {"context": "sibling"}}}}
 
 
 def resolved(tmp_path: Path, manager: PluginManager, **stage: Any) -> ResolvedRun:
@@ -69,6 +71,13 @@ def test_several_teachers_are_inputs_folders_and_servers(
     )
     assert stage_of(run).teacher_roles == ("maths",)
     assert stage_of(run).outside_paths() == {"teachers.code.model": str(tmp_path / "code")}
+
+
+def test_the_policy_itself_is_no_input(tmp_path: Path, manager: PluginManager) -> None:
+    run = resolved(tmp_path, manager, **OWN, teachers={"me": {"policy": {"weights": "base"}}})
+    stage = stage_of(run)
+    assert stage.teacher_roles == () and stage.teachers["me"].weights == "base"
+    assert stage.outside_paths() == {}
 
 
 def test_another_folder_of_a_teacher_is_another_stage(
@@ -226,6 +235,68 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             "limits": {"learner_ranks": 2},
         },
         r"ranks cannot compute logits of several teachers",
+    ),
+    (
+        "the policy and a folder",
+        {**OWN, "teachers": {"me": {"policy": {}, "model": "/nowhere"}}},
+        r"keep one of `policy`, `model` and `base_url`",
+    ),
+    (
+        "a template without its places",
+        {**OWN, "teachers": {"me": {"policy": {"template": "{context}"}}}},
+        r"the template needs the places \{prompt\} and \{context\}",
+    ),
+    (
+        "metadata of no field",
+        {**OWN, "teachers": {"me": {"policy": {"context": "metadata"}}}},
+        r"`field` names a field of the problems' metadata",
+    ),
+    (
+        "siblings of nobody",
+        {**OWN, **SIBLING, "rewards": ["accuracy"], "num_generations": 1},
+        r"rl\.teachers\.me\.policy\.context: a sibling is another response to the same prompt",
+    ),
+    (
+        "siblings without a reward",
+        {**OWN, **SIBLING},
+        r"rl\.teachers\.me\.policy\.context: a sibling succeeds by its reward, and there is none",
+    ),
+    (
+        "siblings of whitened rewards",
+        {**OWN, **SIBLING, "rewards": ["accuracy"], "reward_whiten": "batch"},
+        r"rl\.reward_whiten: a sibling succeeds by the reward itself",
+    ),
+    (
+        "two copies that follow the policy",
+        {
+            **OWN,
+            "teachers": {"me": {"policy": {}}},
+            "kl": {"controller": {"name": "fixed", "coef": 0.1}, "ref_update": {}},
+        },
+        r"rl\.teachers: a stage has one copy of the policy that follows it",
+    ),
+    (
+        "two rates of one copy",
+        {
+            **OWN,
+            "teachers": {"a": {"policy": {}}, "b": {"policy": {"ema_rate": 0.5}}},
+            "teacher_routing": {"by": "field"},
+        },
+        r"teachers with weights: ema are one model; give them one `ema_rate`",
+    ),
+    (
+        "logits of the live policy on ranks",
+        {
+            **OWN,
+            "teachers": {"me": {"policy": {"weights": "live"}}},
+            "limits": {"learner_ranks": 2},
+        },
+        r"ranks cannot compute logits of the policy twice in one step",
+    ),
+    (
+        "an environment",
+        {**OWN, "teachers": {"me": {"policy": {}}}, "environment": "tools"},
+        r"with an environment the prompt is not the problem's own",
     ),
 ]
 
