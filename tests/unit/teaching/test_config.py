@@ -80,6 +80,45 @@ def test_the_policy_itself_is_no_input(tmp_path: Path, manager: PluginManager) -
     assert stage.outside_paths() == {}
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_sdpo_blends_with_grpo_on_all_responses(
+    tmp_path: Path, manager: PluginManager, weight: float
+) -> None:
+    algorithm = {"name": "sdpo", "weight": weight}
+    run = resolved(tmp_path, manager, algorithm=algorithm, inputs={"model": "base"})
+    stage = stage_of(run)
+    own = stage.teachers["self"].policy
+    assert own is not None and (own.weights, own.ema_rate, own.context) == ("ema", 0.05, "sibling")
+    assert stage.distillation is not None and stage.distillation.coef == weight
+    terms = [(term.name, term.coef) for term in stage.loss_terms]
+    assert terms == ([] if weight == 1 else [("ppo_clip", 0.75)])
+    assert stage.advantage.name == ("zero" if weight == 1 else "grpo")
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert resolve(load_config([tmp_path / "run.yaml"]), manager).to_yaml() == run.to_yaml()
+
+
+def test_a_teacher_of_a_preset_is_changed_field_by_field(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    live = {"self": {"policy": {"weights": "live"}}}
+    run = resolved(tmp_path, manager, algorithm="sdft", inputs={"model": "base"}, teachers=live)
+    own = stage_of(run).teachers["self"].policy
+    assert own is not None and (own.weights, own.context) == ("live", "worked")
+
+
+def test_mopd_routes_to_its_teachers(tmp_path: Path, manager: PluginManager) -> None:
+    run = resolved(
+        tmp_path,
+        manager,
+        algorithm="mopd",
+        inputs={"model": "base", "maths": "big", "code": "big"},
+        teachers={"maths": {"routes": ["gsm", "math"]}, "code": {}},
+    )
+    routing = stage_of(run).teacher_routing
+    assert routing is not None and (routing.by, routing.unknown) == ("dataset", "error")
+    assert stage_of(run).rewards == () and stage_of(run).transforms[0].name == "opd"
+
+
 def test_another_folder_of_a_teacher_is_another_stage(
     tmp_path: Path, manager: PluginManager
 ) -> None:

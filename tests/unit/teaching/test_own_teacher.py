@@ -184,6 +184,22 @@ def test_sampled_tokens_are_scored_after_the_longer_prompt(folder: Path) -> None
     assert unlike[batch.response_mask.bool()].abs().max() > 0.1
 
 
+def test_a_token_weighs_at_most_twice() -> None:
+    """lp - lp_old = 0.9 at a cap of 2: a factor of 2, not of 2.459603, and no gradient from it."""
+    fields = {"divergence": "reverse", "support": "sampled", "ratio_cap": 2.0}
+    loss = MANAGER.build(DistillationLoss, "gkd", fields)
+    logits = torch.tensor([[1.0, 0.0, -1.0]] * 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 0])
+    own = torch.log_softmax(logits, -1)[:, 0]
+    old = own.detach() - torch.tensor([0.9, 0.5], dtype=torch.float64)
+    said = own.detach() - 0.3
+    found = loss.rows(logits, TeacherRows(ids, old_logprobs=old, logprobs=said)).loss
+    (of_logits,) = torch.autograd.grad(found.sum(), logits)
+    (of_own,) = torch.autograd.grad(own.sum(), logits)
+    factors = torch.tensor([2.0, 1.648721], dtype=torch.float64)
+    torch.testing.assert_close(of_logits, 0.3 * factors[:, None] * of_own, rtol=1e-6, atol=0)
+
+
 def test_a_context_that_is_too_long_leaves_the_row_without_a_teacher(folder: Path) -> None:
     batch, learner = sampled([0.0] * 8), make_learner(folder, FULL, "live", 4)
     whole = context_of(folder, "worked")
