@@ -1,8 +1,8 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, K reward components or candidates, S scored steps or turns. Prompts are
-padded on the left, responses on the right.
+L padded prompt width, P that of the teachers' prompts, K reward components or candidates, S scored
+steps or turns. Prompts are padded on the left, responses on the right.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ COLUMN_AXES: dict[str, str] = {
     "teacher_topk_ids": "BTK",
     "teacher_topk_logprobs": "BTK",
     "teacher_id": "B",
+    "teacher_prompt_ids": "BP",
+    "teacher_prompt_mask": "BP",
 }
 
 
@@ -89,7 +91,8 @@ class RolloutBatch:
     Of teachers: `teacher_logprobs` [B, T] of the sampled tokens (NaN = not scored), the best
     candidates `teacher_topk_ids` [B, T, K] (-1 = missing) with `teacher_topk_logprobs` [B, T, K]
     over the whole vocabulary (-inf = missing), and `teacher_id` [B], the teacher's place among
-    those of the stage (-1 = none).
+    those of the stage (-1 = none). `teacher_prompt_ids` [B, P] with `teacher_prompt_mask` are what
+    teachers read before the response, where that is not the policy's own prompt.
 
     Of episodes with an environment: `turn_end` [B, S] the token index that ends each turn of the
     policy (-1 = none), `turn_reward` [B, S] the environment's reward for it (NaN = none),
@@ -141,6 +144,8 @@ class RolloutBatch:
     teacher_topk_ids: Tensor | None = None
     teacher_topk_logprobs: Tensor | None = None
     teacher_id: Tensor | None = None
+    teacher_prompt_ids: Tensor | None = None
+    teacher_prompt_mask: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
@@ -204,6 +209,22 @@ class RolloutBatch:
         """The columns alone, without texts and what rewards said: what models are trained on."""
         empty: dict[str, Any] = dict.fromkeys(NOT_COLUMNS, ())
         return replace(self, **empty)
+
+    def for_teachers(self) -> RolloutBatch:
+        """What teachers read: the same responses, each after the prompt that its teacher is shown.
+
+        Rows of one `group_id` have one prompt, as always; they need not be adjacent.
+        """
+        if self.teacher_prompt_ids is None:
+            return self
+        ids, mask = self.teacher_prompt_ids, self.column("teacher_prompt_mask")
+        groups: dict[tuple[int, ...], int] = {}
+        shown = [
+            groups.setdefault(tuple(row[own.bool()].tolist()), len(groups))
+            for row, own in zip(ids, mask, strict=True)
+        ]
+        group_id = torch.tensor(shown, dtype=self.group_id.dtype)
+        return replace(self, prompt_ids=ids, prompt_mask=mask, group_id=group_id)
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """The given rows [N] (int64 indices), in that order, with all filled columns."""

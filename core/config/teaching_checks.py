@@ -49,6 +49,7 @@ class TeachingCheck:
         yield from self.readers()
         yield from self.routing()
         yield from self.places()
+        yield from self.own()
         yield from self.terms()
         yield from self.groups()
 
@@ -134,6 +135,57 @@ class TeachingCheck:
                 "teachers",
                 "ranks cannot compute logits of several teachers, whose rows differ from rank to "
                 f"rank; set support: topk and of: teacher, or {self.loaded.config.train_here}",
+            )
+
+    def own(self) -> Iterable[str]:
+        """The policy as its own teacher, with a context or weights that it cannot have."""
+        stage = self.stage
+        owns = {n: t.policy for n, t in stage.teachers.items() if t.policy is not None}
+        reads_logits = self.distillation is not None and self.distillation.reads() == "logits"
+        for name, own in owns.items():
+            field = f"teachers.{name}.policy"
+            if stage.environment is not None:
+                yield self.line(
+                    field,
+                    "a context is put into the prompt, and with an environment the prompt is not "
+                    "the problem's own; remove `environment`, or use another teacher",
+                )
+            if own.context == "sibling":
+                yield from self.siblings(f"{field}.context")
+            if own.weights == "live" and reads_logits and self.loaded.config.trains_elsewhere:
+                yield self.line(
+                    f"{field}.weights",
+                    "ranks cannot compute logits of the policy twice in one step; set weights: "
+                    f"ema, or {self.loaded.config.train_here}",
+                )
+        averages = {own.ema_rate for own in owns.values() if own.weights == "ema"}
+        if averages and stage.kl.moves:
+            yield self.line(
+                "teachers",
+                "a stage has one copy of the policy that follows it, and both the reference and a "
+                "teacher with weights: ema would be one; set weights: base or live, or a fixed "
+                "reference",
+            )
+        if len(averages) > 1:
+            yield self.line(
+                "teachers", "teachers with weights: ema are one model; give them one `ema_rate`"
+            )
+
+    def siblings(self, field: str) -> Iterable[str]:
+        """Groups in which no response can be another one's teacher."""
+        stage = self.stage
+        if stage.num_generations < 2:
+            yield self.line(
+                field, "a sibling is another response to the same prompt; set num_generations: 2"
+            )
+        if not stage.rewards:
+            yield self.line(
+                field, "a sibling succeeds by its reward, and there is none; add `rewards`"
+            )
+        if stage.reward_whiten != "none":
+            yield self.line(
+                "reward_whiten",
+                "a sibling succeeds by the reward itself, which whitening changes; set none",
             )
 
     def terms(self) -> Iterable[str]:

@@ -289,7 +289,8 @@ class Estimator:
         old = stage.epochs * stage.num_mini_batches > 1 or in_reward or owner is not None
         old = old or stage.rollout_correction.plugin.name != "none"
         old = old or any(loss.needs_prepare() for loss in losses)
-        judged = _teachers(stage) > 0  # each response by one of them
+        # Each response by one of them.
+        judged = any(teacher.base_url is None for teacher in stage.teachers.values())
         scoring, advantage = (old + reference + judged) * self.forward(rows), 0.0
         if in_reward:
             scoring, advantage = 0.0, scoring
@@ -378,8 +379,8 @@ class Estimator:
 
 
 def _teachers(stage: RlStage) -> int:
-    """Teachers in this process, which are taken to be of the policy's size."""
-    return sum(teacher.base_url is None for teacher in stage.teachers.values())
+    """Further models in this process, which are taken to be of the policy's size."""
+    return sum(t.base_url is None and t.weights != "live" for t in stage.teachers.values())
 
 
 def _reward_models(stage: RlStage) -> float:

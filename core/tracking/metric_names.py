@@ -135,6 +135,10 @@ METRICS: dict[str, Metric] = {
     "distil/masked_frac": Metric("fraction", "tokens left out because their probability fell"),
     "distil/missing_frac": Metric("fraction", "sampled tokens that their teacher did not score"),
     "distil/skipped_frac": Metric("fraction", "responses that no teacher judges"),
+    "distil/context_too_long_frac": Metric(
+        "fraction", "responses whose teacher would read more than max_model_len tokens"
+    ),
+    "distil/teacher_version": Metric("count", "moves of a teacher that follows the policy"),
     "observed/nll": Metric("nats", "negative log-prob of a token that the environment wrote, mean"),
     "loss/sft": Metric("nats", "negative log-likelihood per response token"),
     "loss/preference": Metric("loss", "mean loss of preference pairs or labelled rows"),

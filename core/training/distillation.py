@@ -172,9 +172,11 @@ def _rows(
     other: Tensor | None = None
     if teacher is not None and loss.reads() == "logits":
         with torch.no_grad():
-            seen = response_states(teacher, batch, include_last=False)
+            seen = response_states(teacher, batch.for_teachers(), include_last=False)
         longest = seen.ids.shape[1]  # of these rows, which may be fewer than the policy's
         other = seen.hidden[:, :longest].to(device)[take[:, :longest]]
+        read = seen.ids.to(device)[take[:, :longest]]
+        assert torch.equal(read, said.sampled), "the teacher judges other tokens"
         other_head = policy_head(teacher).detached(device)
 
     def of_chunk(logits: Tensor, rows: slice) -> RowLoss:

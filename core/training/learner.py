@@ -60,8 +60,9 @@ class Learner:
 
     `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
     pre-training term; `guard` bounds how far one batch may move the policy; `moving` moves the
-    reference. `teachers` are all that the stage has, in order; one whose weights are elsewhere is
-    None. Of several `ranks` each has a learner, and all are called alike.
+    reference, or a teacher that follows the policy. `teachers` are all that the stage has, in
+    order; one whose weights are elsewhere is None, one may be the policy itself. Of several `ranks`
+    each has a learner, and all are called alike.
     """
 
     source: RemotePolicy | None = None
@@ -127,8 +128,9 @@ class Learner:
             elif not self._one_update(mini, prepared, (step, number), kl_coef, done, check, rows):
                 break
         metrics = done.metrics()
-        if version is not None:
-            metrics["kl/ref_version"] = version
+        if self.moving is not None and version is not None:
+            follows = self.moving.reference is self.reference
+            metrics["kl/ref_version" if follows else "distil/teacher_version"] = version
         if self.guard is not None:
             metrics["guard/exceeded"] = metrics.get("guard/exceeded", 0.0)
             metrics["guard/rate_factor"] = done.rate_factor
@@ -368,6 +370,7 @@ class Learner:
         self, name: str, batch: RolloutBatch, top_k: int, check: Check = no_check
     ) -> TeacherScores:
         """As in `PolicyLearner`."""
+        batch = batch.for_teachers()
         teacher, temperature = self.teachers[name], self.settings.temperature
         assert teacher is not None, "its weights are in this process"
         if not top_k:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import TEACHER_COLUMNS, Advantages, AdvantageTransform
+from posttrain.core.data.tokens import pad_left
 from posttrain.core.errors import RunError, shortlist
 from posttrain.core.math.masking import masked
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.objective import taught
+from posttrain.core.training.teacher_contexts import TeacherContext
 from posttrain.core.training.updates import Check, PolicyLearner, no_check
 
 TOPK = frozenset({"teacher_topk_ids", "teacher_topk_logprobs"})
@@ -73,13 +75,16 @@ class Routing:
 class Teachers:
     """All teachers of a stage, in order. Without `routing` there is one, which judges everything.
 
-    `top_k` is the number of candidates that a loss asks for.
+    `top_k` is the number of candidates that a loss asks for. `contexts` are of the teachers that
+    read another prompt than the policy does; a response that has none for its teacher has no
+    teacher.
     """
 
     scorers: Mapping[str, ScoresTokens]
     routing: Routing | None = None
     top_k: int = 0
     on_missing: Literal["error", "mask"] = "error"
+    contexts: Mapping[str, TeacherContext] = field(default_factory=dict)
 
     def fill(
         self,
@@ -93,21 +98,58 @@ class Teachers:
         Raises `RunError` for a sampled token that its teacher did not score, unless `on_missing`
         allows it.
         """
+        metrics: dict[str, float] = {}
         if batch.teacher_id is None:
-            batch = batch.with_columns(teacher_id=self._assigned(batch))
+            batch, metrics = self._assigned(batch)
         wanted = (names & SCORES) - batch.columns()
         if not wanted:
-            return batch, {}
+            return batch, metrics
         began = perf_counter()
         # One pass gives all of it, for whoever reads the rest later.
         top_k = self.top_k
         batch = batch.with_columns(**self._scored(batch, top_k, learner, check))
-        return batch, {**self._metrics(batch), "time/teacher_s": perf_counter() - began}
+        metrics |= self._metrics(batch) | {"time/teacher_s": perf_counter() - began}
+        return batch, metrics
 
-    def _assigned(self, batch: RolloutBatch) -> Tensor:
-        if self.routing is None:
-            return torch.zeros(len(batch), dtype=torch.int64)
-        return self.routing.teacher_of(batch)
+    def _assigned(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """`batch` with its teachers, and the prompts that they read where these are others."""
+        teacher_id = torch.zeros(len(batch), dtype=torch.int64)
+        if self.routing is not None:
+            teacher_id = self.routing.teacher_of(batch)
+        metrics: dict[str, float] = {}
+        if self.contexts:
+            batch, metrics = self._shown(batch, teacher_id)
+        if self.contexts or len(self.scorers) > 1:
+            metrics["distil/skipped_frac"] = float((teacher_id < 0).double().mean())
+        return batch.with_columns(teacher_id=teacher_id), metrics
+
+    def _shown(
+        self, batch: RolloutBatch, teacher_id: Tensor
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`batch` with what each response's teacher reads before it.
+
+        Where a teacher has no context, or one too long for it, `teacher_id` becomes -1.
+        """
+        prompts = [
+            tuple(ids[own.bool()].tolist())
+            for ids, own in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
+        ]
+        lengths, too_long = batch.response_mask.sum(dim=1).tolist(), 0
+        for place, name in enumerate(self.scorers):
+            context = self.contexts.get(name)
+            if context is None:
+                continue
+            rows = (teacher_id == place).nonzero().squeeze(1).tolist()
+            for row, prompt in zip(rows, context.prompts(batch, rows), strict=True):
+                fits = prompt is not None and len(prompt) + lengths[row] <= context.max_length
+                if prompt is not None and fits:
+                    prompts[row] = prompt
+                    continue
+                teacher_id[row] = -1
+                too_long += prompt is not None
+        ids, mask = pad_left(prompts, 0)
+        shown = batch.with_columns(teacher_prompt_ids=ids, teacher_prompt_mask=mask)
+        return shown, {"distil/context_too_long_frac": too_long / len(batch)}
 
     def _scored(
         self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
@@ -149,7 +191,6 @@ class Teachers:
             metrics["distil/rollout_kl"] = float(gap[known].double().mean())
         if len(self.scorers) == 1:
             return metrics
-        metrics["distil/skipped_frac"] = float((batch.column("teacher_id") < 0).double().mean())
         for place, name in enumerate(self.scorers):
             own = known & (batch.column("teacher_id") == place)[:, None]
             metrics[f"distil/tokens/{name}"] = float(own.sum())

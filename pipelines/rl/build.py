@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import PtxTerm, worked_batch
+from posttrain.core.training.teacher_contexts import TeacherContext
 from posttrain.core.training.teacher_server import server_of
 from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
@@ -77,6 +78,11 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
     wanted = wants_reference(context, stage, objective)
     moves = wanted and stage.kl.moves
     reference = reference_of(context, model, stage.lora, moves=moves) if wanted else None
+    weights = {teacher.weights for teacher in stage.teachers.values()}
+    average = reference_of(context, model, stage.lora, moves=True) if "ema" in weights else None
+    base = None if moves else reference
+    if base is None and "base" in weights:
+        base = reference_of(context, model, stage.lora)
     start_training(context, model, stage.lora)
     settings = update_settings(context, stage)
     section = in_optimizer_steps(stage.optimizer, settings.updates_per_batch)
@@ -89,24 +95,27 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         objective,
         settings,
         reference,
-        moving=build_moving(stage, reference, optimizer) if moves else None,
+        moving=build_moving(stage, average or (reference if moves else None), optimizer),
         guard=build_guard(stage),
         ptx=build_ptx(context, stage, tokenizer),
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
-        teachers=load_teachers(context, stage),
+        teachers=load_teachers(context, stage, {"live": model, "ema": average, "base": base}),
     )
 
 
-def load_teachers(context: StageInputs, stage: RlStage) -> dict[str, PreTrainedModel | None]:
+def load_teachers(
+    context: StageInputs, stage: RlStage, own: Mapping[str, PreTrainedModel | None]
+) -> dict[str, PreTrainedModel | None]:
     """The stage's teachers, frozen, in the order of the config; None for one behind a server.
 
-    Raises `ResourceError` for one of another vocabulary than the policy's.
+    `own` are the policy's weights by the name that a teacher has them by. Raises `ResourceError`
+    for one of another vocabulary than the policy's.
     """
     found: dict[str, PreTrainedModel | None] = {}
     for name, section in stage.teachers.items():
-        found[name] = None
-        if section.base_url is not None:
+        found[name] = None if section.weights is None else own[section.weights]
+        if section.base_url is not None or section.policy is not None:
             continue
         folder = teacher_folder(context, stage, name)
         check_vocabulary(context.model_dir, folder, f"stages.{context.name}: teacher '{name}'")
@@ -145,11 +154,24 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
     top_k = 0
     if distillation is not None:
         top_k = context.build(DistillationLoss, distillation).num_candidates()
+    contexts = {
+        name: TeacherContext(
+            context.tokenizer(),
+            own.template,
+            own.context,
+            context.run.model.max_model_len,
+            own.field or "",
+            own.min_reward,
+        )
+        for name, section in stage.teachers.items()
+        if (own := section.policy) is not None
+    }
     return Teachers(
         scorers,
         Routing(routing.by, routes, routing.unknown) if routing is not None else None,
         top_k=top_k,
         on_missing=stage.teacher_missing,
+        contexts=contexts,
     )
 
 
@@ -161,9 +183,13 @@ def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective)
 
 def build_moving(
     stage: RlStage, reference: PreTrainedModel | None, optimizer: MasterOptimizer
-) -> MovingReference:
-    """What moves the stage's reference."""
-    assert reference is not None, "only a reference that there is moves"
+) -> MovingReference | None:
+    """What moves `reference`: the stage's own, or a teacher that follows the policy."""
+    if reference is None:
+        return None
+    for teacher in stage.teachers.values():
+        if teacher.policy is not None and teacher.policy.weights == "ema":
+            return MovingReference(reference, optimizer, rate=teacher.policy.ema_rate, every=1)
     rule = stage.kl.ref_update
     if rule is None:
         return MovingReference(reference, optimizer)

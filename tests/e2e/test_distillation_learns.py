@@ -6,18 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.distilling import STUDENTS, distil
+from tests.helpers.distilling import ITSELF, STUDENTS, distil
 from tests.helpers.learning import SEEDS, final
 
 
 def test_a_student_follows_its_teacher_without_a_reward(tmp_path: Path) -> None:
-    learned = distil(tmp_path, 0, {"gkd": STUDENTS["gkd"]}, teacher_steps=12, steps=8)
+    students = {"gkd": STUDENTS["gkd"], "itself": ITSELF}
+    learned = distil(tmp_path, 0, students, teacher_steps=12, steps=8)
     verdicts = learned.history("gkd", "acc/mean")
     teacher = learned.history("big", "acc/mean")[-1]
     assert teacher > 0.6 and verdicts[0] < 0.2 and verdicts[-1] > 0.4
     assert learned.history("gkd", "reward/mean") == [0.0] * 8
     apart = learned.history("gkd", "distil/divergence")
     assert apart[-1] < 0.3 * apart[0]
+    # The other one is taught by what it would say after it has read the answer.
+    assert learned.history("itself", "distil/teacher_version") == [0.0, 1.0]
+    assert learned.history("itself", "distil/skipped_frac") == [0.0, 0.0]
+    assert learned.history("itself", "reward/mean") == [0.0, 0.0]
+    assert all(value > 0 for value in learned.history("itself", "distil/divergence"))
 
 
 @pytest.mark.slow

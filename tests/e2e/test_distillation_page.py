@@ -22,7 +22,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("text", CONFIGS, ids=["distil", "routed", "both"])
+@pytest.mark.parametrize("text", CONFIGS, ids=["distil", "routed", "alone", "both"])
 def test_a_config_of_the_page_is_complete(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     stage = resolve(load_config([tmp_path / "run.yaml"]), MANAGER).config.stages["student"]

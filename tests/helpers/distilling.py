@@ -28,6 +28,13 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "iw_opd": IW_OPD,
 }
 """A stage for each way to learn from a teacher."""
+ITSELF: dict[str, Any] = {
+    "algorithm": "sdft",
+    "inputs": {"model": "big"},
+    "teachers": {"self": {"policy": {"weights": "ema"}}},
+    "steps": 2,
+}
+"""A stage whose teacher is the policy itself; `test_self_distillation.py` shows that it learns."""
 
 
 def distil(

@@ -438,6 +438,7 @@ def test_every_preset_is_a_possible_combination(
         "turn_grpo": {"environment": "tools"},
         "opd": {"inputs": {"model": "base", "teacher": "base"}},
         "gkd": {"inputs": {"model": "base", "teacher": "base"}},
+        "mopd": {"inputs": {"model": "base", "teacher": "base"}},
     }
     run = resolved(tmp_path, manager, "float32", algorithm=preset, **extras.get(preset, {}))
     again = resolve(load_config([_written(tmp_path, run.to_yaml())]), manager)

@@ -39,6 +39,9 @@ TABLE: dict[str, tuple[str, list[str], str, tuple[str, str, float] | None]] = {
     "vapo": ("decoupled_gae", ["ppo_clip", "positive_lm"], "token-mean", None),
     "opd": ("zero", ["ppo_clip"], "token-mean", None),
     "gkd": ("zero", [], "token-mean", None),
+    "mopd": ("zero", ["ppo_clip"], "token-mean", None),
+    "sdft": ("zero", [], "seq-mean-token-mean", None),
+    "sdpo": ("zero", [], "seq-mean-token-mean", None),
 }
 
 # Published numbers: preset, place, field, value.
@@ -67,6 +70,11 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("gigpo", "advantage", "gamma", 0.95),
     ("opd", "advantage_transform", "coef", 1.0),
     ("gkd", "distillation", "beta", 0.5),
+    ("mopd", "advantage_transform", "coef", 1.0),
+    ("sdft", "distillation", "beta", 0.5),
+    ("sdft", "distillation", "top_k", 100),
+    ("sdft", "distillation", "ratio_cap", 2.0),
+    ("sdpo", "distillation", "ratio_cap", 2.0),
 ]
 
 # Settings in addition to the axes: preset, field, value.
@@ -77,6 +85,9 @@ EXTRAS: list[tuple[str, str, Any]] = [
     ("ppo", "epochs", 4),
     ("opd", "rewards", []),
     ("gkd", "rewards", []),
+    ("mopd", "rewards", []),
+    ("sdft", "rewards", []),
+    ("sdft", "teachers", {"self": {"policy": {"weights": "base", "context": "worked"}}}),
     ("gkd", "policy_loss", None),
     ("vapo", "critic", {"pretrain_steps": 50}),
 ]

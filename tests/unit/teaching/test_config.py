@@ -18,6 +18,8 @@ from posttrain.pipelines.run.planning import parts_of_stage
 from posttrain.pipelines.run.teacher_checks import check_teachers
 
 SERVER = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
+OWN: dict[str, Any] = {"algorithm": "gkd", "inputs": {"model": "base"}}
+SIBLING = {"teachers": {"me": {"policy": {"context": "sibling"}}}}
 
 
 def resolved(tmp_path: Path, manager: PluginManager, **stage: Any) -> ResolvedRun:
@@ -69,6 +71,52 @@ def test_several_teachers_are_inputs_folders_and_servers(
     )
     assert stage_of(run).teacher_roles == ("maths",)
     assert stage_of(run).outside_paths() == {"teachers.code.model": str(tmp_path / "code")}
+
+
+def test_the_policy_itself_is_no_input(tmp_path: Path, manager: PluginManager) -> None:
+    run = resolved(tmp_path, manager, **OWN, teachers={"me": {"policy": {"weights": "base"}}})
+    stage = stage_of(run)
+    assert stage.teacher_roles == () and stage.teachers["me"].weights == "base"
+    assert stage.outside_paths() == {}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_sdpo_blends_with_grpo_on_all_responses(
+    tmp_path: Path, manager: PluginManager, weight: float
+) -> None:
+    algorithm = {"name": "sdpo", "weight": weight}
+    run = resolved(tmp_path, manager, algorithm=algorithm, inputs={"model": "base"})
+    stage = stage_of(run)
+    own = stage.teachers["self"].policy
+    assert own is not None and (own.weights, own.ema_rate, own.context) == ("ema", 0.05, "sibling")
+    assert stage.distillation is not None and stage.distillation.coef == weight
+    terms = [(term.name, term.coef) for term in stage.loss_terms]
+    assert terms == ([] if weight == 1 else [("ppo_clip", 0.75)])
+    assert stage.advantage.name == ("zero" if weight == 1 else "grpo")
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert resolve(load_config([tmp_path / "run.yaml"]), manager).to_yaml() == run.to_yaml()
+
+
+def test_a_teacher_of_a_preset_is_changed_field_by_field(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    live = {"self": {"policy": {"weights": "live"}}}
+    run = resolved(tmp_path, manager, algorithm="sdft", inputs={"model": "base"}, teachers=live)
+    own = stage_of(run).teachers["self"].policy
+    assert own is not None and (own.weights, own.context) == ("live", "worked")
+
+
+def test_mopd_routes_to_its_teachers(tmp_path: Path, manager: PluginManager) -> None:
+    run = resolved(
+        tmp_path,
+        manager,
+        algorithm="mopd",
+        inputs={"model": "base", "maths": "big", "code": "big"},
+        teachers={"maths": {"routes": ["gsm", "math"]}, "code": {}},
+    )
+    routing = stage_of(run).teacher_routing
+    assert routing is not None and (routing.by, routing.unknown) == ("dataset", "error")
+    assert stage_of(run).rewards == () and stage_of(run).transforms[0].name == "opd"
 
 
 def test_another_folder_of_a_teacher_is_another_stage(
@@ -226,6 +274,68 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             "limits": {"learner_ranks": 2},
         },
         r"ranks cannot compute logits of several teachers",
+    ),
+    (
+        "the policy and a folder",
+        {**OWN, "teachers": {"me": {"policy": {}, "model": "/nowhere"}}},
+        r"keep one of `policy`, `model` and `base_url`",
+    ),
+    (
+        "a template without its places",
+        {**OWN, "teachers": {"me": {"policy": {"template": "{context}"}}}},
+        r"the template needs the places \{prompt\} and \{context\}",
+    ),
+    (
+        "metadata of no field",
+        {**OWN, "teachers": {"me": {"policy": {"context": "metadata"}}}},
+        r"`field` names a field of the problems' metadata",
+    ),
+    (
+        "siblings of nobody",
+        {**OWN, **SIBLING, "rewards": ["accuracy"], "num_generations": 1},
+        r"rl\.teachers\.me\.policy\.context: a sibling is another response to the same prompt",
+    ),
+    (
+        "siblings without a reward",
+        {**OWN, **SIBLING},
+        r"rl\.teachers\.me\.policy\.context: a sibling succeeds by its reward, and there is none",
+    ),
+    (
+        "siblings of whitened rewards",
+        {**OWN, **SIBLING, "rewards": ["accuracy"], "reward_whiten": "batch"},
+        r"rl\.reward_whiten: a sibling succeeds by the reward itself",
+    ),
+    (
+        "two copies that follow the policy",
+        {
+            **OWN,
+            "teachers": {"me": {"policy": {}}},
+            "kl": {"controller": {"name": "fixed", "coef": 0.1}, "ref_update": {}},
+        },
+        r"rl\.teachers: a stage has one copy of the policy that follows it",
+    ),
+    (
+        "two rates of one copy",
+        {
+            **OWN,
+            "teachers": {"a": {"policy": {}}, "b": {"policy": {"ema_rate": 0.5}}},
+            "teacher_routing": {"by": "field"},
+        },
+        r"teachers with weights: ema are one model; give them one `ema_rate`",
+    ),
+    (
+        "logits of the live policy on ranks",
+        {
+            **OWN,
+            "teachers": {"me": {"policy": {"weights": "live"}}},
+            "limits": {"learner_ranks": 2},
+        },
+        r"ranks cannot compute logits of the policy twice in one step",
+    ),
+    (
+        "an environment",
+        {**OWN, "teachers": {"me": {"policy": {}}}, "environment": "tools"},
+        r"with an environment the prompt is not the problem's own",
     ),
 ]
 
