@@ -65,7 +65,7 @@ def validate(folder: Path, config: dict[str, Any], *sets: str) -> tuple[int, str
         ("stages.rl.kl_coef=4", "did you mean 'kl.controller.coef'?"),
         ("stages.rl.beta=4", "did you mean 'kl.controller.coef'?"),
         ("stages.rl.stepz=4", "did you mean 'steps'?"),
-        ("stages.rl.zzz=4", "(allowed: 4"),
+        ("stages.rl.zzz=4", "unknown field of stages.rl, got 4 (allowed: "),
         ("stages.rl.optimizer.betas=[0.9, 5]", "must be less than 1 (got 5)"),
         ("stages.rl.reward_clip=[3, 1]", "3 is not below 1"),
         ("stages.rl.policy_loss={name: clip_cov, cov_low: 3, cov_high: 1}", "is not below"),
