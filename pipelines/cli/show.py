@@ -40,10 +40,10 @@ def show(context: CommandContext, ctx: typer.Context) -> Result | None:
     places = {name: _summary(section.cls) for name, section in sections(manager).items()}
     console.print("stage kinds (posttrain show stage KIND)", style="bold")
     for kind, summary in stages.items():
-        console.print(f"  {kind:<14}{summary}", markup=False)
+        console.print(f"  {kind:<21}{summary}", markup=False)
     console.print("\nconfig sections (posttrain show section NAME)", style="bold")
     for name, summary in places.items():
-        console.print(f"  {name:<20}{summary}", markup=False)
+        console.print(f"  {name:<21}{summary}", markup=False)
     console.print("\nplugins: posttrain plugins list", markup=False)
     return Result(
         {
