@@ -33,6 +33,8 @@ FIELD_KINDS = {
     "engine": "rollout_engine",
     "rewards": "reward",
     "tools": "tool",
+    "tasks": "task",
+    "distillation": "distillation_loss",
     "entropy_aggregator": "aggregator",
     "estimator": "kl",
     "controller": "kl_controller",

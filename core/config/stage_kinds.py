@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args, get_origin
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
 
@@ -58,6 +58,6 @@ def _section_classes(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type):
         if issubclass(annotation, Section) and annotation is not OtherOptimizer:
             yield annotation
-    elif get_origin(annotation) is not dict:
+    else:
         for argument in get_args(annotation):
             yield from _section_classes(argument)

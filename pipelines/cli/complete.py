@@ -23,8 +23,8 @@ STAGE = re.compile(
     re.MULTILINE,
 )
 SECTION = re.compile(
-    r"^    (\w+): (?:tuple\[)?(?:\w+Section|OptimizerField|DataSource|EarlyStopping)"
-    r"(?:, \.\.\.\])?(?: \| None)? = ",
+    r"^    (\w+): (?:tuple\[|dict\[\w+, )?(?:\w+Section|OptimizerField|DataSource|EarlyStopping)"
+    r"(?:(?:, \.\.\.)?\])?(?: \| None)? = ",
     re.MULTILINE,
 )
 PACKAGE = Path(__file__).parents[2]

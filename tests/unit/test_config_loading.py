@@ -97,7 +97,7 @@ def test_a_bad_value_is_told_with_line_place_and_what_is_allowed(
         ("{kind: rl, kl: {place: los}}", "stages.x.kl.place", "did you mean 'loss'?"),
         ("{kind: rl, algorithm: 3}", "stages.x.algorithm", "must be a plugin name or {name: ..."),
         ("{kind: rl, rewards: [{weight: 1}]}", "stages.x.rewards.0.name", "is missing"),
-        ("{kind: rl, rewards: []}", "stages.x.rewards", "must have at least 1 item(s)"),
+        ("{kind: rl, policy_loss: []}", "stages.x.policy_loss", "must have at least 1 item(s)"),
     ],
 )
 def test_a_bad_stage_is_told_without_words_of_the_validator(

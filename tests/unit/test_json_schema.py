@@ -53,7 +53,7 @@ MISTAKES: list[tuple[str, Any]] = [
     ("stages.rl.steps", True),
     ("stages.rl.algorithm", "grppo"),
     ("stages.rl.rewards", [{"name": "accuracy", "wieght": 2}]),
-    ("stages.rl.rewards", []),
+    ("stages.rl.policy_loss", []),
     ("stages.rl.rewards", ["acuracy"]),
     ("stages.rl.advantage", {"name": "gae", "lamda": 0.9}),
     ("stages.rl.policy_loss", {"name": "ppo_clip", "clip_low": "small"}),
