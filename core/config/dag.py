@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
+from posttrain.core.config.evaluation_stages import EvaluateStage
+from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.positions import Loc
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.stages import ApproveStage, EvaluateStage, NewDataStage, PromoteStage
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.types import ARTIFACT_KINDS, ArtifactKind
 

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA, Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
+from posttrain.core.config.preference_stages import (
+    PreferenceDataStage,
+    PreferenceStage,
+    RewardModelStage,
+)
 from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.positions import Loc
+from posttrain.core.config.preference_stages import PreferenceStage
 from posttrain.core.config.rl_stage import CorrectionSection, LossTermComponent, RlStage
 from posttrain.core.config.sections import OptimizerBase
-from posttrain.core.config.stages import PreferenceStage
 
 if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager

@@ -12,8 +12,16 @@ from pydantic import ValidationError
 from posttrain.core.config import combinations, dag, preference_checks
 from posttrain.core.config import dag as gate_checks
 from posttrain.core.config.base import NO_TASK, Component, StageBase
+from posttrain.core.config.evaluation_stages import EvaluateStage
+from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.loading import LoadedConfig, explain, raise_problems
 from posttrain.core.config.positions import Loc
+from posttrain.core.config.preference_stages import (
+    PreferenceDataStage,
+    PreferenceStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
 from posttrain.core.config.presets import (
     from_stage,
     merge_fields,
@@ -28,15 +36,7 @@ from posttrain.core.config.presets import (
 from posttrain.core.config.rl_stage import RewardComponent, RlStage, reward_labels
 from posttrain.core.config.schema import BUILT_IN, RunConfig, TransformStage, stage_classes
 from posttrain.core.config.sections import EnvironmentComponent, OptimizerSection
-from posttrain.core.config.stages import (
-    EvaluateStage,
-    PreferenceDataStage,
-    PreferenceStage,
-    ProcessRewardModelStage,
-    PromoteStage,
-    RewardModelStage,
-    SftStage,
-)
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import Reward
 from posttrain.core.contracts.stage import faults_of_plugin
 from posttrain.core.errors import ConfigError

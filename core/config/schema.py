@@ -20,6 +20,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
+from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
+from posttrain.core.config.preference_stages import (
+    PreferenceStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
     AlarmsSection,
@@ -32,17 +39,7 @@ from posttrain.core.config.sections import (
     RegistryAlias,
     RegistryName,
 )
-from posttrain.core.config.stages import (
-    ApproveStage,
-    BenchmarkStage,
-    EvaluateStage,
-    NewDataStage,
-    PreferenceStage,
-    ProcessRewardModelStage,
-    PromoteStage,
-    RewardModelStage,
-    SftStage,
-)
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts.stage import StageName
 
 if TYPE_CHECKING:

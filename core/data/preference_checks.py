@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import TASK_DATA
 from posttrain.core.config.loading import raise_problems
-from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage, RewardModelStage
+from posttrain.core.config.preference_stages import (
+    PreferenceDataStage,
+    PreferenceStage,
+    RewardModelStage,
+)
 from posttrain.core.data.preference_files import EXAMPLES, PreferenceFile, read_preference_rows
 from posttrain.core.errors import DataError
 

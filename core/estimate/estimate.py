@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.config.base import StageBase
-from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import BUILT_IN, TransformStage
-from posttrain.core.config.sections import LoraSection
-from posttrain.core.config.stages import (
+from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.gate_stages import PromoteStage
+from posttrain.core.config.preference_stages import (
     PAIR_PROMPTS_PER_CALL,
-    BenchmarkStage,
-    EvaluateStage,
     PreferenceDataStage,
     PreferenceStage,
     ProcessRewardModelStage,
-    PromoteStage,
     RewardModelStage,
-    SftStage,
 )
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import BUILT_IN, TransformStage
+from posttrain.core.config.sections import LoraSection
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.config.suites import HELD_OUT
 from posttrain.core.contracts import KlController, ModelSize, Optimizer, PolicyLoss, PreferenceLoss
 from posttrain.core.contracts.stage import faults_of_plugin

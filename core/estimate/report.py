@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.evaluation_stages import BenchmarkStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.config.stages import BenchmarkStage
 from posttrain.core.estimate.estimate import GB, Estimator, Training
 from posttrain.core.estimate.rates import Rates, measure
 from posttrain.core.estimate.shape import find_model

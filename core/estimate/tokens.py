@@ -11,13 +11,13 @@ import math
 from typing import Any, NamedTuple
 
 from posttrain.core.config.base import TASK_DATA, StageBase
-from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import (
+from posttrain.core.config.preference_stages import (
     PreferenceDataStage,
     PreferenceStage,
     ProcessRewardModelStage,
-    SftStage,
 )
+from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import Renderer, Task
 from posttrain.core.data.formats import examples
 from posttrain.core.data.messages import chat_text

@@ -132,18 +132,16 @@ def stage_rows(
 
 def arithmetic(stage: StageBase, data: RunData) -> str:
     """The batch arithmetic of a stage in words, with the counts that the run will have."""
-    from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.schema import RegisterStage, TransformStage
-    from posttrain.core.config.stages import (
-        ApproveStage,
-        EvaluateStage,
-        NewDataStage,
+    from posttrain.core.config.evaluation_stages import EvaluateStage
+    from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
+    from posttrain.core.config.preference_stages import (
         PreferenceDataStage,
         PreferenceStage,
         ProcessRewardModelStage,
-        PromoteStage,
-        SftStage,
     )
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.config.schema import RegisterStage, TransformStage
+    from posttrain.core.config.sft_stage import SftStage
 
     config = data.config
     match stage:

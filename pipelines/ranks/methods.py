@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.base import StageBase
-from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.stages import (
+from posttrain.core.config.preference_stages import (
     PreferenceStage,
     ProcessRewardModelStage,
     RewardModelStage,
-    SftStage,
 )
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import PairLoss, PreferenceLoss
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.steps import StepRow

@@ -185,8 +185,9 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
     """Worked answers for stages that imitate them, pairs that the task brings, the texts of
     `ptx.path`, and keys of judges."""
     from posttrain.core.config.base import TASK_DATA
+    from posttrain.core.config.preference_stages import PreferenceDataStage, ProcessRewardModelStage
     from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.stages import PreferenceDataStage, ProcessRewardModelStage, SftStage
+    from posttrain.core.config.sft_stage import SftStage
     from posttrain.core.data.formats import examples
     from posttrain.core.data.problem_sets import check_worked, read_examples
     from posttrain.core.data.rows import data_rows
@@ -217,12 +218,12 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
 def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> str:
     """Refuse what needs answers where the data have none: rewards, and pairs that the verifier
     makes; returns a note on accuracies."""
-    from posttrain.core.config.rl_stage import RlStage
-    from posttrain.core.config.stages import (
+    from posttrain.core.config.preference_stages import (
         PreferenceDataStage,
         PreferenceStage,
         ProcessRewardModelStage,
     )
+    from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.contracts import Reward
 
     where = task.unjudged()

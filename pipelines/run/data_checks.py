@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.core.config.base import TASK_DATA, Component, StageBase
+from posttrain.core.config.evaluation_stages import EvaluateStage
+from posttrain.core.config.preference_stages import (
+    PreferenceDataStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.rl_stage import RlStage, reward_labels
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EnvironmentComponent
-from posttrain.core.config.stages import (
-    EvaluateStage,
-    PreferenceDataStage,
-    ProcessRewardModelStage,
-    RewardModelStage,
-    SftStage,
-)
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import Plugin, Reward, Task
 from posttrain.core.contracts.preference_rows import Kind
 from posttrain.core.data.lengths import LengthRule, fitting_prompts, fitting_worked

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from posttrain.core.analysis.approval_page import evidence
 from posttrain.core.config.base import StageBase
+from posttrain.core.config.gate_stages import ApproveStage
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.stages import ApproveStage
 from posttrain.core.errors import ApprovalRefused, ConfigError, nearest
 from posttrain.core.store.approval import (
     ALL_GATES,

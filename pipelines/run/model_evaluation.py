@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from posttrain.core.analysis.report import Cell, Report, table
+from posttrain.core.config.evaluation_stages import EvaluateStage
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.sections import EvaluationSection, ModelSection
-from posttrain.core.config.stages import EvaluateStage
 from posttrain.core.config.suites import Suite
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation.suites import (

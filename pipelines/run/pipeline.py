@@ -16,9 +16,9 @@ from typing import Any
 
 from posttrain.core.cluster.group import RankLost
 from posttrain.core.config.base import BASE_MODEL, StageBase
+from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
-from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import StageOutput, Task
 from posttrain.core.errors import ApprovalRefused, ResourceError, RunError
 from posttrain.core.models.device import ModelRuntime

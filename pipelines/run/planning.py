@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config.base import BASE_MODEL, StageBase
+from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun, origins
-from posttrain.core.config.stages import ApproveStage, PromoteStage
 from posttrain.core.contracts import Task
 from posttrain.core.models.device import ModelRuntime, choose_dtype
 from posttrain.core.models.source import known_digest

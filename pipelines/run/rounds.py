@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.gate_stages import NewDataStage
 from posttrain.core.config.resolve import ResolvedRun
 from posttrain.core.config.sections import ModelSection
-from posttrain.core.config.stages import NewDataStage
 from posttrain.core.contracts import Task
 from posttrain.core.data.cursor import Cursor, PinnedModel, read_cursor, row_digest, write_cursor
 from posttrain.core.errors import ConfigError, ResourceError

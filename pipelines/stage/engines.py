@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.cluster.shared import ServerPlaces
+from posttrain.core.config.preference_stages import PreferenceStage
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.contracts import EngineSetup, RolloutEngine
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError

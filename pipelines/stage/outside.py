@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.core.config.base import StageBase
-from posttrain.core.config.stages import NewDataStage, PromoteStage
+from posttrain.core.config.gate_stages import NewDataStage, PromoteStage
 from posttrain.core.store.artifacts import Artifact, StageResult
 
 CHAMPION = "champion"

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.config.base import Component
-from posttrain.core.config.stages import (
+from posttrain.core.config.preference_stages import (
     PAIR_PROMPTS_PER_CALL,
+    JudgedAnswersStage,
     OnlineSection,
     PreferenceDataStage,
     PreferenceStage,
@@ -120,7 +121,7 @@ def _sample(
     pairs: list[Pair] = []
     table: list[dict[str, object]] = []
     seen = 0
-    params = _params(stage, stage.num_generations)
+    params = params_of(stage, stage.num_generations)
     for prompt, group in sampled_groups(context, engine, prompts, params, (context.name,)):
         problem, answers = prompt.problem, []
         for completion in group:
@@ -135,7 +136,8 @@ def _sample(
     return OwnAnswers(pairs, table[:SHOWN])
 
 
-def _params(stage: PreferenceDataStage, num_generations: int) -> SamplingParams:
+def params_of(stage: JudgedAnswersStage, num_generations: int) -> SamplingParams:
+    """How the stage samples so many answers to each prompt."""
     generation = stage.generation
     return SamplingParams(
         num_generations=num_generations,
@@ -274,7 +276,7 @@ class OnlinePairs:
 
     def _ranked(self, number: int, prompts: Sequence[PromptGroup]) -> Iterator[_Ranked]:
         context, purpose = self.context, (self.context.name, "online", number)
-        params = _params(self.stage, self.section.num_generations)
+        params = params_of(self.stage, self.section.num_generations)
         for prompt, group in sampled_groups(context, self.engine, prompts, params, purpose):
             texts = [self.tokenizer.decode_response(c.token_ids) for c in group]
             verdicts = [context.task.verify(prompt.problem, text) for text in texts]

@@ -7,19 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.core.config.stages import ProcessRewardModelStage
+from posttrain.core.config.preference_stages import PREFIXES_PER_CALL, ProcessRewardModelStage
 from posttrain.core.contracts import PromptGroup, RolloutEngine
 from posttrain.core.data.steps import StepPlaces, StepRow, step_places
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import Problem, SamplingParams
+from posttrain.core.types import Problem
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.files import OWN_ANSWERS
-from posttrain.pipelines.stage.own_answers import read_digested, sampled_groups, write_digested
+from posttrain.pipelines.stage.own_answers import (
+    params_of,
+    read_digested,
+    sampled_groups,
+    write_digested,
+)
 
 SHOWN = 200
 """Steps in the table that people see."""
-PREFIXES_PER_CALL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +78,9 @@ class _Sampler:
     tokenizer: ChatTokenizer
     engine: RolloutEngine[Any]
 
-    def _params(self, num_generations: int) -> SamplingParams:
-        generation = self.stage.generation
-        return SamplingParams(
-            num_generations=num_generations,
-            max_tokens=generation.max_response_length,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-        )
-
     def answers(self, prompts: Sequence[PromptGroup]) -> Iterator[_Answer]:
         """Those that have a step; one that was cut off has no verdict, and is left out."""
-        params = self._params(self.stage.num_generations)
+        params = params_of(self.stage, self.stage.num_generations)
         purpose = (self.context.name,)
         for prompt, group in sampled_groups(self.context, self.engine, prompts, params, purpose):
             for completion in group:
@@ -134,7 +128,7 @@ class _Sampler:
             for j in range(min(len(answer.found.places) - 1, self.stage.max_steps))
         ]
         values: dict[tuple[int, int], float] = {}
-        params = self._params(self.stage.num_continuations)
+        params = params_of(self.stage, self.stage.num_continuations)
         for start in range(0, len(asked), PREFIXES_PER_CALL):
             self.context.check()
             part = asked[start : start + PREFIXES_PER_CALL]
@@ -144,15 +138,20 @@ class _Sampler:
                 (*answers[number].prompt.prompt_ids, *prefix)
                 for (number, _), prefix in zip(part, prefixes, strict=True)
             ]
-            left = self.stage.generation.max_response_length
-            groups = self.engine.generate(prompts, replace(params, max_tokens=left, seed=seed))
+            limits = tuple(max(1, params.max_tokens - len(prefix)) for prefix in prefixes)
+            limited = replace(params, max_tokens=max(limits), max_tokens_each=limits, seed=seed)
+            groups = self.engine.generate(prompts, limited)
             for (number, j), prefix, group in zip(part, prefixes, groups, strict=True):
                 problem = answers[number].prompt.problem
-                texts = (
-                    self.tokenizer.decode_response((*prefix, *completion.token_ids))
+                verdicts = [
+                    # One that was cut off has come to no answer.
+                    0.0
+                    if completion.finish_reason == "length"
+                    else self._right(
+                        problem, self.tokenizer.decode_response((*prefix, *completion.token_ids))
+                    )
                     for completion in group
-                )
-                verdicts = [self._right(problem, text) for text in texts]
+                ]
                 mean = sum(verdicts) / len(verdicts)
                 values[number, j] = float(mean > 0) if self.stage.estimate == "any" else mean
             self.context.reporter.say(f"{self.context.name}: {len(values)} of {len(asked)} steps")

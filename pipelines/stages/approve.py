@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.core.analysis.approval_page import evidence
-from posttrain.core.config.stages import ApproveStage
+from posttrain.core.config.gate_stages import ApproveStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.store.approval import write_answer
 from posttrain.pipelines.stage.context import StageContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.core.config.stages import BenchmarkStage
+from posttrain.core.config.evaluation_stages import BenchmarkStage
 from posttrain.core.config.suites import parse_suite
 from posttrain.core.contracts import StageOutput
 from posttrain.core.evaluation.suites import (

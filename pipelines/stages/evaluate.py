@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.core.config.stages import EvaluateStage
+from posttrain.core.config.evaluation_stages import EvaluateStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
 from posttrain.core.math.intervals import newcombe_difference

@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.schema import RegisterStage, TransformStage
-from posttrain.core.config.stages import (
-    ApproveStage,
-    BenchmarkStage,
-    EvaluateStage,
-    NewDataStage,
+from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
+from posttrain.core.config.preference_stages import (
     PreferenceStage,
     ProcessRewardModelStage,
-    PromoteStage,
     RewardModelStage,
-    SftStage,
 )
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.schema import RegisterStage, TransformStage
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.config.suites import parse_suite
 from posttrain.core.contracts import Stage, StageConfigT, StageOutput, StageRun, StageSetting
 from posttrain.core.hooks import hookimpl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.core.config.stages import NewDataStage
+from posttrain.core.config.gate_stages import NewDataStage
 from posttrain.core.contracts import StageOutput
 from posttrain.pipelines.stage.context import StageContext
 

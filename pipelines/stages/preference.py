@@ -10,7 +10,11 @@ from typing import TypeVar
 
 from posttrain.core.analysis.learning_curves import preference_curves
 from posttrain.core.config.base import TASK_DATA
-from posttrain.core.config.stages import PreferenceDataStage, PreferenceStage
+from posttrain.core.config.preference_stages import (
+    JudgedAnswersStage,
+    PreferenceDataStage,
+    PreferenceStage,
+)
 from posttrain.core.contracts import StageOutput
 from posttrain.core.contracts.preference_rows import Kind, PreferenceRow, preference_digest
 from posttrain.core.data.lengths import LengthRule
@@ -78,7 +82,7 @@ def gather_labelled(
 
 
 def mini_batches(
-    context: StageContext, stage: PreferenceDataStage, num_rows: int
+    context: StageContext, stage: JudgedAnswersStage, num_rows: int
 ) -> list[list[int]]:
     return [
         part

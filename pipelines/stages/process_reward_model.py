@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from posttrain.core.config.stages import ProcessRewardModelStage
+from posttrain.core.config.preference_stages import ProcessRewardModelStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.data.lengths import LengthRule
-from posttrain.core.data.preference import batches, split_by_prompt
+from posttrain.core.data.preference import split_by_prompt
 from posttrain.core.data.rows import data_digest
 from posttrain.core.data.steps import StepRow, fitting_rows, read_labelled_steps
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import DataError
 from posttrain.core.math.intervals import wilson
-from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.process_reward import StepRanking
 from posttrain.core.training.step_record import step_row_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.own_steps import sample_steps
 from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.preference import mini_batches
 from posttrain.pipelines.stages.steps import Steps
 
 
@@ -29,13 +29,7 @@ def run_process_reward_model(context: StageContext) -> StageOutput:
     assert isinstance(stage, ProcessRewardModelStage)
     tokenizer = context.tokenizer()
     train, held_out = _gather(context, stage, tokenizer)
-    schedule = [
-        part
-        for epoch in range(stage.epochs)
-        for part in batches(
-            len(train), stage.batch_size, generator(context.run.seed, context.name, "order", epoch)
-        )
-    ]
+    schedule = mini_batches(context, stage, len(train))
     metrics: dict[str, float] = {}
     with open_trainer(context, len(schedule)) as trainer:
         steps = Steps.begin(context, trainer, len(schedule))

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from posttrain.core.analysis.statistics import Comparison, compare, read_outcomes, same_problems
-from posttrain.core.config.stages import EvaluateStage, PromoteStage
+from posttrain.core.config.evaluation_stages import EvaluateStage
+from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.store.approval import this_person, utc_now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from posttrain.core.config.stages import RewardModelStage
+from posttrain.core.config.preference_stages import RewardModelStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.data.preference import Pair
 from posttrain.core.data.tokens import ChatTokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from posttrain.core.config.stages import SftStage
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.contracts import StageOutput
 from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.problem_sets import check_worked, read_problems, repeat_problems

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from posttrain.core.config.stages import (
+from posttrain.core.config.preference_stages import (
     PreferenceStage,
     ProcessRewardModelStage,
     RewardModelStage,
-    SftStage,
 )
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,

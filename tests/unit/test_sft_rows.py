@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.config.stages import SftStage
+from posttrain.core.config.sft_stage import SftStage
 from posttrain.core.data.formats import Example, recognise
 from posttrain.core.data.lengths import LengthRule
 from posttrain.core.data.sft_rows import (

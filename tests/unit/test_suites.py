@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.config.evaluation_stages import BenchmarkStage
 from posttrain.core.config.sections import ModelSection
-from posttrain.core.config.stages import BenchmarkStage
 from posttrain.core.config.suites import parse_suite
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation import suites as module

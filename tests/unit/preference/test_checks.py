@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from posttrain.core.config.preference_stages import PreferenceStage
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.stages import PreferenceStage
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.cli.main import app

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from posttrain.core.config.evaluation_stages import EvaluateStage
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
-from posttrain.core.config.stages import EvaluateStage
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.run.planning import parts_of_stage
