@@ -57,7 +57,7 @@ def test_two_hundred_steps_with_twenty_kills_replay_bit_for_bit(
 
 
 def equal_steps(made: dict[str, Any], steps: int, kills: list[str], folder: Path) -> list[int]:
-    """Run `made` with a kill at each of `kills`; the steps in which a replay finds no difference."""
+    """Run `made` with a kill at each of `kills`; the steps in which its replay differs nowhere."""
     config, home = write_config(folder / "run.yaml", made), prepared(folder / "home")
     where = ("run", str(config), "--home", str(home), "--json")
     path = install(folder / "killer")
