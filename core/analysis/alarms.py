@@ -148,7 +148,7 @@ RULES: Mapping[str, Rule] = {
     "truncated": Rule(
         _metric("resp_len/truncated_frac"),
         lambda v, limit: v["now"] <= limit,
-        "{now:.0%} of responses were cut at the length limit, so their rewards are those of "
+        "{now:.0%} of responses were cut at the length limit, so what is judged are "
         "unfinished answers",
         "raise generation.max_response_length, leave them out (overlong_filter: mask), or punish "
         "length softly (the reward soft_overlong)",

@@ -126,7 +126,7 @@ def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
 
 
 def _occasional_panels(history: Rows) -> list[Panel]:
-    """Of samplers that remember, and of what environments write."""
+    """Of samplers that remember, teachers, and what environments write."""
     bands = (("below", SKY), ("inside", GREEN), ("above", ORANGE))
     known = [(f"curriculum/known_frac/{band}", f"{band} the band", c) for band, c in bands]
     rates = [(f"curriculum/pass_rate/{band}", f"{band} the band", c) for band, c in bands]
@@ -148,6 +148,13 @@ def _occasional_panels(history: Rows) -> list[Panel]:
         ),
         _panel("Tasks: shares", "fraction of the batch", history, *shares),
         _panel("Tasks: accuracy", "fraction correct", history, *_of_tasks("acc/task/", history)),
+        _panel(
+            "From the teacher",
+            "nats per token",
+            history,
+            ("distil/rollout_kl", "KL of the policy, sampled", BLUE),
+            ("distil/divergence", "divergence that is learned from", ORANGE),
+        ),
         _panel(
             "Replayed groups",
             "fraction of the batch",

@@ -24,6 +24,7 @@ HEADLINES = {
     "reward/mean": "0_main/reward",
     "acc/mean": "0_main/accuracy",
     "eval/greedy_accuracy": "0_main/held_out_accuracy",
+    "distil/rollout_kl": "0_main/kl_to_teacher",
 }
 """What MLflow gets under a second name: it sorts groups of charts and columns by their names."""
 
@@ -31,6 +32,7 @@ METRICS: dict[str, Metric] = {
     "0_main/reward": Metric("reward", "reward/mean again, for MLflow's first charts and columns"),
     "0_main/accuracy": Metric("fraction", "acc/mean again, likewise"),
     "0_main/held_out_accuracy": Metric("fraction", "eval/greedy_accuracy again, likewise"),
+    "0_main/kl_to_teacher": Metric("nats", "distil/rollout_kl again, likewise"),
     # reward and accuracy of one rollout batch
     "reward/mean": Metric("reward", "mean reward of the scored responses"),
     "reward/std": Metric("reward", "standard deviation of the reward over responses"),

@@ -124,6 +124,7 @@ def test_what_only_some_stages_have_gets_panels_of_its_own(tmp_path: Path) -> No
         "curriculum/pass_rate/unseen",
         "progress/share/sums",
         "acc/task/sums",
+        "distil/rollout_kl",
         "replay/taken_frac",
         "observed/nll",
     )
@@ -135,6 +136,7 @@ def test_what_only_some_stages_have_gets_panels_of_its_own(tmp_path: Path) -> No
         "unseen",
         "sums",
         "sums",
+        "KL of the policy, sampled",
         "sampled before",
         "negative log-prob",
     ]
