@@ -144,8 +144,9 @@ class _Sampler:
                 (*answers[number].prompt.prompt_ids, *prefix)
                 for (number, _), prefix in zip(part, prefixes, strict=True)
             ]
-            left = self.stage.generation.max_response_length
-            groups = self.engine.generate(prompts, replace(params, max_tokens=left, seed=seed))
+            left = tuple(params.max_tokens - len(prefix) for prefix in prefixes)
+            limits = replace(params, max_tokens=max(left), max_tokens_each=left, seed=seed)
+            groups = self.engine.generate(prompts, limits)
             for (number, j), prefix, group in zip(part, prefixes, groups, strict=True):
                 problem = answers[number].prompt.problem
                 texts = (
