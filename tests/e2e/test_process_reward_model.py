@@ -38,7 +38,8 @@ def config(folder: Path, prm: dict[str, Any], **stages: Any) -> dict[str, Any]:
     return {
         "name": "steps",
         "engine": "transformers",
-        "model": {"source": str(model), "dtype": "float32", "max_model_len": 32},
+        # Room for a prompt and its answer, and for no more behind a step of it.
+        "model": {"source": str(model), "dtype": "float32", "max_model_len": 9},
         "task": {"name": "rows", "path": str(rows), "match": "exact"},
         "limits": {"num_threads": 1},
         "stages": {
