@@ -9,7 +9,8 @@ from typing import Any
 
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.rl_stage import TEACHER, RlStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.teachers import TEACHER
 from posttrain.core.contracts import TEACHER_COLUMNS
 
 ADD_ONE = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner

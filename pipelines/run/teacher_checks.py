@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.core.config.rl_stage import RlStage, TeacherSection
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
+from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.vocabulary import check_vocabulary
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
