@@ -232,6 +232,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.sampler: 'opd' learns from groups of equal rewards as well",
     ),
     (
+        "the same next to a loss that asks the teacher",
+        {"algorithm": "dapo", "policy_loss": ["ppo_clip", "ref_kl"]},
+        r"rl\.sampler: 'ref_kl' learns from groups of equal rewards as well",
+    ),
+    (
         "no term at all",
         {"algorithm": "opd", "policy_loss": None, "advantage_transform": []},
         r"rl\.policy_loss: without a policy loss there is nothing to learn",
