@@ -370,9 +370,9 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_the_run(
             teachers={"t": {"model": str(folder)}},
         )
         if fits:
-            assert check_teachers(run.config, policy, None) == []
+            assert check_teachers(run.config, policy, None, manager) == []
             continue
         with pytest.raises(
             ResourceError, match=r"teacher 't' .*: its tokenizer has \d+ tokens and"
         ):
-            check_teachers(run.config, policy, None)
+            check_teachers(run.config, policy, None, manager)
