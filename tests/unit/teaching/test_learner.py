@@ -172,6 +172,17 @@ def test_the_candidates_of_one_pass_are_those_of_the_whole_vocabulary(folders: l
         assert torch.equal(found.topk_ids[row, : len(response)], best.indices)
 
 
+def test_more_candidates_than_tokens_are_the_whole_vocabulary(folders: list[Path]) -> None:
+    batch, fields = ragged_batch([5, 9], group_size=2), {**CANDIDATES, "top_k": 128}
+    found = []
+    for own in (fields, {"divergence": "forward"}):
+        learner = make_learner(folders, own)
+        teachers = Teachers({"a": LocalTeacher("a")}, top_k=128 if own is fields else 0)
+        ready = ColumnFiller(learner, teachers).fill_for_update(batch, 1, 0.0).batch
+        found.append(gradient(learner, ready))
+    assert_same_gradient(*found)
+
+
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_a_teachers_columns_cost_one_forward_pass(folders: list[Path], top_k: int) -> None:
     batch = ragged_batch([5, 9, 3], group_size=3)
