@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows
 from posttrain.core.math.divergence import ABSENT
+from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.exact_kl import CHUNK, no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states, to_rows
-from posttrain.core.training.objective import Distilled, taught
+from posttrain.core.training.objective import Distilled
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 
 

@@ -20,6 +20,7 @@ from posttrain.core.config.rl_stage import (
 )
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
+    AdvantageEstimator,
     Aggregator,
     DistillationLoss,
     EntropyController,
@@ -262,6 +263,9 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
         distillation=build_distillation(context, stage),
+        taught_advantages=(
+            bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
+        ),
     )
 
 
