@@ -9,7 +9,8 @@ from typing import Any
 
 from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
-from posttrain.core.config.rl_stage import TEACHER, RlStage
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.config.teachers import TEACHER
 from posttrain.core.contracts import TEACHER_COLUMNS
 
 ADD_ONE = (
@@ -243,6 +244,7 @@ class TeachingCheck:
     def groups(self) -> Iterable[str]:
         """Groups left out for their rewards, although the teacher has something to say of them."""
         signals = [each.name for each in self.transforms if each.carries_signal()]
+        signals += [each.name for each in self.losses if each.required_columns() & TEACHER_COLUMNS]
         signals += [] if self.distillation is None else [self.distillation.name]
         if not signals:
             return

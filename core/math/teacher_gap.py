@@ -1,4 +1,4 @@
-"""How much likelier a teacher found sampled tokens than the policy did."""
+"""Which tokens have a teacher, and how much likelier it found them than the policy did."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.math.masking import masked
 
 Anchor = Literal["old", "rollout"]
+
+
+def taught(batch: RolloutBatch) -> Tensor:
+    """The tokens [B, T] that take loss, in rows that have a teacher."""
+    if batch.teacher_id is None:
+        return batch.mask
+    return masked(batch.mask, (batch.teacher_id >= 0)[:, None])
 
 
 def teacher_gap(batch: RolloutBatch, anchor: Anchor) -> Tensor:

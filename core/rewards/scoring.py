@@ -326,7 +326,10 @@ def clip_rewards(rewards: Tensor, low: float | None, high: float | None) -> Tens
 
 
 def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
-    """Rewards, accuracy, groups and lengths of a scored batch; unscored rows are counted apart."""
+    """Rewards, accuracy, groups and lengths of a scored batch; unscored rows are counted apart.
+
+    Without rewards, whose `names` are none, nothing is said of them.
+    """
     scored = batch.column("scored").bool()
     acc = batch.column("acc")
     lengths = batch.response_mask.sum(dim=1).double()
@@ -340,7 +343,8 @@ def rollout_metrics(batch: RolloutBatch, names: Sequence[str]) -> dict[str, floa
         "tokens/response": float(lengths.sum()),
     }
     metrics["sampling/duplicate_frac"] = duplicate_frac(batch)
-    metrics |= reward_metrics(batch.column("rewards"), scored)
+    if names:
+        metrics |= reward_metrics(batch.column("rewards"), scored)
     metrics |= component_metrics(batch.column("reward_components"), names)
     metrics |= failure_metrics(batch.scores, names)
     for label, rows in of_tasks(batch.problems).items():

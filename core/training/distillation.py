@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows
+from posttrain.core.math.divergence import ABSENT
+from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.sharded import put_away
 from posttrain.core.training.exact_kl import CHUNK, no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states, to_rows
-from posttrain.core.training.objective import Distilled, taught
+from posttrain.core.training.objective import Distilled
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 
 
@@ -77,10 +80,12 @@ def _candidates(
 
     def of_chunk(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.log_softmax(logits, dim=-1)
-        best = logprobs.topk(top_k, dim=-1)
+        best = logprobs.topk(min(top_k, logprobs.shape[1]), dim=-1)
         own = logprobs.gather(1, targets[rows, None]).squeeze(1)
+        missing = (0, top_k - best.values.shape[1])  # of a vocabulary that has no more
         # Ids as numbers of the same type, which ranks add up: exact up to 16 million.
-        return own, best.indices.float(), best.values
+        ids = pad(best.indices.float(), missing, value=ABSENT)
+        return own, ids, pad(best.values, missing, value=-torch.inf)
 
     parts = over_logits(chosen, policy_head(model), of_chunk, temperature=temperature, chunk=CHUNK)
     shape = micro.response_ids.shape

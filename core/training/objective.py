@@ -31,15 +31,9 @@ from posttrain.core.contracts import (
 from posttrain.core.contracts.base import StatefulPlugin
 from posttrain.core.math.correction import bounded_exp, known_tokens
 from posttrain.core.math.masking import masked
+from posttrain.core.math.teacher_gap import taught
 
 POSITIVE_PULL, NEGATIVE_PULL = "contrib/pos", "contrib/neg"
-
-
-def taught(batch: RolloutBatch) -> Tensor:
-    """The tokens [B, T] that take loss, in rows that have a teacher."""
-    if batch.teacher_id is None:
-        return batch.mask
-    return masked(batch.mask, (batch.teacher_id >= 0)[:, None].expand(batch.mask.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +122,8 @@ class Objective:
     the rollout correction keeps. `top_entropy` below 1 trains on that share of tokens, those of the
     highest entropy (arXiv:2506.01939). `observed` is a term on the tokens that others wrote, and
     `distillation` one on those of rows with a teacher; they take neither mask nor weight.
-    `entropy_controller` takes the place of `entropy_coef`.
+    `entropy_controller` takes the place of `entropy_coef`. With `taught_advantages` all advantages
+    are what teachers say, so that a term which reads them does not count rows without a teacher.
     """
 
     terms: tuple[LossTerm, ...]
@@ -143,6 +138,7 @@ class Objective:
     observed: LossTerm | None = None
     distillation: DistillationTerm | None = None
     entropy_controller: EntropyController[Any] | None = None
+    taught_advantages: bool = False
 
     @property
     def has_bonus(self) -> bool:
@@ -252,7 +248,7 @@ class Objective:
             ready = term.loss.prepare(mini, generator) if term.loss.needs_prepare() else None
             metrics |= ready.metrics if ready else {}
             terms.append(ready)
-            counted = self._counted(term.loss.loss_mask(mini), mini)
+            counted = self._counted(term.loss.loss_mask(mini), term.loss, mini)
             term_counts.append(term.aggregator.count(counted, mini.group_id))
         entropy_aggregator = self.entropy_aggregator or self.aggregator
 
@@ -282,8 +278,10 @@ class Objective:
         counts = self.distillation.aggregator.count(taught(mini), mini.group_id)
         return replace(counts, num_parts=num_parts)
 
-    def _counted(self, mask: Tensor, batch: RolloutBatch) -> Tensor:
+    def _counted(self, mask: Tensor, loss: PolicyLoss[Any], batch: RolloutBatch) -> Tensor:
         """The mask that a policy term's counts and lengths are taken from."""
+        if self.taught_advantages and "advantages" in loss.required_columns():
+            mask = masked(mask, taught(batch))
         if self.renormalise and batch.correction_mask is not None:
             return masked(mask, batch.correction_mask)
         return mask
@@ -318,11 +316,11 @@ class Objective:
             result = term.loss.token_loss(logprobs, self._weighable(micro, term.loss), found)
             ratio = result.ratio if ratio is None else ratio
             kept = self._masked(result, term.loss, logprobs, micro)
-            counted = self._counted(term.loss.loss_mask(micro), micro)
+            counted = self._counted(term.loss.loss_mask(micro), term.loss, micro)
             value = term.coef * term.aggregator.aggregate(kept, counted, counts, micro.group_id)
             name = "loss/policy" if not parts else f"loss/term/{term.loss.name}"
             parts[name] = value.detach()
-            where = self._counted(result.mask, micro)
+            where = self._counted(result.mask, term.loss, micro)
             tokens |= {
                 n: (v.detach(), where if v.dim() == 2 else where.bool().any(dim=1))
                 for n, v in result.metrics.items()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner
@@ -60,14 +60,15 @@ class TeacherServer:
         self._timeout_s, self._at_once, self._key_env = timeout_s, at_once, api_key_env
         self._key = _key(api_key_env)
 
-    def check(self, tokenizer: Encodes) -> None:
+    def check(self, tokenizer: Encodes, *, top_k: int = 0, longest: int = 0) -> None:
         """Raise `ResourceError` unless the server gives log-probs of the policy's own tokens.
 
-        It is a `ServerAway` where nobody answers.
+        It must give `top_k` candidates, and take prompt and response of `longest` tokens. The error
+        is a `ServerAway` where nobody answers.
         """
-        asyncio.run(self._check(tokenizer.encode_text(PROBE, special=False)))
+        asyncio.run(self._check(tokenizer.encode_text(PROBE, special=False), top_k, longest))
 
-    async def _check(self, ids: Sequence[int]) -> None:
+    async def _check(self, ids: Sequence[int], top_k: int, longest: int) -> None:
         async with self._client() as client:
             root = self.base_url.removesuffix("/v1")
             request = {"model": self.model, "prompt": PROBE, "add_special_tokens": False}
@@ -82,8 +83,15 @@ class TeacherServer:
                     f"makes {len(theirs)} tokens, the policy {len(ids)}, with other ids; use a "
                     "teacher of the policy's family"
                 )
+            limit = await self._longest(client)
+            if limit is not None and limit <= longest:
+                raise ResourceError(
+                    f"{self._who} takes {limit} tokens, and a response with its prompt may have "
+                    f"model.max_model_len = {longest}, next to which vLLM wants room for one more: "
+                    f"start it with --max-model-len {longest + 1}, or lower model.max_model_len"
+                )
             try:
-                entries = await self._ask(client, ids, 1, tries=1)
+                entries = await self._ask(client, ids, top_k, tries=1)
             except NoAnswer as error:
                 raise ServerAway(str(error)) from error
             except RunError as error:
@@ -95,6 +103,15 @@ class TeacherServer:
                     f"{self._who} gives log-probs of other tokens than it was sent: use a vLLM "
                     "server, or give the teacher's folder as `model`"
                 )
+
+    async def _longest(self, client: httpx.AsyncClient) -> int | None:
+        """The tokens that the server takes at most, if it says so, as vLLM does."""
+        try:
+            served = (await client.get(f"{self.base_url}/models")).json()["data"]
+            limits = [one["max_model_len"] for one in served if one["id"] == self.model]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return None
+        return limits[0] if limits and isinstance(limits[0], int) else None
 
     def scores(
         self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
@@ -158,10 +175,15 @@ class TeacherServer:
                 await asyncio.sleep(2.0**attempt / 2)
         said = self._safe(said[:LONGEST_SAID])
         kind = RunError if status else NoAnswer
-        raise kind(
-            f"{self._who} does not answer: {f'HTTP {status}, ' if status else ''}{said!r}: check "
+        where = (
             f"base_url, model ('{self.model}') and the key in "
             f"{self._key_env or 'api_key_env (none is named)'}"
+        )
+        if status == 400:
+            where = "how it was started, such as --max-model-len and --max-logprobs"
+        raise kind(
+            f"{self._who} does not answer: {f'HTTP {status}, ' if status else ''}{said!r}: check "
+            f"{where}"
         )
 
     def _read(self, text: str, length: int) -> list[Json]:

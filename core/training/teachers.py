@@ -15,8 +15,8 @@ from posttrain.core.contracts import TEACHER_COLUMNS, Advantages, AdvantageTrans
 from posttrain.core.data.tokens import pad_left
 from posttrain.core.errors import RunError, shortlist
 from posttrain.core.math.masking import masked
+from posttrain.core.math.teacher_gap import taught
 from posttrain.core.training.distillation import TeacherScores
-from posttrain.core.training.objective import taught
 from posttrain.core.training.teacher_contexts import TeacherContext
 from posttrain.core.training.updates import Check, PolicyLearner, no_check
 

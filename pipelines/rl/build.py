@@ -20,6 +20,7 @@ from posttrain.core.config.rl_stage import (
 )
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
+    AdvantageEstimator,
     Aggregator,
     DistillationLoss,
     EntropyController,
@@ -137,29 +138,30 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
     """The stage's teachers with how problems are routed to them; None if it has none."""
     if not stage.teachers:
         return None
+    distillation, top_k = stage.distillation, 0
+    if distillation is not None:
+        top_k = context.build(DistillationLoss, distillation).num_candidates()
+    longest = context.run.model.max_model_len
     scorers: dict[str, ScoresTokens] = {}
     for name, section in stage.teachers.items():
         if section.base_url is None:
             scorers[name] = LocalTeacher(name)
             continue
         server = server_of(name, section)
-        server.check(context.tokenizer())
+        server.check(context.tokenizer(), top_k=top_k, longest=longest)
         scorers[name] = server
-    routing, distillation = stage.teacher_routing, stage.distillation
+    routing = stage.teacher_routing
     routes = {
         route: index
         for index, (name, section) in enumerate(stage.teachers.items())
         for route in section.routes or (name,)
     }
-    top_k = 0
-    if distillation is not None:
-        top_k = context.build(DistillationLoss, distillation).num_candidates()
     contexts = {
         name: TeacherContext(
             context.tokenizer(),
             own.template,
             own.context,
-            context.run.model.max_model_len,
+            longest,
             own.field or "",
             own.min_reward,
         )
@@ -261,6 +263,9 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
         distillation=build_distillation(context, stage),
+        taught_advantages=(
+            bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
+        ),
     )
 
 

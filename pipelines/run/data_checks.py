@@ -77,7 +77,7 @@ def check_texts(
             f"the run converts model {config.model.source} first: lengths are checked when each "
             "stage starts"
         )
-    found.notes += check_teachers(config, folder, tokenizer)
+    found.notes += check_teachers(config, folder, tokenizer, manager)
     for name in resolved.order:
         stage = _Stage(config, name, manager, task)
         try:

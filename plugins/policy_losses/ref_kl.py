@@ -12,6 +12,7 @@ from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import AnchoredConfig, AnchoredLoss, Prepared, TokenLoss
 from posttrain.core.math import ratios
 from posttrain.core.math.masking import masked
+from posttrain.core.math.teacher_gap import taught
 
 Distance = Annotated[float, Field(ge=0, le=1_000)]
 
@@ -63,14 +64,18 @@ class RefKlLoss(AnchoredLoss[RefKlConfig]):
     stops_gradients = True
 
     def required_columns(self) -> frozenset[str]:
-        return frozenset({"teacher_logprobs", f"{self.config.anchor}_logprobs"})
+        return frozenset({"teacher_logprobs", "teacher_id", f"{self.config.anchor}_logprobs"})
+
+    def loss_mask(self, batch: RolloutBatch) -> Tensor:
+        """The tokens [B, T] of responses that have a teacher, whether it scored each or not."""
+        return taught(batch)
 
     def token_loss(
         self, logprobs: Tensor, micro: RolloutBatch, prepared: Prepared | None = None
     ) -> TokenLoss:
         """Loss [B, T], with ratio, the share left out and the gap to the teacher as metrics."""
         config, teacher = self.config, micro.column("teacher_logprobs")
-        mask = masked(micro.mask, ~teacher.isnan())
+        mask = masked(taught(micro), ~teacher.isnan())
         behaviour = self.anchor_logprobs(micro)
         log_ratio = ratios.clamped(ratios.log_ratios(logprobs, behaviour, mask), config.ratio_clamp)
         ratio = log_ratio.exp()

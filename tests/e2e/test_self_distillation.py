@@ -17,7 +17,7 @@ def test_demonstrations_teach_without_a_reward(tmp_path: Path) -> None:
     learned = self_distil(tmp_path, 0, {"sdft": FORWARD}, copy_steps=60, steps=8)
     verdicts = learned.history("sdft", "acc/mean")
     assert verdicts[0] < 0.2 and verdicts[-1] > 0.4
-    assert learned.history("sdft", "reward/mean") == [0.0] * 8
+    assert learned.history("sdft", "reward/mean") == []
     assert learned.history("sdft", "distil/skipped_frac") == [0.0] * 8
     apart = learned.history("sdft", "distil/divergence")
     assert apart[-1] < 0.5 * apart[0]
@@ -27,7 +27,7 @@ def test_demonstrations_teach_without_a_reward(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sdft_learns_what_its_teacher_reads(tmp_path: Path, seed: int) -> None:
-    students = {"sdft": {**SDFT, "steps": 50}, "forward": FORWARD, "sdpo": {**SDPO, "steps": 3}}
+    students = {"sdft": {**SDFT, "steps": 100}, "forward": FORWARD, "sdpo": {**SDPO, "steps": 3}}
     learned = self_distil(tmp_path, seed, students, copy_steps=100, steps=25)
     reached = {name: final(learned.history(name, "acc/mean")) for name in ("sdft", "forward")}
     # The divergence of the preset has hardly a gradient where both are sure of different tokens.

@@ -1,7 +1,8 @@
 """A small server on 127.0.0.1 with vLLM's `prompt_logprobs` of a tiny model's own logits.
 
 `fault` is what it does wrong: `plain` answers without them, as other servers do; `deaf` leaves out
-the last token's; `busy` answers 503 once; `other` reads texts with another tokenizer.
+the last token's; `busy` answers 503 once; `other` reads texts with another tokenizer. As vLLM does
+unless it is told otherwise, it gives 20 candidates at most.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from transformers import AutoTokenizer
 
 from tests.helpers.listener import Listener
 from tests.helpers.rollouts import load_tiny
+
+LONGEST, MOST_CANDIDATES = 512, 20
 
 
 @dataclass
@@ -43,6 +46,9 @@ def scoring_server(folder: Path, fault: str = "") -> Iterator[ScoringServer]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, {"data": [{"id": "big", "max_model_len": LONGEST}]})
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.keys.add(self.headers["Authorization"])
@@ -53,7 +59,10 @@ def scoring_server(folder: Path, fault: str = "") -> Iterator[ScoringServer]:
                 with state.lock:
                     state.requests.append(body)
                     busy = state.fault == "busy" and len(state.requests) == 2
-                if busy:
+                if body["prompt_logprobs"] > MOST_CANDIDATES:
+                    wrong = f"Requested prompt logprobs of {body['prompt_logprobs']}, max allowed"
+                    self.reply(400, {"error": {"message": f"{wrong}: {MOST_CANDIDATES}"}})
+                elif busy:
                     self.reply(503, {"error": "too many requests"})
                 else:
                     self.reply(200, {"choices": [self.choice(body)]})

@@ -232,6 +232,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.sampler: 'opd' learns from groups of equal rewards as well",
     ),
     (
+        "the same next to a loss that asks the teacher",
+        {"algorithm": "dapo", "policy_loss": ["ppo_clip", "ref_kl"]},
+        r"rl\.sampler: 'ref_kl' learns from groups of equal rewards as well",
+    ),
+    (
         "no term at all",
         {"algorithm": "opd", "policy_loss": None, "advantage_transform": []},
         r"rl\.policy_loss: without a policy loss there is nothing to learn",
@@ -365,9 +370,9 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_the_run(
             teachers={"t": {"model": str(folder)}},
         )
         if fits:
-            assert check_teachers(run.config, policy, None) == []
+            assert check_teachers(run.config, policy, None, manager) == []
             continue
         with pytest.raises(
             ResourceError, match=r"teacher 't' .*: its tokenizer has \d+ tokens and"
         ):
-            check_teachers(run.config, policy, None)
+            check_teachers(run.config, policy, None, manager)

@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.contracts import Aggregator, DistillationLoss, PolicyLoss, TeacherRows
+from posttrain.core.contracts import (
+    AdvantageTransform,
+    Aggregator,
+    DistillationLoss,
+    PolicyLoss,
+    TeacherRows,
+)
 from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.columns import ColumnFiller
@@ -144,6 +150,34 @@ def test_rows_learn_from_the_teacher_of_their_problem_and_others_do_not_count(
     assert_same_gradient(gradient(learner, filled), wanted)
 
 
+@pytest.mark.parametrize("aggregator", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", ["ref_kl", "ppo_clip"])
+def test_responses_without_a_teacher_are_not_counted_where_teachers_alone_are_learned_from(
+    folders: list[Path], name: str, aggregator: str
+) -> None:
+    batch = routed(ragged_batch([5, 9, 3], group_size=2), ["a", "a", "c", "c", "a", "a"])
+    mean = MANAGER.build(Aggregator, aggregator)
+    term = LossTerm(MANAGER.build(PolicyLoss, name), mean)
+    learner = make_learner(folders, None, terms=(term,), micro=3)
+    learner.objective = replace(learner.objective, taught_advantages=True)
+    teachers = Teachers({"a": LocalTeacher("a")}, Routing("field", {"a": 0}, "skip"))
+    names = {"teacher_logprobs", "old_logprobs"}
+    filled, _ = ColumnFiller(learner, teachers).fill(batch, names)
+    opd = MANAGER.build(AdvantageTransform, "opd")
+    advantages = opd.transform(torch.zeros_like(filled.mask), filled).advantages
+    filled = filled.with_columns(advantages=advantages)
+    alone = filled.select(torch.tensor([0, 1, 4, 5]))
+    assert_same_gradient(gradient(learner, filled), gradient(learner, alone))
+    if name == "ppo_clip":  # next to rewards they count
+        learner.objective = replace(learner.objective, taught_advantages=False)
+        sizes = [float(each.mask.sum()) for each in (filled, alone)]
+        if aggregator == "seq-mean-token-mean":
+            sizes = [float(each.mask.any(dim=1).sum()) for each in (filled, alone)]
+        assert sizes[0] > sizes[1]
+        whole = [grad * sizes[0] / sizes[1] for grad in gradient(learner, filled)]
+        assert_same_gradient(whole, gradient(learner, alone))
+
+
 def test_a_problem_that_nobody_teaches_stops_unless_it_is_skipped(folders: list[Path]) -> None:
     batch = routed(ragged_batch([5], group_size=2), ["a", "poems"])
     learner = make_learner(folders, FULL)
@@ -170,6 +204,17 @@ def test_the_candidates_of_one_pass_are_those_of_the_whole_vocabulary(folders: l
         own = found.topk_logprobs[row, : len(response)]
         torch.testing.assert_close(own.double(), best.values, rtol=0, atol=1e-5)
         assert torch.equal(found.topk_ids[row, : len(response)], best.indices)
+
+
+def test_more_candidates_than_tokens_are_the_whole_vocabulary(folders: list[Path]) -> None:
+    batch, fields = ragged_batch([5, 9], group_size=2), {**CANDIDATES, "top_k": 128}
+    found = []
+    for own in (fields, {"divergence": "forward"}):
+        learner = make_learner(folders, own)
+        teachers = Teachers({"a": LocalTeacher("a")}, top_k=128 if own is fields else 0)
+        ready = ColumnFiller(learner, teachers).fill_for_update(batch, 1, 0.0).batch
+        found.append(gradient(learner, ready))
+    assert_same_gradient(*found)
 
 
 @pytest.mark.parametrize("top_k", [0, 8])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.config.rl_stage import TeacherSection
+from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
@@ -77,6 +77,24 @@ def test_a_server_that_cannot_teach_is_refused(folder: Path, fault: str, says: s
         section = TeacherSection(base_url=state.url, model="big")
         with pytest.raises(ResourceError, match=says):
             server_of("t", section).check(ChatTokenizer.load(folder))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"top_k": 21}, "prompt logprobs of 21, max allowed: 20.*: check how it was started"),
+        ({"longest": 512}, "takes 512 tokens, .* start it with --max-model-len 513, or lower"),
+    ],
+)
+def test_a_server_that_cannot_take_what_is_coming_is_refused_at_once(
+    folder: Path, asked: dict[str, int], says: str
+) -> None:
+    tokenizer = ChatTokenizer.load(folder)
+    with scoring_server(folder) as state:
+        server = TeacherServer(state.url, "big", "t")
+        server.check(tokenizer, **{name: number - 1 for name, number in asked.items()})
+        with pytest.raises(ResourceError, match=says):
+            server.check(tokenizer, **asked)
 
 
 def test_nobody_there_is_another_matter_than_a_refusal(folder: Path) -> None:
