@@ -37,6 +37,7 @@ MINUS_ONE = {
     "LlmJudgeConfig.high": "end of a judge's scale; above low",
     "SoftOverlongConfig.floor": "the least penalty, -1 by default",
     "StopProperlyConfig.coef": "a negative reward, with mode: set only",
+    "OwnTeacherSection.min_reward": "a reward",
     "RlStage.reward_clip": "bounds of rewards",
     "AgentConfig.on_failure": "a reward",
     "GymnasiumConfig.illegal_reward": "a reward, such as that of any other turn of the game",

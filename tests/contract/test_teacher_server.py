@@ -26,7 +26,7 @@ from posttrain.core.training.updates import no_check
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.rollouts import load_tiny, ragged_batch
 
-LONGEST, CANDIDATES = 64, 24  # more candidates than vLLM gives unless it is told
+LONGEST, CANDIDATES = 64, 24  # more candidates than vLLM gives unless asked
 TOLERANCE = 1e-3
 
 

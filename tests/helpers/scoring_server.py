@@ -2,7 +2,7 @@
 
 `fault` is what it does wrong: `plain` answers without them, as other servers do; `deaf` leaves out
 the last token's; `busy` answers 503 once; `other` reads texts with another tokenizer. As vLLM does
-unless it is told otherwise, it gives 20 candidates at most.
+unless it is asked for more, it gives 20 candidates at most.
 """
 
 from __future__ import annotations
