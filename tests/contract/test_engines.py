@@ -413,7 +413,10 @@ def test_a_directory_without_a_model_is_refused(running: Running, tmp_path: Path
         make_engine(running.engine.name).start(make_setup(tmp_path))
 
 
-@pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
+@pytest.mark.parametrize(
+    "attention",
+    ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "sdpa"))],
+)
 def test_how_prompts_are_split_into_batches_changes_no_response(
     folders: tuple[Path, Path], attention: str
 ) -> None:

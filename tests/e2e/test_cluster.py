@@ -69,6 +69,7 @@ def test_two_nodes_make_the_weights_of_one_machine(
     assert again.result["stages"]["rl"]["status"] == "cached", "where ranks ran changes nothing"
 
 
+@pytest.mark.slow
 def test_plan_and_doctor_show_the_nodes_and_whether_ranks_fit(
     cluster: Cluster, config: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_ranks_end_with_a_run_that_is_killed(
     assert not alive
 
 
+@pytest.mark.slow
 def test_ranks_for_which_there_is_no_room_are_one_sentence(
     cluster: Cluster, config: Path, tmp_path: Path
 ) -> None:

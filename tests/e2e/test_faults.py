@@ -75,6 +75,7 @@ def fill(folder: Path) -> Path:
             return path
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_what_prefect_would_only_show(
     config: Path, whole: Finished, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def posttrain_on_step_end(stage, step, metrics):
 '''
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_neither_weights_nor_the_order_of_steps(
     config: Path, whole: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

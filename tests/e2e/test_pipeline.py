@@ -324,6 +324,7 @@ def test_a_damaged_artifact_is_computed_again_with_a_warning(
     assert status["rl"] == "cached"
 
 
+@pytest.mark.slow
 def test_independent_stages_may_run_at_once_and_end_in_the_same_models(
     workspace: Path, first: Finished
 ) -> None:

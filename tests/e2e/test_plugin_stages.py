@@ -141,6 +141,7 @@ def test_it_is_reused_until_its_source_changes(lab: Lab) -> None:
     assert "Not estimated, and not in the totals: even." in edited.text
 
 
+@pytest.mark.slow
 def test_its_optimizer_goes_on_bit_for_bit_after_a_kill(lab: Lab) -> None:
     killed = lab.command("run", lab.config, home="killed", **{killer.WHERE: "sft:2"})
     assert killed.code == -9, killed.text

@@ -247,6 +247,7 @@ def start_long_run(services: Services, nightly: str, name: str) -> str:
     return str(asked["id"])
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_stops_cleanly(services: Services, nightly: str) -> None:
     identity = start_long_run(services, nightly, "cancelled")
     cancelling = {"state": {"type": "CANCELLING"}}
@@ -257,6 +258,7 @@ def test_a_cancelled_run_stops_cleanly(services: Services, nightly: str) -> None
     assert not list((services.home / "artifacts").glob(".partial-*"))
 
 
+@pytest.mark.slow
 def test_a_served_config_runs_and_ends_with_its_server(
     services: Services, config: Path, runs: list[Run]
 ) -> None:
@@ -385,6 +387,7 @@ def test_a_kubernetes_pool_takes_a_deployment(services: Services, config: Path) 
     assert made["global_concurrency_limit"]["limit"] == 1
 
 
+@pytest.mark.slow
 def test_servers_on_sqlite_are_refused_in_one_sentence(
     services: Services, config: Path, tmp_path: Path
 ) -> None:
@@ -431,9 +434,8 @@ def services_run(services: Services, other: dict[str, str], command: str, config
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "away_s", [10, pytest.param(60, marks=pytest.mark.slow)], ids=["10s", "a_minute"]
-)
+@pytest.mark.parametrize("away_s", [10, 60], ids=["10s", "a_minute"])
+@pytest.mark.slow
 def test_servers_that_are_gone_for_a_while_lose_nothing(
     services: Services,
     config: Path,

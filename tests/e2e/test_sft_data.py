@@ -136,6 +136,7 @@ def test_a_killed_run_ends_with_the_same_model(
     assert not list((home / "checkpoints").rglob("*")), "no tokens or models are left"
 
 
+@pytest.mark.slow
 def test_data_and_their_settings_decide_what_is_computed_again(
     config: Path, whole: Finished
 ) -> None:
@@ -158,6 +159,7 @@ def test_wrong_files_are_named_before_anything_runs(config: Path, tmp_path: Path
     assert "Traceback" not in found.text
 
 
+@pytest.mark.slow
 def test_worked_answers_of_a_task_are_held_out_and_weighted_as_well(tmp_path: Path) -> None:
     made = tiny_config(make_tiny_model(tmp_path / "model"))
     stage = {**made["stages"]["sft"], "epochs": 2, "batch_size": 16, "weighting": "dft"}
