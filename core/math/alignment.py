@@ -63,7 +63,7 @@ def whole_groups(group: Tensor, mask: Tensor) -> Tensor:
     rows, columns = (group != NO_GROUP).nonzero(as_tuple=True)
     keys = rows * width + group[rows, columns]
     broken = keys[~mask.bool()[rows, columns]]
-    found = keys.unique()
+    found: Tensor = torch.unique(keys)
     return found[~torch.isin(found, broken)]
 
 

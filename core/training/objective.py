@@ -47,16 +47,11 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class DistillationTerm:
-    """A divergence from a teacher, with its factor and its own aggregator and counts.
-
-    `matched` [M, 2] are, for each teacher of a `TextLoss`, the tokens that it shares with the
-    policy.
-    """
+    """A divergence from a teacher, with its factor and its own aggregator and counts."""
 
     loss: DistillationLoss[Any]
     aggregator: Aggregator[Any]
     coef: float = 1.0
-    matched: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
