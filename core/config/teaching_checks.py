@@ -150,7 +150,7 @@ class TeachingCheck:
         )
 
     def texts(self) -> Iterable[str]:
-        """A comparison of texts where there is none, or beside one of tokens."""
+        """A comparison of texts where there is none, or next to one of tokens."""
         if self.distillation is None or not self.by_text:
             return
         stage, name = self.stage, self.distillation.name

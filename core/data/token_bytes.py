@@ -156,7 +156,7 @@ class Rereader:
         return cls(TokenBytes.of(own), other, TokenBytes.of(other))
 
     def read(self, ids: Sequence[int]) -> ReadAnew:
-        """The text of `ids` up to the first control token, or to where it is no text any more."""
+        """The text of `ids` up to the first control token, or to where it stops being text."""
         pieces = self.own.readable(ids)
         written = b"".join(pieces)
         text = _whole_characters(written)

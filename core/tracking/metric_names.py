@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
     "distil/aligned_frac": Metric(
         "fraction", "sampled tokens in stretches that the teacher's tokenizer cuts out as well"
     ),
-    "distil/tokens_per_group": Metric("tokens", "the policy's tokens of such a stretch, mean"),
+    "distil/tokens_per_stretch": Metric("tokens", "the policy's tokens of such a stretch, mean"),
     "distil/matched_mass": Metric(
         "fraction", "the policy's probability of tokens that the teacher has as well"
     ),

@@ -83,5 +83,5 @@ def _metrics(batch: RolloutBatch, too_long: int) -> dict[str, float]:
     return {
         "distil/context_too_long_frac": too_long / len(batch),
         "distil/aligned_frac": float(grouped.sum()) / max(1.0, float(mask.sum())),
-        "distil/tokens_per_group": float(grouped.sum()) / max(1, count),
+        "distil/tokens_per_stretch": float(grouped.sum()) / max(1, count),
     }

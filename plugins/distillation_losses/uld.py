@@ -71,15 +71,16 @@ class UldConfig(PluginConfig):
 
 
 class UldLoss(TextLoss[UldConfig]):
-    """sum |sort(p_S) - sort(p_T)| per group [N]; hybrid: m D(p_S, p_T) over tokens in both
+    """sum |sort(p_S) - sort(p_T)| per stretch [N]; hybrid: m D(p_S, p_T) over tokens in both
     vocabularies + u times that sum over the others.
 
-    A row is a group: the smallest stretch of the response that both tokenisations cut out. p is the
-    distribution of one of its tokens times the probabilities (at least 1e-8) of the others, so rows
-    of several tokens do not sum to 1. D is of `gkd`, with log p of at least log 1e-8; where a side
-    has no other tokens, the second part is 0. The end of the response is in no group. Sources:
-    arXiv:2402.12030 (ULD); TRL's GOLD, whose `observed` reads logits one position late and divides
-    by a response's groups, then by responses: `aggregator: seq-mean-token-mean`.
+    A row is a stretch: the shortest piece of the response that both tokenisations cut out. p is the
+    distribution of one of its tokens times the probabilities (at least 1e-8) of the others, so the
+    p of several tokens does not sum to 1. D is of `gkd`, with log p of at least log 1e-8; where a
+    side has no other tokens, the second part is 0. The end of a response is in no stretch. The
+    aggregator counts stretches. Sources: arXiv:2402.12030 (ULD); TRL's GOLD, which divides by the
+    stretches of a response, then by responses (`aggregator: seq-mean-token-mean`), and reads logits
+    one position late in `observed`, which this does not.
     """
 
     name = "uld"
@@ -94,7 +95,7 @@ class UldLoss(TextLoss[UldConfig]):
         return config.temperature, config.teacher_temperature or config.temperature
 
     def rows(self, logits: Tensor, teacher: TeacherRows) -> RowLoss:
-        """The distance [N] of groups, whose logits are [N, V] and the teacher's [N, V']."""
+        """The distance [N] of stretches, whose logits are [N, V] and the teacher's [N, V']."""
         config = self.config
         assert teacher.logits is not None, "a loss of texts is given the teacher's logits"
         own, other = self.temperatures()

@@ -42,7 +42,7 @@ def test_a_student_follows_a_teacher_of_another_tokenizer(tmp_path: Path) -> Non
     assert verdicts[0] < 0.2 and verdicts[-1] > 0.4
     apart = learned.history("uld", "distil/divergence")
     assert apart[-1] < 0.5 * apart[0]
-    assert learned.history("uld", "distil/tokens_per_group")[-1] == 1  # digits are single tokens
+    assert learned.history("uld", "distil/tokens_per_stretch")[-1] == 1  # digits are single tokens
 
 
 @pytest.mark.slow

@@ -241,6 +241,19 @@ def test_worked_numbers() -> None:
     assert row(given_weights) == pytest.approx(2 * float(matched), abs=1e-6)
 
 
+@pytest.mark.parametrize("merge", ["bayesian", "observed"])
+def test_a_stretch_that_is_one_token_of_the_teacher_makes_its_pieces_rarer(merge: str) -> None:
+    """The page warns of this: the teacher's own token for "77" is not one of the policy's."""
+    logits = torch.tensor([[2.0, 0.0]], dtype=torch.float64, requires_grad=True)  # of "7" and "8"
+    others = torch.tensor([0.9], dtype=torch.float64, requires_grad=True)  # the other "7"
+    says = torch.tensor([[0.02, 0.01, 0.97]], dtype=torch.float64).log()  # "7", "8", "77"
+    loss = MANAGER.build(DistillationLoss, "uld", {"merge": merge})
+    pairs = torch.tensor([[0, 0], [1, 1]])
+    said = TeacherRows(torch.tensor([0]), says, others=others, matched=pairs)
+    slope, of_others = torch.autograd.grad(loss.rows(logits, said).loss.sum(), (logits, others))
+    assert slope[0, 0] > 0 and of_others > 0  # descent lowers both sevens
+
+
 def test_sorted_rows_of_other_lengths() -> None:
     first, second = torch.tensor([[0.2, 0.8], [1.0, 0.0]]), torch.tensor([[0.5, 0.1, 0.4]] * 2)
     assert sorted_distance(first, second).tolist() == pytest.approx([0.6, 1.0])
@@ -394,7 +407,7 @@ def test_the_gradient_is_that_of_whole_sequences_whatever_the_split(
     ready = ColumnFiller(learner, teachers).fill_for_update(answers(), 1, 0.0)
     wanted = by_hand(learner, answers(), dict.fromkeys(range(len(ANSWERS)), "a"))
     assert_same_gradient(gradient(learner, ready.batch), wanted, 1e-5)
-    assert ready.metrics["distil/tokens_per_group"] > 1.5
+    assert ready.metrics["distil/tokens_per_stretch"] > 1.5
     assert 0.5 < ready.metrics["distil/aligned_frac"] < 1  # ends are in no group
 
 
