@@ -206,6 +206,9 @@ def _groups(subject: Subject) -> None:
     expect((to_others > 0).all(), "likelier other tokens than the teacher's are not made rarer")
     expect(to_logits.isfinite().all(), "the gradient of the logits is not finite")
     alone = rows_of(subject, _logits(0), _logits(1)).loss
+    wider = torch.cat([_logits(1), _logits(2)[:, :2]], dim=1)
+    other = rows_of(subject, _logits(0), wider).loss
+    expect(other.shape == (TOKENS,) and other.isfinite().all(), "a teacher of more tokens breaks")
     ones = torch.ones(TOKENS, dtype=torch.float64)
     same = rows_of(subject, _logits(0), _logits(1), others=ones, teacher_others=ones).loss
     expect_same(same, alone, "products of no tokens", rtol=1e-9, atol=1e-9)

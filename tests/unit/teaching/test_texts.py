@@ -19,7 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.sections import OptimizerSection
-from posttrain.core.contracts import Aggregator, DistillationLoss, TeacherRows, TextLoss
+from posttrain.core.contracts import (
+    Aggregator,
+    DistillationLoss,
+    RowLoss,
+    TeacherRows,
+    TextLoss,
+)
 from posttrain.core.data.token_bytes import Rereader, TokenBytes, matched_tokens
 from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.errors import ConfigError, ResourceError
@@ -36,6 +42,7 @@ from posttrain.core.kit.tiny import (
 from posttrain.core.math.alignment import align, members, products, whole_groups
 from posttrain.core.math.divergence import divergence, sorted_distance
 from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.exact_kl import over_logits
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import DistillationTerm, Objective
@@ -437,11 +444,35 @@ def test_a_teacher_that_cannot_read_all_of_a_response_does_not_judge_it(
     assert torch.cat(gradient(learner, filled)[:1]).isfinite().all()
 
 
+def test_where_the_teacher_can_read_nothing_there_is_no_gradient(folders: list[Path]) -> None:
+    learner, teachers = make_learner(folders, {}, ("a",), 4)
+    short = replace(teachers.readers[0], max_length=5)
+    filled, metrics = replace(teachers, readers=(short,)).fill(answers(), set(), learner)
+    assert metrics["distil/skipped_frac"] == 1 and metrics["distil/aligned_frac"] == 0
+    assert not any(grad.any() for grad in gradient(learner, filled))
+
+
 def test_an_update_moves_the_policy_towards_the_teacher(folders: list[Path]) -> None:
     learner, teachers = make_learner(folders, {}, ("a",), 16)
     ready = ColumnFiller(learner, teachers).fill_for_update(answers(), 1, 0.0).batch
     apart = [learner.update(ready, step, 0.0).metrics["distil/divergence"] for step in range(1, 6)]
     assert apart[-1] < apart[0]
+
+
+def test_logits_are_made_in_chunks(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, teachers = make_learner(folders, {}, ("a",), 16)
+    term, ready = learner.objective.distillation, teachers.fill(answers(), set(), learner)[0]
+    assert term is not None
+    wanted, sizes, rows_of = gradient(learner, ready), [], term.loss.rows
+
+    def counted(logits: Tensor, teacher: TeacherRows) -> RowLoss:
+        sizes.append(len(logits))
+        return rows_of(logits, teacher)
+
+    monkeypatch.setattr(term.loss, "rows", counted)
+    monkeypatch.setattr(over_logits, "__kwdefaults__", {"chunk": 3})
+    assert_same_gradient(gradient(learner, ready), wanted)
+    assert max(sizes) == 3 and len(sizes) > 3
 
 
 def test_control_tokens_are_those_of_the_special_list() -> None:
