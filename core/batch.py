@@ -1,8 +1,8 @@
 """`RolloutBatch`: the table that grows a column at each task of an RL step.
 
 Axes: B sequences (rows of one group are adjacent and share a prompt), T padded response width,
-L padded prompt width, P that of the teachers' prompts, K reward components or candidates, S scored
-steps or turns. Prompts are padded on the left, responses on the right.
+L padded prompt width, P and U those of the teachers' prompts and responses, K reward components or
+candidates, S scored steps or turns. Prompts are padded on the left, responses on the right.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ COLUMN_AXES: dict[str, str] = {
     "teacher_id": "B",
     "teacher_prompt_ids": "BP",
     "teacher_prompt_mask": "BP",
+    "teacher_response_ids": "BU",
+    "teacher_response_mask": "BU",
+    "text_group": "BT",
+    "teacher_text_group": "BU",
 }
 
 
@@ -92,7 +96,10 @@ class RolloutBatch:
     candidates `teacher_topk_ids` [B, T, K] (-1 = missing) with `teacher_topk_logprobs` [B, T, K]
     over the whole vocabulary (-inf = missing), and `teacher_id` [B], the teacher's place among
     those of the stage (-1 = none). `teacher_prompt_ids` [B, P] with `teacher_prompt_mask` are what
-    teachers read before the response, where that is not the policy's own prompt.
+    teachers read before the response, where that is not the policy's own prompt. Where teachers
+    have tokens of their own, `teacher_response_ids` [B, U] with `teacher_response_mask` are the
+    response in these, and `text_group` [B, T] and `teacher_text_group` [B, U] number the stretches
+    of it that both tokenisations cut out (-1 = in none).
 
     Of episodes with an environment: `turn_end` [B, S] the token index that ends each turn of the
     policy (-1 = none), `turn_reward` [B, S] the environment's reward for it (NaN = none),
@@ -146,6 +153,10 @@ class RolloutBatch:
     teacher_id: Tensor | None = None
     teacher_prompt_ids: Tensor | None = None
     teacher_prompt_mask: Tensor | None = None
+    teacher_response_ids: Tensor | None = None
+    teacher_response_mask: Tensor | None = None
+    text_group: Tensor | None = None
+    teacher_text_group: Tensor | None = None
     problems: tuple[Problem, ...] = ()
     texts: tuple[str, ...] = ()
     transcripts: tuple[str, ...] = ()
@@ -213,6 +224,7 @@ class RolloutBatch:
     def for_teachers(self) -> RolloutBatch:
         """What teachers read: the same responses, each after the prompt that its teacher is shown.
 
+        Where teachers have tokens of their own, these; other columns [B, T] do not fit them.
         Rows of one `group_id` have one prompt, as always; they need not be adjacent.
         """
         if self.teacher_prompt_ids is None:
@@ -224,7 +236,14 @@ class RolloutBatch:
             for row, own in zip(ids, mask, strict=True)
         ]
         group_id = torch.tensor(shown, dtype=self.group_id.dtype)
-        return replace(self, prompt_ids=ids, prompt_mask=mask, group_id=group_id)
+        shown_to = replace(self, prompt_ids=ids, prompt_mask=mask, group_id=group_id)
+        if self.teacher_response_ids is None:
+            return shown_to
+        return replace(
+            shown_to,
+            response_ids=self.teacher_response_ids,
+            response_mask=self.column("teacher_response_mask"),
+        )
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """The given rows [N] (int64 indices), in that order, with all filled columns."""

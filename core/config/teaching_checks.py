@@ -11,7 +11,7 @@ from posttrain.core.config.base import Component
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.teachers import TEACHER
-from posttrain.core.contracts import TEACHER_COLUMNS
+from posttrain.core.contracts import TEACHER_COLUMNS, TEXT_COLUMNS
 
 ADD_ONE = (
     "add `inputs: {teacher: <stage>}`, or `teachers` with the `model` of a folder or a `base_url`"
@@ -51,6 +51,7 @@ class TeachingCheck:
         yield from self.routing()
         yield from self.places()
         yield from self.own()
+        yield from self.texts()
         yield from self.terms()
         yield from self.groups()
 
@@ -118,10 +119,13 @@ class TeachingCheck:
             if teacher.base_url is None:
                 continue
             if reads_logits:
+                few = "set support: topk and of: teacher, or give the teacher's folder"
+                if self.by_text:
+                    few = "give the teacher's folder"
                 yield self.line(
                     "distillation",
                     f"it reads the whole vocabulary of teacher '{name}', and a server gives a few "
-                    "candidates; set support: topk and of: teacher, or give the teacher's folder",
+                    f"candidates; {few}",
                 )
             if stage.generation.temperature != 1:
                 yield self.line(
@@ -137,6 +141,43 @@ class TeachingCheck:
                 "ranks cannot compute logits of several teachers, whose rows differ from rank to "
                 f"rank; set support: topk and of: teacher, or {self.loaded.config.train_here}",
             )
+
+    @property
+    def by_text(self) -> bool:
+        """Whether its teachers may have tokenizers of their own."""
+        return self.distillation is not None and bool(
+            self.distillation.required_columns() & TEXT_COLUMNS
+        )
+
+    def texts(self) -> Iterable[str]:
+        """A comparison of texts where there is none, or next to one of tokens."""
+        if self.distillation is None or not self.by_text:
+            return
+        stage, name = self.stage, self.distillation.name
+        if stage.environment is not None:
+            yield self.line(
+                "distillation",
+                f"'{name}' compares a response that is one text, and with an environment others "
+                "write in between; remove `environment`, or use 'gkd' and a teacher of the "
+                "policy's vocabulary",
+            )
+        for teacher, section in stage.teachers.items():
+            if section.policy is not None:
+                yield self.line(
+                    f"teachers.{teacher}.policy",
+                    f"the policy has its own tokens, and '{name}' is for a teacher of others; use "
+                    "`distillation: gkd`",
+                )
+        for place, each in (
+            *(("policy_loss", loss) for loss in self.losses),
+            *(("advantage_transform", transform) for transform in self.transforms),
+        ):
+            if each.required_columns() & TEACHER_COLUMNS:
+                yield self.line(
+                    place,
+                    f"'{each.name}' reads what the teacher says of the policy's tokens, and next "
+                    f"to '{name}' the teacher reads its own; remove one of them",
+                )
 
     def own(self) -> Iterable[str]:
         """The policy as its own teacher, with a context or weights that it cannot have."""

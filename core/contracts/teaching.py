@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts.advantages import Advantages
 from posttrain.core.contracts.base import ConfigT, Plugin
+from posttrain.core.contracts.columns import TEXT_COLUMNS
+from posttrain.core.math.alignment import members, whole_groups
+from posttrain.core.math.teacher_gap import taught
 
 
 class AdvantageTransform(Plugin[ConfigT]):
@@ -59,6 +63,11 @@ class TeacherRows:
     `topk_ids` [N, K] are known, with their `topk_logprobs` [N, K] over the whole vocabulary, best
     first (-1 and -inf = missing). `old_logprobs` [N] are those of the policy that sampled, where
     the loss asks for them, `logprobs` [N] the teacher's of the sampled tokens (NaN = not scored).
+
+    Of a `TextLoss`, N are groups: `others` [N] is the product of the policy's probabilities of a
+    group's other tokens, with gradient, `teacher_others` [N] of the teacher's; None = 1. The
+    vocabulary of the teacher's logits is its own, and `matched` [M, 2] are the tokens that are in
+    both: the policy's id, the teacher's id.
     """
 
     sampled: Tensor
@@ -67,6 +76,9 @@ class TeacherRows:
     topk_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     logprobs: Tensor | None = None
+    others: Tensor | None = None
+    teacher_others: Tensor | None = None
+    matched: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,39 @@ class DistillationLoss(Plugin[ConfigT]):
         }
         return of_teacher[self.reads()]
 
+    def counted(self, batch: RolloutBatch) -> Tensor:
+        """The places [B, T] of its values, which the aggregator counts."""
+        return taught(batch)
+
     @abstractmethod
     def rows(self, logits: Tensor, teacher: TeacherRows) -> RowLoss:
         """The loss of `logits` [N, V], float32 with gradient, at the sampling temperature."""
+
+
+class TextLoss(DistillationLoss[ConfigT]):
+    """Compares stretches of text in the tokens of each, so the teacher may have another tokenizer.
+
+    The text is cut into groups, which end at the same byte in both tokenisations. A row is a group:
+    its logits are those of one of its tokens, and the others count by their probabilities. The
+    group's value stands at that token, and the aggregator counts groups.
+    """
+
+    at: Literal["first", "last"] = "last"
+    """The token of a group whose distribution stands for it."""
+
+    def required_columns(self) -> frozenset[str]:
+        return TEXT_COLUMNS
+
+    def temperatures(self) -> tuple[float, float]:
+        """What the policy's and the teacher's logits are divided by, in addition to the sampling
+        temperature, in the probabilities of a group's other tokens.
+        """
+        return 1.0, 1.0
+
+    def counted(self, batch: RolloutBatch) -> Tensor:
+        """1 at the token [B, T] that stands for a group all of whose tokens take loss."""
+        group, mask = batch.column("text_group"), taught(batch)
+        found = members(group, whole_groups(group, mask), group.shape[1], self.at)
+        return torch.zeros_like(mask).index_put(
+            (found.rows, found.columns), mask.new_ones(len(found.rows))
+        )

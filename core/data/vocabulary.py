@@ -54,12 +54,21 @@ def check_vocabulary(policy: Path, teacher: Path, who: str) -> None:
         what = f"it gives {logits_of(teacher)} logits and the policy {logits_of(policy)}"
     raise ResourceError(
         f"{who} ({teacher}): {what}, so its probabilities are of other tokens; use a teacher of "
-        f"the policy's family ({policy})"
+        f"the policy's family ({policy}), or `distillation: uld`, which compares stretches of text"
     )
 
 
 def logits_of(folder: Path) -> int | None:
     """How many logits the model in `folder` gives, as its config says."""
+    return _number(folder, "vocab_size")
+
+
+def positions_of(folder: Path) -> int | None:
+    """How many tokens the model in `folder` was made for, as its config says."""
+    return _number(folder, "max_position_embeddings")
+
+
+def _number(folder: Path, name: str) -> int | None:
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    found = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    found = config.get(name, config.get("text_config", {}).get(name))
     return None if found is None else int(found)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import COLUMN_AXES, RolloutBatch
-from posttrain.core.contracts import RowLoss, TeacherRows
+from posttrain.core.contracts import RowLoss, TeacherRows, TextLoss
 from posttrain.core.kit.batches import NAN, expect_same, ragged_batch
 from posttrain.core.kit.checks import Skipped, Subject, check, expect
 from posttrain.core.math.masking import masked
@@ -108,8 +108,11 @@ def _logits(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(TOKENS, SIZE, generator=noise, dtype=torch.float64).to(dtype)
 
 
-def rows_of(subject: Subject, logits: Tensor, teacher: Tensor) -> RowLoss:
-    """The losses of `logits` [N, V] against a teacher's, of whom it is given what it reads."""
+def rows_of(subject: Subject, logits: Tensor, teacher: Tensor, **groups: Tensor) -> RowLoss:
+    """The losses of `logits` [N, V] against a teacher's, of whom it is given what it reads.
+
+    `groups` are the fields of `TeacherRows` that only a loss of texts has.
+    """
     loss = subject.build()
     logprobs = torch.log_softmax(teacher, dim=-1)
     sampled = torch.arange(len(logits)) % SIZE
@@ -125,6 +128,9 @@ def rows_of(subject: Subject, logits: Tensor, teacher: Tensor) -> RowLoss:
             topk_logprobs=None if best is None else best.values,
             old_logprobs=own.gather(1, sampled[:, None]).squeeze(1),
             logprobs=logprobs.gather(1, sampled[:, None]).squeeze(1),
+            # Of a loss of texts: both have the same tokens.
+            matched=torch.arange(SIZE)[:, None].expand(-1, 2),
+            **groups,
         ),
     )
     return found
@@ -186,3 +192,23 @@ def _descends(subject: Subject) -> None:
     leaf = logits.clone().requires_grad_()
     (grad,) = torch.autograd.grad(rows_of(subject, leaf, teacher).loss.sum(), leaf)
     expect(gap(logits - 0.01 * grad) < gap(logits), "a step along it leads away from the teacher")
+
+
+@check("a group learns from all of its tokens", "distillation_loss")
+def _groups(subject: Subject) -> None:
+    if not isinstance(subject.build(), TextLoss):
+        raise Skipped("it compares tokens, not stretches of text")
+    others = torch.full((TOKENS,), 0.5, dtype=torch.float64, requires_grad=True)
+    less = others.detach() / 2
+    logits = _logits(0).requires_grad_()
+    found = rows_of(subject, logits, _logits(0), others=others, teacher_others=less)
+    to_others, to_logits = torch.autograd.grad(found.loss.sum(), (others, logits))
+    expect((to_others > 0).all(), "likelier other tokens than the teacher's are not made rarer")
+    expect(to_logits.isfinite().all(), "the gradient of the logits is not finite")
+    alone = rows_of(subject, _logits(0), _logits(1)).loss
+    wider = torch.cat([_logits(1), _logits(2)[:, :2]], dim=1)
+    other = rows_of(subject, _logits(0), wider).loss
+    expect(other.shape == (TOKENS,) and other.isfinite().all(), "a teacher of more tokens breaks")
+    ones = torch.ones(TOKENS, dtype=torch.float64)
+    same = rows_of(subject, _logits(0), _logits(1), others=ones, teacher_others=ones).loss
+    expect_same(same, alone, "products of no tokens", rtol=1e-9, atol=1e-9)

@@ -85,7 +85,7 @@ def make_tiny_model(
     return folder
 
 
-def make_tiny_bpe_tokenizer() -> PreTrainedTokenizerFast:
+def make_tiny_bpe_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 300 and some tokens that splits text as SmolLM2's, with ChatML."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -103,7 +103,7 @@ def make_tiny_bpe_tokenizer() -> PreTrainedTokenizerFast:
     )
     texts = ["the sum of two numbers is a number", "what is the sum? it's the answer 'forty-two'"]
     tokenizer.train_from_iterator(texts, trainer)
-    return _fast(tokenizer, unk_token=UNKNOWN, model_max_length=512)
+    return _fast(tokenizer, chat_template, unk_token=UNKNOWN, model_max_length=512)
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:

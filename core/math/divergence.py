@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Divergence = Literal["forward", "reverse", "jsd", "jeffreys"]
 ABSENT = -1
@@ -78,3 +79,16 @@ def with_tail(logprobs: Tensor) -> Tensor:
 def renormalised(logprobs: Tensor) -> Tensor:
     """`logprobs` [N, K] of the distribution given that a candidate is drawn."""
     return logprobs - torch.logsumexp(logprobs, dim=-1, keepdim=True)
+
+
+def sorted_distance(first: Tensor, second: Tensor) -> Tensor:
+    """sum |p_i - q_i| [N] of probabilities [N, V1] and [N, V2], each sorted and filled up with 0.
+
+    Which token has which probability does not matter to it. Source: ULD, arXiv:2402.12030.
+    """
+    width = max(first.shape[1], second.shape[1])
+    p, q = (
+        pad(each.sort(dim=-1, descending=True).values, (0, width - each.shape[1]))
+        for each in (first, second)
+    )
+    return (p - q).abs().sum(dim=-1)

@@ -140,6 +140,13 @@ METRICS: dict[str, Metric] = {
     "distil/context_too_long_frac": Metric(
         "fraction", "responses whose teacher would read more than max_model_len tokens"
     ),
+    "distil/aligned_frac": Metric(
+        "fraction", "sampled tokens in stretches that the teacher's tokenizer cuts out as well"
+    ),
+    "distil/tokens_per_stretch": Metric("tokens", "the policy's tokens of such a stretch, mean"),
+    "distil/matched_mass": Metric(
+        "fraction", "the policy's probability of tokens that the teacher has as well"
+    ),
     "distil/teacher_version": Metric("count", "moves of a teacher that follows the policy"),
     "observed/nll": Metric("nats", "negative log-prob of a token that the environment wrote, mean"),
     "loss/sft": Metric("nats", "negative log-likelihood per response token"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from posttrain.core.training.exact_kl import CHUNK, no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states, to_rows
 from posttrain.core.training.objective import Distilled
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
+
+TeacherT = TypeVar("TeacherT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def response_distillation(
     total = torch.zeros(shape, dtype=torch.float32)
     scored = torch.zeros(shape, dtype=torch.bool)
     metrics: dict[str, Tensor] = {}
-    for rows, teacher in _by_teacher(batch, teachers):
+    for rows, teacher in by_teacher(batch, teachers):
         part = take[rows.to(take.device)]
         micro = batch.select(rows)
         own = states.hidden[rows.to(take.device), :length][part]
@@ -138,9 +140,9 @@ def response_distillation(
     return Distilled(total, scored, metrics)
 
 
-def _by_teacher(
-    batch: RolloutBatch, teachers: Sequence[PreTrainedModel | None]
-) -> Iterator[tuple[Tensor, PreTrainedModel | None]]:
+def by_teacher(
+    batch: RolloutBatch, teachers: Sequence[TeacherT]
+) -> Iterator[tuple[Tensor, TeacherT]]:
     """Rows [n] of each teacher; all rows where there is one, so that ranks make equal passes."""
     if batch.teacher_id is None or len(teachers) == 1:
         yield torch.arange(len(batch)), teachers[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import TextLoss
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.models.sharded import put_away
@@ -43,6 +44,7 @@ from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.splitting import mini_batches
+from posttrain.core.training.text_distillation import text_distillation
 from posttrain.core.training.updates import (
     Check,
     KlGuard,
@@ -61,8 +63,9 @@ class Learner:
     `trust_region` takes the place of AdamW for a loss with a step of its own; `ptx` adds the
     pre-training term; `guard` bounds how far one batch may move the policy; `moving` moves the
     reference, or a teacher that follows the policy. `teachers` are all that the stage has, in
-    order; one whose weights are elsewhere is None, one may be the policy itself. Of several `ranks`
-    each has a learner, and all are called alike.
+    order; one whose weights are elsewhere is None, one may be the policy itself. `matched` are, for
+    a loss of texts, the tokens [M, 2] that each shares with the policy. Of several `ranks` each has
+    a learner, and all are called alike.
     """
 
     source: RemotePolicy | None = None
@@ -81,12 +84,13 @@ class Learner:
         trust_region: NaturalGradient | None = None,
         ranks: Ranks = ALONE,
         teachers: Mapping[str, PreTrainedModel | None] | None = None,
+        matched: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.objective, self.settings, self.reference = objective, settings, reference
         self.moving = moving
         self.guard, self.ptx, self.trust_region = guard, ptx, trust_region
-        self.teachers = teachers or {}
+        self.teachers, self.matched = teachers or {}, matched or {}
 
     @property
     def stored_reference(self) -> StoredOptimizer | None:
@@ -392,6 +396,15 @@ class Learner:
         if term is None:
             return None
         teachers, temperature = list(self.teachers.values()), self.settings.temperature
+        if isinstance(term.loss, TextLoss):
+            local = [
+                (teacher, self.matched[name])
+                for name, teacher in self.teachers.items()
+                if teacher is not None
+            ]
+            return text_distillation(
+                self.model, micro, term.loss, local, temperature, states=states
+            )
         return response_distillation(
             self.model, micro, term.loss, teachers, temperature, states=states
         )

@@ -275,7 +275,8 @@ class Objective:
     def _distillation_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
         if self.distillation is None:
             return None
-        counts = self.distillation.aggregator.count(taught(mini), mini.group_id)
+        counted = self.distillation.loss.counted(mini)
+        counts = self.distillation.aggregator.count(counted, mini.group_id)
         return replace(counts, num_parts=num_parts)
 
     def _counted(self, mask: Tensor, loss: PolicyLoss[Any], batch: RolloutBatch) -> Tensor:
@@ -354,7 +355,7 @@ class Objective:
             tokens["observed/nll"] = (-observed.detach(), micro.column("obs_mask"))
             total = total + value
         if self.distillation is not None and distilled is not None:
-            mask = taught(micro)
+            mask = self.distillation.loss.counted(micro)
             where = masked(mask, distilled.scored)
             divided_by = prepared.distillation_counts
             assert divided_by is not None

@@ -18,6 +18,7 @@ from posttrain.core.math.masking import masked
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.teacher_contexts import TeacherContext
+from posttrain.core.training.teacher_texts import TeacherReader, read_by_teachers
 from posttrain.core.training.updates import Check, PolicyLearner, no_check
 
 TOPK = frozenset({"teacher_topk_ids", "teacher_topk_logprobs"})
@@ -77,7 +78,7 @@ class Teachers:
 
     `top_k` is the number of candidates that a loss asks for. `contexts` are of the teachers that
     read another prompt than the policy does; a response that has none for its teacher has no
-    teacher.
+    teacher. `readers` are the teachers, in order, where these have tokenizers of their own.
     """
 
     scorers: Mapping[str, ScoresTokens]
@@ -85,6 +86,7 @@ class Teachers:
     top_k: int = 0
     on_missing: Literal["error", "mask"] = "error"
     contexts: Mapping[str, TeacherContext] = field(default_factory=dict)
+    readers: tuple[TeacherReader, ...] = ()
 
     def fill(
         self,
@@ -119,7 +121,10 @@ class Teachers:
         metrics: dict[str, float] = {}
         if self.contexts:
             batch, metrics = self._shown(batch, teacher_id)
-        if self.contexts or len(self.scorers) > 1:
+        if self.readers:
+            columns, metrics = read_by_teachers(batch, teacher_id, self.readers)
+            batch, teacher_id = batch.with_columns(**columns), columns["teacher_id"]
+        if self.contexts or self.readers or len(self.scorers) > 1:
             metrics["distil/skipped_frac"] = float((teacher_id < 0).double().mean())
         return batch.with_columns(teacher_id=teacher_id), metrics
 

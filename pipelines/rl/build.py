@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
@@ -31,11 +32,13 @@ from posttrain.core.contracts import (
     RewardContext,
     RolloutCorrection,
     RolloutEngine,
+    TextLoss,
 )
 from posttrain.core.data.lengths import LengthRule, fitting_worked
 from posttrain.core.data.problem_sets import check_worked, read_examples
+from posttrain.core.data.token_bytes import Rereader, matched_tokens
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.data.vocabulary import check_vocabulary
+from posttrain.core.data.vocabulary import check_vocabulary, logits_of, positions_of
 from posttrain.core.math.nucleus import Cut
 from posttrain.core.models.decoding import widest_window
 from posttrain.core.models.loading import load_policy, load_value_model
@@ -60,6 +63,7 @@ from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.sft import PtxTerm, worked_batch
 from posttrain.core.training.teacher_contexts import TeacherContext
 from posttrain.core.training.teacher_server import server_of
+from posttrain.core.training.teacher_texts import TeacherReader
 from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
@@ -102,6 +106,7 @@ def build_learner(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer
         trust_region=build_trust_region(context, stage, model, settings),
         ranks=context.ranks,
         teachers=load_teachers(context, stage, {"live": model, "ema": average, "base": base}),
+        matched=shared_tokens(context, stage),
     )
 
 
@@ -111,7 +116,7 @@ def load_teachers(
     """The stage's teachers, frozen, in the order of the config; None for one behind a server.
 
     `own` are the policy's weights by the name that a teacher has them by. Raises `ResourceError`
-    for one of another vocabulary than the policy's.
+    for one of another vocabulary than the policy's, unless the stage learns from texts.
     """
     found: dict[str, PreTrainedModel | None] = {}
     for name, section in stage.teachers.items():
@@ -119,7 +124,8 @@ def load_teachers(
         if section.base_url is not None or section.policy is not None:
             continue
         folder = teacher_folder(context, stage, name)
-        check_vocabulary(context.model_dir, folder, f"stages.{context.name}: teacher '{name}'")
+        if not learns_texts(context, stage):
+            check_vocabulary(context.model_dir, folder, f"stages.{context.name}: teacher '{name}'")
         teacher = load_policy(folder, context.runtime)
         teacher.requires_grad_(False)
         check_passes(teacher)
@@ -132,6 +138,40 @@ def teacher_folder(context: StageInputs, stage: RlStage, name: str) -> Path:
     """Where the weights of the teacher `name` are."""
     folder = stage.teachers[name].folder
     return context.inputs[name].path if folder is None else Path(folder).expanduser()
+
+
+def learns_texts(context: StagePlugins, stage: RlStage) -> bool:
+    """Whether its teachers may have tokenizers of their own."""
+    section = stage.distillation
+    return section is not None and isinstance(context.build(DistillationLoss, section), TextLoss)
+
+
+def readers_of(context: StageInputs, stage: RlStage) -> dict[str, TeacherReader]:
+    """How each teacher reads what the policy wrote, if the stage learns from texts.
+
+    Raises `ResourceError` for a tokenizer whose tokens' bytes are not known.
+    """
+    if not learns_texts(context, stage):
+        return {}
+    own, found = context.tokenizer(), {}
+    for name in stage.teachers:
+        folder = teacher_folder(context, stage, name)
+        theirs = ChatTokenizer.load(folder, context.run.model.system_prompt)
+        longest = positions_of(folder) or context.run.model.max_model_len
+        found[name] = TeacherReader(Rereader.of(own, theirs), longest)
+    return found
+
+
+def shared_tokens(context: StageInputs, stage: RlStage) -> dict[str, Tensor]:
+    """The tokens [M, 2] for which both the policy and a teacher have a logit, by its name."""
+    found = {}
+    for name, each in readers_of(context, stage).items():
+        pairs = matched_tokens(each.reader.own, each.reader.other)
+        for side, folder in enumerate((context.model_dir, teacher_folder(context, stage, name))):
+            if (size := logits_of(folder)) is not None:
+                pairs = pairs[pairs[:, side] < size]
+        found[name] = pairs
+    return found
 
 
 def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
@@ -174,6 +214,7 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
         top_k=top_k,
         on_missing=stage.teacher_missing,
         contexts=contexts,
+        readers=tuple(readers_of(context, stage).values()),
     )
 
 

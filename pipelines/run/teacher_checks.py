@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.teachers import TeacherSection
-from posttrain.core.contracts import DistillationLoss
+from posttrain.core.contracts import DistillationLoss, TextLoss
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.vocabulary import check_vocabulary
 from posttrain.core.plugin_manager import PluginManager
@@ -26,14 +27,19 @@ def check_teachers(
     """Notes on what is checked when a stage starts.
 
     `policy` is the folder of the run's model and `tokenizer` its own, where they are here: what
-    stages make of it has the same vocabulary. Raises `ResourceError` for a teacher of another one,
-    and for a server that cannot give what the stage asks for.
+    stages make of it has the same vocabulary. Raises `ResourceError` for a teacher of another one
+    unless the stage learns from texts, and for a server that cannot give what the stage asks for.
     """
     notes: list[str] = []
     for place, stage, name, section in _teachers(config):
         where = f"stages.{place}: teacher '{name}'"
-        if section.folder is not None and policy is not None:
-            check_vocabulary(policy, Path(section.folder).expanduser(), where)
+        folder = None if section.folder is None else Path(section.folder).expanduser()
+        if folder is not None and policy is not None and not _by_text(stage, manager):
+            check_vocabulary(policy, folder, where)
+        if folder is not None and tokenizer is not None and _by_text(stage, manager):
+            from posttrain.core.data.token_bytes import Rereader
+
+            Rereader.of(tokenizer, ChatTokenizer.load(folder, config.model.system_prompt))
         if section.base_url is not None and tokenizer is not None:
             from posttrain.core.training.teacher_server import ServerAway, server_of
 
@@ -55,9 +61,19 @@ def _teachers(config: RunConfig) -> Iterator[tuple[str, RlStage, str, TeacherSec
                 yield place, stage, name, section
 
 
-def _candidates(stage: RlStage, manager: PluginManager) -> int:
-    """How many candidates the stage asks its teachers for."""
+def _loss(stage: RlStage, manager: PluginManager) -> DistillationLoss[Any] | None:
     section = stage.distillation
     if section is None:
-        return 0
-    return manager.build(DistillationLoss, section.name, section.fields()).num_candidates()
+        return None
+    return manager.build(DistillationLoss, section.name, section.fields())
+
+
+def _by_text(stage: RlStage, manager: PluginManager) -> bool:
+    """Whether its teachers may have tokenizers of their own."""
+    return isinstance(_loss(stage, manager), TextLoss)
+
+
+def _candidates(stage: RlStage, manager: PluginManager) -> int:
+    """How many candidates the stage asks its teachers for."""
+    loss = _loss(stage, manager)
+    return 0 if loss is None else loss.num_candidates()

@@ -68,7 +68,8 @@ class PpoClipLoss(PolicyLoss[PpoClipConfig]):
     With `ratio_level: segment` r is exp(mean log ratio) of the token's segment, with gradient -A r
     / n to each of its n tokens, per unit of the segment's loss.
     Sources: PPO arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729 eq. 5; two bounds: DAPO
-    arXiv:2503.14476 eq. 8; segments: SSPO, arXiv:2511.04256, with fixed bounds.
+    arXiv:2503.14476 eq. 8; segments: SSPO, arXiv:2511.04256, whose bounds follow the entropy by a
+    rule that was found in no source: here they are fixed, and their values are a choice of ours.
     """
 
     name = "ppo_clip"

@@ -37,7 +37,8 @@ class TwoSidedClipLoss(AnchoredLoss[TwoSidedClipConfig]):
     A token whose ratio is out of bounds has no gradient, on whichever side its advantage pushes;
     `ppo_clip` keeps the one that leads back. The published loss has the term `drift` next to it,
     which pulls such tokens back. All tensors are [B, T].
-    Source: Kimi K2.5, arXiv:2602.02276, eq. 1.
+    Source: Kimi K2.5, arXiv:2602.02276, eq. 1; it gives no bounds, so the defaults of low and high
+    are a choice of ours.
     """
 
     name = "two_sided_clip"

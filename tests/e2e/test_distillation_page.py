@@ -22,8 +22,13 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("text", CONFIGS, ids=["distil", "routed", "alone", "both"])
-def test_a_config_of_the_page_is_complete(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", CONFIGS, ids=["distil", "routed", "alone", "both", "across"])
+def test_a_config_of_the_page_is_complete(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in re.findall(r"model: \./([\w-]+)", text):
+        (tmp_path / folder).mkdir()
     (tmp_path / "run.yaml").write_text(text)
     stage = resolve(load_config([tmp_path / "run.yaml"]), MANAGER).config.stages["student"]
     assert isinstance(stage, RlStage) and stage.teachers

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import (
@@ -36,10 +37,12 @@ from posttrain.core.contracts import (
     PreferenceLoss,
     RolloutCorrection,
     TeacherRows,
+    TextLoss,
     TokenLoss,
 )
 from posttrain.core.kit.batches import build_batch
 from posttrain.core.math import groups
+from posttrain.core.math.alignment import align, members, products, whole_groups
 from posttrain.core.math.correction import mismatch_metrics, perplexity_metrics, share
 from posttrain.core.math.divergence import divergence, gathered, relative_entropy
 from posttrain.core.math.groups import outcome_rewards
@@ -1771,11 +1774,146 @@ def run_verl_forward_kl(case: Case) -> Outputs:
     return outputs | {name: column * x["response_mask"] for name, column in whole.items()}
 
 
-NOT_OURS = {
-    ("distillation", "ULDLoss"): "teachers of another vocabulary are refused",
-    ("distillation", "distillation_ppo_loss"): "estimates of a KL as a loss against a teacher",
-}
-"""Functions that we have nothing for, and why."""
+def policy_term(x: Mapping[str, Tensor], params: Params, clip: Fields) -> Tensor:
+    """verl's clipped loss of `advantages` under the actor's aggregation, with rollout weights."""
+    fields = {"dual_clip_c": params["clip_ratio_c"], **clip}
+    info = params["global_batch_info"]
+    aggregator = verl_aggregator(params["loss_agg_mode"], info, x["response_mask"].shape[1])
+    loss = MANAGER.build(PolicyLoss, "ppo_clip", fields)
+    objective = Objective((LossTerm(loss, aggregator),), aggregator, correction=weights_of(x))
+    batch, _ = objective.correct(batch_of(x))
+    prepared = on_ranks(objective.prepare(batch, torch.Generator()), info.get("dp_size", 1))
+    return objective.loss(x["log_prob"], torch.zeros_like(x["log_prob"]), batch, prepared).total
+
+
+def run_verl_distillation(case: Case) -> Outputs:
+    """A divergence from candidates, or an estimator of the KL against the teacher, as verl's term.
+
+    It is a term of its own, or the advantages of a policy loss with bounds of its own.
+    """
+    x, params = inputs_of(case), case["params"]
+    leaves = [x[name].requires_grad_() for name in ("log_prob", "student_logits") if name in x]
+    mask, bound = x["response_mask"], params["loss_max_clamp"]
+    if params["loss_mode"] == "forward_kl_topk":
+        fields: Fields = {
+            "divergence": "forward",
+            "support": "topk",
+            "top_k": params["topk"],
+            "rest": "raw",
+            "log_prob_floor": params["log_prob_min_clamp"],
+            "floor_at_zero": True,
+        }
+        found = distilled(x["student_logits"], fields, mask, **candidates(x))
+        values = found.loss
+        ours = {"student_mass": "student_mass", "teacher_mass": "teacher_mass"}
+        ours |= {"overlap_ratio": "overlap"}
+        metrics = {
+            f"distillation/{peer}": found.total(f"distil/{name}") / mask.sum()
+            for peer, name in ours.items()
+        }
+    else:
+        values = verl_kl(params["loss_mode"]).kl(x["log_prob"], x["teacher_log_prob"])
+        of_tokens = values.detach()[mask.bool()]
+        metrics = {"distillation/abs_loss": of_tokens.abs().mean()}
+        metrics |= {f"distillation/loss_{n}": getattr(of_tokens, n)() for n in ("min", "max")}
+    if bound is not None:
+        values = values.clamp(-bound, bound)
+    if params["use_policy_gradient"]:
+        term = policy_term({**x, "advantages": -values.detach()}, params, clip_fields(params))
+    else:
+        term = aggregate(values, mask, params["loss_agg_mode"], params["global_batch_info"])
+    metrics["distillation/loss"] = term.detach()
+    total = term
+    if params["use_task_rewards"]:
+        names = {f"clip_{side}": f"task_clip_ratio_{side}" for side in ("low", "high")}
+        task = policy_term(x, params, {ours: params[peer] for ours, peer in names.items()})
+        total = task + params["distillation_loss_coef"] * term
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    names_of = [f"grad_{name}" for name in ("log_prob", "student_logits") if name in x]
+    return {"loss": total, "metrics": metrics, **dict(zip(names_of, grads, strict=True))}
+
+
+def answer_of(labels: Tensor, *, skip_end: bool) -> slice:
+    """Where a row's answer is; TRL leaves its last token out."""
+    places = (labels != -100).nonzero().squeeze(1).tolist()
+    return slice(places[0], places[0] + len(places) - skip_end) if places else slice(0, 0)
+
+
+def ends_of(x: Mapping[str, Tensor], side: str, row: int, answer: slice) -> list[int]:
+    """The byte at which each token of an answer ends; without offsets tokens are counted."""
+    offsets = x.get(f"{side}_byte_offsets")
+    if offsets is None:
+        return list(range(1, answer.stop - answer.start + 1))
+    return offsets[row, answer, 1].long().tolist()
+
+
+def uld_row(loss: TextLoss[Any], x: Mapping[str, Tensor], params: Params, row: int) -> Tensor:
+    """The values [G] of one response's groups.
+
+    In `observed` TRL reads logits at the answer's own positions, which predict what comes next.
+    """
+    late = params["token_merge_strategy"] == "observed"
+    answers = {
+        side: answer_of(x[f"{side}_labels"][row], skip_end=params["skip_eos"])
+        for side in ("student", "teacher")
+    }
+    ends = [ends_of(x, side, row, answer) for side, answer in answers.items()]
+    numbers = [torch.tensor([each], dtype=torch.int64) for each in align(*ends)]
+    width = numbers[0].shape[1]
+    keys = whole_groups(numbers[0], torch.ones_like(numbers[0]))
+    found = []
+    for (side, answer), group, tau in zip(
+        answers.items(), numbers, loss.temperatures(), strict=True
+    ):
+        shift = 0 if late else 1
+        logits = x[f"{side}_logits"][row, answer.start - shift : answer.stop - shift]
+        ids = x[f"{side}_ids"][row, answer].long()
+        own = torch.log_softmax(logits / tau, dim=-1).gather(1, ids[:, None]).squeeze(1)
+        tokens = members(group, keys, width, loss.at)
+        others = products(own[tokens.other_columns], tokens.other_group, len(keys))
+        found.append((logits[tokens.columns], others))
+    (logits, others), (teacher, teacher_others) = found
+    matched = x.get("matched_ids", torch.zeros(0, 2)).long()
+    said = TeacherRows(
+        torch.zeros(len(keys), dtype=torch.int64),
+        teacher,
+        others=others,
+        teacher_others=teacher_others,
+        matched=matched,
+    )
+    return loss.rows(logits, said).loss
+
+
+def run_uld(case: Case) -> Outputs:
+    x, params = inputs_of(case), case["params"]
+    x["student_logits"].requires_grad_()
+    fields: Fields = {
+        "merge": params["token_merge_strategy"],
+        "hybrid": params["use_hybrid_loss"],
+        "temperature": params["student_temperature"],
+        "teacher_temperature": params["teacher_temperature"],
+    }
+    if params["use_hybrid_loss"]:
+        fields |= divergence_fields(params["beta"])
+        fields |= {k: params[k] for k in ("matched_weight", "unmatched_weight")}
+    loss = MANAGER.build(DistillationLoss, "uld", fields)
+    assert isinstance(loss, TextLoss)
+    rows = [uld_row(loss, x, params, row) for row in range(len(x["student_labels"]))]
+    of_rows = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).detach()
+    value = Distilled(of_rows, mask, {}).aggregated("seq-mean-token-mean", count_empty_seqs=True)
+    total = params["distillation_weight"] * value
+    if params["crossentropy_weight"]:
+        labels = x["student_labels"][:, 1:].long()
+        logprobs = torch.log_softmax(x["student_logits"][:, :-1], dim=-1)
+        own = logprobs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+        batch = build_batch((labels != -100).double())
+        nll = MANAGER.build(PolicyLoss, "ptx").token_loss(own, batch).loss
+        total = total + params["crossentropy_weight"] * Distilled(nll, batch.mask, {}).aggregated(
+            "token-mean"
+        )
+    return grad_of(total, x["student_logits"])
+
 
 RUNNERS |= {
     ("distillation", "GKDTrainer.generalized_jsd_loss"): run_jsd,
@@ -1789,6 +1927,8 @@ RUNNERS |= {
     ("distillation", "_chunked_divergence_loss"): run_chunked_divergence,
     ("distillation", "_jsd_loss_chunk"): run_jsd_chunk,
     ("distillation", "compute_forward_kl_topk"): run_verl_forward_kl,
+    ("distillation", "distillation_ppo_loss"): run_verl_distillation,
+    ("distillation", "ULDLoss"): run_uld,
 }
 
 

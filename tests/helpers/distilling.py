@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_bpe_tokenizer, make_tiny_model
+from posttrain.core.types import Problem
 from tests.helpers.learning import NO_KL, Learned, make_model, run, run_config
+from tests.helpers.rollouts import load_tiny
 
 STEP = {
     "kind": "rl",
@@ -16,6 +22,7 @@ STEP = {
     "evaluate_every": 0,
     "optimizer": {"learning_rate": 5.0e-3},
 }
+TASK = {"places": 1, "repeats": 2, "held_out_permille": 300}
 TEACHER = {**STEP, "inputs": {"model": "base"}, "algorithm": "grpo", "kl": NO_KL}
 CANDIDATES = {"name": "gkd", "divergence": "forward", "support": "topk", "top_k": 4}
 REF_KL = {"algorithm": "opd", "advantage_transform": [], "policy_loss": "ref_kl"}
@@ -35,6 +42,11 @@ ITSELF: dict[str, Any] = {
     "steps": 2,
 }
 """A stage whose teacher is the policy itself; `test_self_distillation.py` shows that it learns."""
+BY_TEXT: dict[str, dict[str, Any]] = {
+    "uld": {"distillation": "uld"},
+    "observed": {"distillation": {"name": "uld", "merge": "observed", "divergence": "forward"}},
+}
+"""Stages whose teacher has another tokenizer."""
 
 
 def distil(
@@ -51,7 +63,36 @@ def distil(
     for name, fields in students.items():
         inputs = {"model": "base", "teacher": "big"}
         stages[name] = {**STEP, "inputs": inputs, "steps": steps, **fields}
-    task = {"places": 1, "repeats": 2, "held_out_permille": 300}
-    config = run_config(make_model(folder, seed), seed, stages, task, held_out=1)
+    config = run_config(make_model(folder, seed), seed, stages, TASK, held_out=1)
     config["limits"]["learner_ranks"] = ranks
     return run(folder, config)
+
+
+def distil_texts(
+    folder: Path, seed: int, students: dict[str, dict[str, Any]], *, steps: int, ranks: int = 1
+) -> Learned:
+    """A run of `students` of characters, whose teacher has pieces of words, and other ids."""
+    listed = {"teachers": {"big": {"model": str(make_teacher(folder / "big", seed))}}}
+    common = {**STEP, **listed, "inputs": {"model": "base"}, "algorithm": "gkd", "steps": steps}
+    stages = {name: {**common, **fields} for name, fields in students.items()}
+    config = run_config(make_model(folder, seed), seed, stages, TASK, held_out=1)
+    config["limits"]["learner_ranks"] = ranks
+    return run(folder, config)
+
+
+def make_teacher(folder: Path, seed: int) -> Path:
+    """A model of byte-level pieces that says a digit twice."""
+    tokenizer = make_tiny_bpe_tokenizer(BARE_TEMPLATE)
+    make_tiny_model(folder, seed=seed, layers=1, init_std=0.05, tokenizer=tokenizer)
+    chat, model = ChatTokenizer(tokenizer, None), load_tiny(folder, torch.float32)
+    problems = [Problem(digit, digit, 2 * digit, 2 * digit) for digit in "0123456789"]
+    rows = [(*chat.encode_prompt(p), *chat.encode_response(p.worked)) for p in problems]
+    ids, optimizer = torch.tensor(rows), torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        labels = ids.clone()
+        labels[:, :-3] = -100  # the answer and its end are learned
+        optimizer.zero_grad()
+        model(ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return folder

@@ -7,18 +7,26 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import decoders
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError, ResourceError
-from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+from posttrain.core.kit.tiny import (
+    BARE_TEMPLATE,
+    make_byte_tokenizer,
+    make_tiny_model,
+    make_tiny_tokenizer,
+)
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.pipelines.run.planning import parts_of_stage
 from posttrain.pipelines.run.teacher_checks import check_teachers
 
 SERVER = {"base_url": "http://127.0.0.1:9/v1", "model": "big"}
-OWN: dict[str, Any] = {"algorithm": "gkd", "inputs": {"model": "base"}}
+MODEL = {"model": "base"}
+OWN: dict[str, Any] = {"algorithm": "gkd", "inputs": MODEL}
 SIBLING = {"teachers": {"me": {"policy": {"context": "sibling"}}}}
 
 
@@ -342,6 +350,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**OWN, "teachers": {"me": {"policy": {}}}, "environment": "tools"},
         r"with an environment the prompt is not the problem's own",
     ),
+    (
+        "texts of a server",
+        {"algorithm": "gkd", "distillation": "uld", "inputs": MODEL, "teachers": {"t": SERVER}},
+        r"rl\.distillation: it reads the whole vocabulary of teacher .*; give the teacher's folder",
+    ),
+    (
+        "texts of the policy itself",
+        {**OWN, "distillation": "uld", "teachers": {"me": {"policy": {}}}},
+        r"rl\.teachers\.me\.policy: the policy has its own tokens, and 'uld' is for a teacher of",
+    ),
+    (
+        "texts in which others write",
+        {"algorithm": "gkd", "distillation": "uld", "environment": "tools"},
+        r"rl\.distillation: 'uld' compares a response that is one text, and with an environment",
+    ),
+    (
+        "texts next to tokens",
+        {"algorithm": "opd", "distillation": "uld"},
+        r"rl\.advantage_transform: 'opd' reads what the teacher says of the policy's tokens, and",
+    ),
 ]
 
 
@@ -373,6 +401,31 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_the_run(
             assert check_teachers(run.config, policy, None, manager) == []
             continue
         with pytest.raises(
-            ResourceError, match=r"teacher 't' .*: its tokenizer has \d+ tokens and"
+            ResourceError,
+            match=r"teacher 't' .*: its tokenizer has \d+ tokens and.*, or `distillation: uld`",
         ):
             check_teachers(run.config, policy, None, manager)
+
+
+def test_a_teacher_of_another_vocabulary_is_for_a_loss_of_texts(
+    tmp_path: Path, manager: PluginManager
+) -> None:
+    policy, own = make_tiny_model(tmp_path / "policy"), ChatTokenizer(make_tiny_tokenizer(), None)
+    bytes_model = make_tiny_model(tmp_path / "bytes", tokenizer=make_byte_tokenizer())
+    joined = make_tiny_tokenizer("\n0123456789", BARE_TEMPLATE)
+    joined.backend_tokenizer.decoder = decoders.WordPiece()
+    words = make_tiny_model(tmp_path / "words", tokenizer=joined)
+    for folder, readable in ((bytes_model, True), (words, False)):
+        run = resolved(
+            tmp_path,
+            manager,
+            algorithm="gkd",
+            distillation={"name": "uld", "merge": "observed"},
+            inputs=MODEL,
+            teachers={"t": {"model": str(folder)}},
+        )
+        if readable:
+            assert check_teachers(run.config, policy, own, manager) == []
+            continue
+        with pytest.raises(ResourceError, match="words' is neither byte-level nor SentencePiece"):
+            check_teachers(run.config, policy, own, manager)
