@@ -18,6 +18,8 @@ COLOURS = {  # Okabe and Ito's colour-blind-safe palette
     "reward_model": "#CC79A7",
     "preference": "#56B4E9",
     "rl": "#D55E00",
+    "distill": "#D55E00",
+    "record_teacher": "#999933",
     "evaluate": "#009E73",
     "register": "#B8860B",
     "transform": "#999933",
