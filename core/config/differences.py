@@ -90,9 +90,8 @@ def _defaults(
         kept = {k: v for k, v in stage.items() if k in required | set(_GIVEN) and v is not None}
         if "algorithm" in kept:
             kept["algorithm"] = kept["algorithm"]["name"]
-        if isinstance(
-            resolved.config.stages[name], RlStage
-        ):  # other inputs are of rewards and critics that are not set here
+        if isinstance(resolved.config.stages[name], RlStage):
+            # Other inputs are of rewards and critics that are not set here.
             kept["inputs"] = {k: v for k, v in stage["inputs"].items() if k in _ALWAYS_READ}
         stages[name] = kept
     fields = manager.find("task", used["task"]["name"]).cls.Config.model_fields
