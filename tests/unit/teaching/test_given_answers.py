@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.distill_stage import DistillStage
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
 from posttrain.core.data.teacher_record import (
@@ -172,6 +173,7 @@ def resolved(folder: Path, manager: PluginManager, **stage: Any) -> ResolvedRun:
 def test_little_has_to_be_said(tmp_path: Path, manager: PluginManager) -> None:
     run = resolved(tmp_path, manager, steps=5)
     stage = run.config.stages["student"]
+    assert isinstance(stage, DistillStage)
     assert stage.distillation is not None and stage.distillation.name == "gkd"
     assert (stage.rewards, stage.loss_terms, stage.on_policy_share) == ((), (), 1.0)
     (tmp_path / "run.yaml").write_text(run.to_yaml())
@@ -187,6 +189,7 @@ FROM_RECORD: dict[str, Any] = {
 
 def test_a_record_is_learned_from_without_a_teacher(tmp_path: Path, manager: PluginManager) -> None:
     stage = resolved(tmp_path, manager, **FROM_RECORD).config.stages["student"]
+    assert isinstance(stage, DistillStage) and stage.distillation is not None
     assert stage.on_policy_share == 0 and stage.teachers == {}
     section = stage.distillation.fields()
     assert (section["support"], section["of"], section["top_k"]) == ("topk", "teacher", 4)
