@@ -22,6 +22,7 @@ ARTIFACT_KINDS = (
     "report",
     "rollouts",
     "dataset",
+    "teacher_record",
     "approval",
 )
 

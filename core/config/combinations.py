@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.base import Component
+from posttrain.core.config.given_answers_checks import check_given_answers
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
 from posttrain.core.config.rl_stage import TOTAL, RlStage, reward_labels
@@ -75,6 +76,8 @@ def check_rl(
     yield from check.ranks()
     yield from check.sampling()
     yield from check.teaching.problems()
+    coefficient = check.controller_coefficient()
+    yield from check_given_answers(check.teaching, loaded, check.build, coefficient)
 
 
 def check_precision(

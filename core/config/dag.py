@@ -93,7 +93,8 @@ def _check_stage(
         at = f"{where(place)}: stages.{name}.inputs.{role}"
         if role not in allowed:
             readers = "reward or teacher" if teachers else "reward"
-            hint = f"; no {readers} of this stage reads it" if kind == "rl" else ""
+            is_rl = isinstance(stage, RlStage)
+            hint = f"; no {readers} of this stage reads it" if is_rl else ""
             problems.append(
                 f"{at}: unknown input of stage kind '{kind}'{nearest(role, allowed)}{hint} "
                 f"(allowed: {sorted(allowed)})"

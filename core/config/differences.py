@@ -12,6 +12,7 @@ import yaml
 
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import ResolvedRun, resolve
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import PosttrainError
 from posttrain.core.store.identity import flat
 
@@ -89,7 +90,8 @@ def _defaults(
         kept = {k: v for k, v in stage.items() if k in required | set(_GIVEN) and v is not None}
         if "algorithm" in kept:
             kept["algorithm"] = kept["algorithm"]["name"]
-        if stage["kind"] == "rl":  # other inputs are of rewards and critics that are not set here
+        if isinstance(resolved.config.stages[name], RlStage):
+            # Other inputs are of rewards and critics that are not set here.
             kept["inputs"] = {k: v for k, v in stage["inputs"].items() if k in _ALWAYS_READ}
         stages[name] = kept
     fields = manager.find("task", used["task"]["name"]).cls.Config.model_fields

@@ -318,7 +318,7 @@ class _Resolver:
                 values["rewards"][index]["label"] = label
         if expanded.critic is not None and expanded.critic.init == "reward_model":
             roles.add("reward_model")
-        filled_stage = RlStage.model_validate(values)
+        filled_stage = type(expanded).model_validate(values)
         if len(self.problems) == before:  # plugins that could not be built cannot be compared
             self.problems += combinations.check_rl(name, filled_stage, self.loaded, self.manager)
         return filled_stage, used
@@ -341,7 +341,7 @@ class _Resolver:
         except (ConfigError, ValidationError):
             return stage  # `component` reports it
         kind, made_for = stage.kind, str(getattr(entry.cls, "stage"))  # noqa: B009
-        if made_for != kind:
+        if made_for != ("rl" if isinstance(stage, RlStage) else kind):
             reported = (
                 f"'{entry.name}' is an algorithm for a stage of kind '{made_for}', not '{kind}'; "
                 f"choose another algorithm, or set 'kind: {made_for}'"
@@ -356,6 +356,8 @@ class _Resolver:
             sets = self.manager.files.localised(sets, folders)
         stages = self.loaded.raw["stages"]
         assert isinstance(stages, dict)
+        if isinstance(stage, RlStage):
+            sets = merge_fields(sets, stage.beyond_preset())
         merged = merge_fields(sets, stages[name])
         try:
             return type(stage).model_validate(merged)

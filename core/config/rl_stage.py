@@ -62,6 +62,8 @@ class RewardComponent(Component):
     )
 
 
+RL_KINDS = ("rl", "distill")
+"""Kinds of stages that are an `RlStage`: they sample, or learn as if they did, step by step."""
 TOTAL = "total"
 """What reports call the sum of the rewards."""
 
@@ -377,6 +379,18 @@ class RlStage(StageBase):
         description="a sampled token that its teacher did not score: stop, or learn nothing from "
         "the teacher there",
     )
+    on_policy_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="probability that a step learns from what the policy samples; other steps are "
+        "on the data's worked answers, one to each prompt, or on what `seq_kd` says",
+    )
+    seq_kd: bool = Field(
+        default=False,
+        description="with on_policy_share below 1: answers that the teacher samples, in place of "
+        "the data's",
+    )
     aggregator: Component = Component(name="seq-mean-token-mean")
     kl: KlSection = KlSection()
     entropy_coef: float = Field(default=0.0, ge=0, le=1_000, description="entropy bonus")
@@ -447,6 +461,15 @@ class RlStage(StageBase):
         if isinstance(inputs, dict) and TEACHER in inputs:
             return {**value, "teachers": {TEACHER: {}}}
         return value
+
+    @property
+    def learns_from_record(self) -> bool:
+        """Whether rows with a teacher's scores were recorded before, and nothing is sampled."""
+        return False
+
+    def beyond_preset(self) -> dict[str, object]:
+        """Fields that this stage sets over its preset's, and under those of the user."""
+        return {}
 
     @property
     def teacher_roles(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
+from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
 from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.preference_stages import (
@@ -128,6 +129,8 @@ BUILT_IN: dict[str, type[StageBase]] = {
     "process_reward_model": ProcessRewardModelStage,
     "preference": PreferenceStage,
     "rl": RlStage,
+    "distill": DistillStage,
+    "record_teacher": RecordTeacherStage,
     "register": RegisterStage,
     "transform": TransformStage,
     "approve": ApproveStage,

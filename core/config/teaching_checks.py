@@ -44,7 +44,8 @@ class TeachingCheck:
 
     def columns(self) -> frozenset[str]:
         """Columns that the teachers of the stage fill."""
-        return TEACHER_COLUMNS if self.stage.teachers else frozenset()
+        taught = self.stage.teachers or self.stage.learns_from_record
+        return TEACHER_COLUMNS if taught else frozenset()
 
     def problems(self) -> Iterable[str]:
         yield from self.readers()
@@ -62,7 +63,7 @@ class TeachingCheck:
         reading += [each for each in self.transforms if each.required_columns() & TEACHER_COLUMNS]
         if self.distillation is not None:
             reading.append(self.distillation)
-            if not stage.teachers:
+            if not stage.teachers and not stage.learns_from_record:
                 yield self.line(
                     "distillation",
                     f"'{self.distillation.name}' learns from a teacher, and this stage has none; "

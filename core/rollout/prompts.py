@@ -37,9 +37,17 @@ class PromptStream:
 
     def at(self, position: int) -> PromptGroup:
         """The prompt at a place of the stream, from 0."""
+        return self.prompts[self._index(position)]
+
+    def take_indices(self, count: int) -> list[int]:
+        """As `take`, but the prompts' places among those that there are."""
+        self.position += count
+        return [self._index(at) for at in range(self.position - count, self.position)]
+
+    def _index(self, position: int) -> int:
         epoch, index = divmod(position, len(self.prompts))
         if epoch != self._order[0]:
             draw = generator(self.seed, "prompts", epoch)
             order = torch.randperm(len(self.prompts), generator=draw).tolist()
             self._order = (epoch, order)
-        return self.prompts[self._order[1][index]]
+        return self._order[1][index]

@@ -18,6 +18,8 @@ COLOURS = {  # Okabe and Ito's colour-blind-safe palette
     "reward_model": "#CC79A7",
     "preference": "#56B4E9",
     "rl": "#D55E00",
+    "distill": "#D55E00",
+    "record_teacher": "#999933",
     "evaluate": "#009E73",
     "register": "#B8860B",
     "transform": "#999933",
@@ -64,6 +66,8 @@ def headline(metrics: Mapping[str, float]) -> str:
         return "champion" if metrics["promote/promoted"] else "not promoted"
     if "new_data/rows" in metrics:
         return f"{metrics['new_data/rows']:.0f} new rows"
+    if "record/rows" in metrics:
+        return f"{metrics['record/rows']:.0f} answers"
     if "transform/kept" in metrics:
         return f"kept {metrics['transform/kept']:.0f} of {metrics['transform/num_problems']:.0f}"
     for key, label in (("reward/mean", "reward"), ("sft/loss", "loss"), ("loss/sft", "loss")):

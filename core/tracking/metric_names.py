@@ -137,6 +137,13 @@ METRICS: dict[str, Metric] = {
     "distil/masked_frac": Metric("fraction", "tokens left out because their probability fell"),
     "distil/missing_frac": Metric("fraction", "sampled tokens that their teacher did not score"),
     "distil/skipped_frac": Metric("fraction", "responses that no teacher judges"),
+    "tokens/given": Metric("count", "tokens of answers that the policy did not sample, in a step"),
+    "record/rows": Metric("count", "answers in a teacher's record"),
+    "record/tokens": Metric("count", "tokens of answers in a teacher's record"),
+    "record/files": Metric("count", "files of a teacher's record"),
+    "distil/on_policy": Metric(
+        "0 or 1", "whether the policy sampled the answers of the step; absent = always"
+    ),
     "distil/context_too_long_frac": Metric(
         "fraction", "responses whose teacher would read more than max_model_len tokens"
     ),

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.teachers import TeacherSection
+from posttrain.core.contracts import PromptGroup, SampledGroup
 from posttrain.core.errors import ResourceError, RunError
+from posttrain.core.rollout.vllm_server import read_completion, sampling_request
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.updates import Check, PolicyLearner
+from posttrain.core.types import Completion, SamplingParams
 
 Json = dict[str, Any]  # Any: JSON
 PROBE = "Two plus 3 is 5.\n\tÄpfel, 你好 🙂 def f(x):"
@@ -113,6 +116,79 @@ class TeacherServer:
             return None
         return limits[0] if limits and isinstance(limits[0], int) else None
 
+    def check_sampling(self, tokenizer: Encodes) -> None:
+        """Raise `ResourceError` unless the server samples, and says which tokens it sampled.
+
+        The error is a `ServerAway` where nobody answers.
+        """
+        prompt = tokenizer.encode_text(PROBE, special=False)
+        request = sampling_request(self.model, prompt, SamplingParams(max_tokens=1), 0, 1, ())
+        try:
+            self._completion(asyncio.run(self._once(request)), SamplingParams(max_tokens=1), (), 0)
+        except NoAnswer as error:
+            raise ServerAway(str(error)) from error
+        except RunError as error:
+            raise ResourceError(str(error)) from error
+
+    async def _once(self, request: Json) -> str:
+        async with self._client() as client:
+            return await self._post(client, request, tries=1)
+
+    def sample(
+        self,
+        prompts: Sequence[PromptGroup],
+        params: SamplingParams,
+        *,
+        ends: Sequence[int],
+        check: Check,
+    ) -> list[SampledGroup]:
+        """`params.num_generations` answers of the teacher to each prompt, in order.
+
+        `ends` are the tokens that end an answer. A second call may give others.
+        """
+        check()
+        found = asyncio.run(self._sample(prompts, params, ends))
+        check()
+        return found
+
+    async def _sample(
+        self, prompts: Sequence[PromptGroup], params: SamplingParams, ends: Sequence[int]
+    ) -> list[SampledGroup]:
+        slots = asyncio.Semaphore(self._at_once)
+        async with self._client() as client:
+
+            async def answer(prompt: PromptGroup, seed: int) -> Completion:
+                request = sampling_request(
+                    self.model, prompt.prompt_ids, params, seed, params.max_tokens, ends
+                )
+                async with slots:
+                    return self._completion(await self._post(client, request), params, ends, seed)
+
+            n, first = params.num_generations, params.seed
+            asked = [
+                asyncio.gather(*(answer(p, (first + i * n + j) % 2**31) for j in range(n)))
+                for i, p in enumerate(prompts)
+            ]
+            answers = await asyncio.gather(*asked)
+        return [SampledGroup(p, tuple(a)) for p, a in zip(prompts, answers, strict=True)]
+
+    def _completion(
+        self, said: str, params: SamplingParams, ends: Sequence[int], seed: int
+    ) -> Completion:
+        origin = {
+            "policy_version": 0,
+            "seed": seed,
+            "engine": "teacher's server",
+            "engine_version": "",
+        }
+        try:
+            return read_completion(json.loads(said), params, ends, origin)
+        except (RunError, ValueError) as error:
+            raise RunError(
+                f"{self._who} gives no tokens of what it samples: use a vLLM server, which knows "
+                "`return_token_ids`, or set seq_kd: false"
+            ) from error
+
     def scores(
         self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
     ) -> TeacherScores:
@@ -161,6 +237,10 @@ class TeacherServer:
             "temperature": 1.0,
             "prompt_logprobs": top_k,
         }
+        return self._read(await self._post(client, request, tries), len(ids))
+
+    async def _post(self, client: httpx.AsyncClient, request: Json, tries: int = TRIES) -> str:
+        """The text of the server's answer. Raises `RunError` where it gives none."""
         for attempt in range(tries):
             try:
                 reply = await client.post(f"{self.base_url}/completions", json=request)
@@ -168,7 +248,7 @@ class TeacherServer:
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 said, status = f"{type(error).__name__} {error}".strip(), 0
             if status == 200:
-                return self._read(said, len(ids))
+                return said
             if status not in (0, 408, 425, 429) and status < 500:
                 break
             if attempt < tries - 1:

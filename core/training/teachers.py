@@ -20,6 +20,7 @@ from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.teacher_contexts import TeacherContext
 from posttrain.core.training.teacher_texts import TeacherReader, read_by_teachers
 from posttrain.core.training.updates import Check, PolicyLearner, no_check
+from posttrain.core.types import Problem
 
 TOPK = frozenset({"teacher_topk_ids", "teacher_topk_logprobs"})
 SCORES = TOPK | {"teacher_logprobs"}
@@ -57,8 +58,12 @@ class Routing:
 
     def teacher_of(self, batch: RolloutBatch) -> Tensor:
         """The teacher [B] of each row, -1 = none. Raises `RunError` for one that nobody teaches."""
+        return torch.tensor(self.places(batch.problems), dtype=torch.int64)
+
+    def places(self, problems: Sequence[Problem]) -> list[int]:
+        """The same of problems."""
         places = []
-        for problem in batch.problems:
+        for problem in problems:
             value = problem.metadata.get(self.by)
             place = -1 if value is None else self.routes.get(value, -1)
             if place < 0 and self.unknown == "error":
@@ -69,7 +74,7 @@ class Routing:
                     "a teacher, or set teacher_routing.unknown: skip"
                 )
             places.append(place)
-        return torch.tensor(places, dtype=torch.int64)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +197,7 @@ class Teachers:
         policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         gap = masked(policy, known) - masked(teacher, known)
         metrics = {"distil/missing_frac": _share(mask & ~known, mask)}
+        known = known & ~policy.isnan()  # an answer that was given has no policy that sampled it
         if known.any():
             metrics["distil/rollout_kl"] = float(gap[known].double().mean())
         if len(self.scorers) == 1:

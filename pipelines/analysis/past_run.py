@@ -20,7 +20,7 @@ from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.dag import topological_order
 from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.rl_stage import RewardComponent, RlStage
+from posttrain.core.config.rl_stage import RL_KINDS, RewardComponent, RlStage
 from posttrain.core.config.schema import BUILT_IN
 from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import Reward, Task
@@ -42,7 +42,7 @@ from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.stage.files import checkpoint_folder
 from posttrain.pipelines.stage.inputs import StageInputs
 
-TRAINING = ("rl", "sft", "reward_model", "process_reward_model", "preference")
+TRAINING = ("rl", "distill", "sft", "reward_model", "process_reward_model", "preference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class PastRun:
                 f"this run has no stage '{wanted}'{nearest(wanted, stages)} (that can be replayed: "
                 f"{list(able)})"
             )
-        meant = [name for name, kind in able.items() if kind == "rl"] or list(able)
+        meant = [name for name, kind in able.items() if kind in RL_KINDS] or list(able)
         if len(meant) != 1:
             what = f"several: {meant}; name one with --stage" if meant else "none"
             raise ConfigError(f"of the stages that take optimizer steps this run has {what}")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from posttrain.core.config.base import StageBase
     from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.config.rl_stage import RlStage
     from posttrain.core.config.schema import RunConfig
     from posttrain.core.estimate.tokens import RunData
     from posttrain.core.plugin_manager import PluginManager
@@ -130,6 +131,14 @@ def stage_rows(
     return rows
 
 
+def _given_steps(stage: RlStage) -> str:
+    """What a plan says of steps on answers that the policy did not sample."""
+    if stage.on_policy_share == 1:
+        return ""
+    whose = "the teacher samples" if stage.seq_kd else "the data have"
+    return f"; {1 - stage.on_policy_share:.0%} of the steps are on answers that {whose}"
+
+
 def arithmetic(stage: StageBase, data: RunData) -> str:
     """The batch arithmetic of a stage in words, with the counts that the run will have."""
     from posttrain.core.config.evaluation_stages import EvaluateStage
@@ -197,6 +206,13 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                 f"sampled, and {stage.num_continuations} ways to go on from each of their first "
                 f"{stage.max_steps} steps but the last (estimates assume 3); {passes}"
             )
+        case RlStage() if stage.on_policy_share == 0:
+            whose = "the teacher's" if stage.seq_kd else "the data's"
+            whose = "the record's" if stage.learns_from_record else whose
+            return (
+                f"{stage.prompts_per_step} of {whose} answers per step, {stage.steps} steps; the "
+                "policy samples nothing"
+            )
         case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations
             mini, updates = rows_a_step // stage.num_mini_batches, stage.num_mini_batches
@@ -210,7 +226,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                 f"mini-batch(es) of {mini} = {stage.epochs * updates} optimizer step(s) per "
                 f"rollout; {stage.steps} steps{again if 0 < problems < prompts else ''} sample at "
                 f"most {tokens:,} tokens; {-(-mini // stage.micro_batch_size)} micro-batch(es) per "
-                "optimizer step"
+                f"optimizer step{_given_steps(stage)}"
             )
         case TransformStage():
             problems, solutions = data.count("train", stage.num_problems), stage.num_solutions

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from posttrain.core.config.schema import RunConfig
 
-SAMPLED = ("rl", "evaluate")
+SAMPLED = ("rl", "distill", "evaluate")
 """Kinds of stages whose responses are kept."""
 MODELS = ("model", "reward_model")
 MLFLOW_STATUS = {

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.base import StageBase
+from posttrain.core.config.distill_stage import DistillStage
 from posttrain.core.config.preference_stages import (
     PreferenceStage,
     ProcessRewardModelStage,
@@ -220,6 +221,7 @@ def preference_objective(inputs: StageInputs, stage: PreferenceStage) -> Prefere
 
 BUILDERS: dict[type[StageBase], Callable[..., Trained]] = {
     RlStage: rl,
+    DistillStage: rl,
     SftStage: sft,
     RewardModelStage: reward_model,
     ProcessRewardModelStage: process_reward_model,

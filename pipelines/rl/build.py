@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.distill_stage import RECORDED
 from posttrain.core.config.rl_stage import (
     CriticSection,
     LossTermComponent,
@@ -66,6 +67,7 @@ from posttrain.core.training.teacher_server import server_of
 from posttrain.core.training.teacher_texts import TeacherReader
 from posttrain.core.training.teachers import LocalTeacher, Routing, ScoresTokens, Teachers
 from posttrain.core.training.updates import KlGuard, PolicyLearner, UpdateSettings
+from posttrain.core.types import SamplingParams
 from posttrain.pipelines.stage.inputs import StageInputs, StagePlugins
 from posttrain.pipelines.stage.trained import build_optimizer, reference_of, start_training
 
@@ -119,6 +121,8 @@ def load_teachers(
     for one of another vocabulary than the policy's, unless the stage learns from texts.
     """
     found: dict[str, PreTrainedModel | None] = {}
+    if stage.learns_from_record:
+        return {RECORDED: None}
     for name, section in stage.teachers.items():
         found[name] = None if section.weights is None else own[section.weights]
         if section.base_url is not None or section.policy is not None:
@@ -190,12 +194,6 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
         server = server_of(name, section)
         server.check(context.tokenizer(), top_k=top_k, longest=longest)
         scorers[name] = server
-    routing = stage.teacher_routing
-    routes = {
-        route: index
-        for index, (name, section) in enumerate(stage.teachers.items())
-        for route in section.routes or (name,)
-    }
     contexts = {
         name: TeacherContext(
             context.tokenizer(),
@@ -210,12 +208,25 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
     }
     return Teachers(
         scorers,
-        Routing(routing.by, routes, routing.unknown) if routing is not None else None,
+        routing_of(stage),
         top_k=top_k,
         on_missing=stage.teacher_missing,
         contexts=contexts,
         readers=tuple(readers_of(context, stage).values()),
     )
+
+
+def routing_of(stage: RlStage) -> Routing | None:
+    """Which teacher judges which problem, where there are several."""
+    section = stage.teacher_routing
+    if section is None:
+        return None
+    routes = {
+        route: index
+        for index, (name, teacher) in enumerate(stage.teachers.items())
+        for route in teacher.routes or (name,)
+    }
+    return Routing(section.by, routes, section.unknown)
 
 
 def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective) -> bool:
@@ -270,6 +281,19 @@ def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
         temperature=stage.generation.temperature,
         seed=derive_seed(context.run.seed, context.name, "learner"),
         cut=Cut(stage.generation.top_k, stage.generation.top_p),
+    )
+
+
+def sampling_of(stage: RlStage, seed: int) -> SamplingParams:
+    """How the stage's responses are drawn."""
+    generation = stage.generation
+    return SamplingParams(
+        num_generations=stage.num_generations,
+        max_tokens=generation.max_response_length,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        seed=seed,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from posttrain.core.analysis.evidence import FOLDER, steps_in
 from posttrain.core.config.resolve import ResolvedRun
+from posttrain.core.config.rl_stage import RL_KINDS
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import ArtifactStore
 from posttrain.core.store.manifests import read_manifest
@@ -32,16 +33,16 @@ def find_evidence(
     nothing was kept. A stage that still runs, or was interrupted, is looked up too.
     """
     kinds = {name: resolved.config.stages[name].kind for name in resolved.order}
-    rl = [name for name, kind in kinds.items() if kind == "rl"]
+    rl = [name for name, kind in kinds.items() if kind in RL_KINDS]
     if stage is not None and stage not in rl:
         what = f"is of kind '{kinds[stage]}'" if stage in kinds else "is none of this run's"
         raise ConfigError(
-            f"stage '{stage}' {what}{nearest(stage, rl)}; steps of its rl stages can be looked at: "
-            f"{rl}"
+            f"stage '{stage}' {what}{nearest(stage, rl)}; steps of its stages of kind rl or "
+            f"distill can be looked at: {rl}"
         )
     if stage is None and len(rl) != 1:
         raise ConfigError(
-            f"of the stages of kind rl this run has {len(rl)}"
+            f"of the stages of kind rl or distill this run has {len(rl)}"
             + (f": {rl}; name one with --stage" if rl else ": there are no steps to look at")
         )
     name = stage or rl[0]

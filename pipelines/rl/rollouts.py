@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import RolloutEngine, RolloutRequest, SampledGroup, Sampler
@@ -30,7 +32,8 @@ from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.streaming import GroupStream
 from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.types import SamplingParams
+from posttrain.pipelines.rl.build import sampling_of
+from posttrain.pipelines.rl.given_answers import GivenAnswers
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import Episodes
 
@@ -42,7 +45,7 @@ class Rollout:
     `metrics` belong to `step`, whatever step was trained on while they were taken. `batch` is None
     when the sampler kept no group at all. `mean_length` is the mean number of sampled tokens of a
     response. `reference_kl` is the KL to the reference per token and per sequence, once measured.
-    `products` are what the engine kept for the update.
+    `products` are what the engine kept for the update. `given` answers are none of the policy's.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Rollout:
     mean_length: float = 0.0
     reference_kl: tuple[float, float] | None = None
     products: SampledOutputs | None = field(default=None, repr=False)
+    given: bool = False
 
     @property
     def rows(self) -> RolloutBatch:
@@ -84,6 +88,7 @@ class Rollouts:
     `recording` records what the engine computes, for the update; None where it does not. `log` has
     the samples of steps that were drawn before, where drawing them again gives others. `stream`
     samples without an end, with `engine_use` held together; whoever else calls the engine is alone.
+    `given` has the answers of steps that learn from others than the policy's.
     """
 
     context: StageContext
@@ -97,6 +102,7 @@ class Rollouts:
     log: EpisodeLog | None = None
     stream: GroupStream | None = None
     engine_use: SharedLock = field(default_factory=SharedLock)
+    given: GivenAnswers | None = None
     waiting: dict[int, Rollout] = field(default_factory=dict)
 
     def sample(self, step: int) -> Rollout:
@@ -109,10 +115,26 @@ class Rollouts:
             if found is not None:
                 self.waiting[step] = self._recalled(step, found)
             else:
-                self.waiting[step] = self._taken(step) if self.stream else self._sampled(step)
+                self.waiting[step] = self._made(step)
                 if self.log is not None:
                     self.log.write(step, self._logged(self.waiting[step]))
         return self.waiting[step]
+
+    def _made(self, step: int) -> Rollout:
+        if self.given is not None and self.given.are_of(step):
+            return self._given(step, self.given)
+        return self._taken(step) if self.stream else self._sampled(step)
+
+    def _given(self, step: int, given: GivenAnswers) -> Rollout:
+        """The answers that somebody else has for the next prompts."""
+        began = time.perf_counter()
+        found = given.source.answers(step, self.prompts)
+        if isinstance(found, RolloutBatch):
+            rollout = self._of_batch(step, (), found, {})
+        else:
+            rollout = self._rollout(step, found, {})
+        seconds = time.perf_counter() - began
+        return replace(rollout, metrics={"distil/on_policy": 0.0, "time/rollout_s": seconds})
 
     def _sampled(self, step: int) -> Rollout:
         with self.using_engine():
@@ -197,6 +219,8 @@ class Rollouts:
             "time/rollout_s": seconds,
             "throughput/rollout_tokens_per_s": tokens / seconds,
         }
+        if self.given is not None:
+            metrics["distil/on_policy"] = 1.0
         return replace(rollout, metrics=metrics, products=products)
 
     def _verify(self, group: SampledGroup) -> list[float]:
@@ -212,9 +236,21 @@ class Rollouts:
         """The rollout of `groups`, its batch included."""
         if not groups:
             return Rollout(step, groups, None, metrics)
-        batch = rollout_batch(groups, self.tokenizer)
+        return self._of_batch(step, groups, rollout_batch(groups, self.tokenizer), metrics)
+
+    def _of_batch(
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: RolloutBatch,
+        metrics: dict[str, float],
+    ) -> Rollout:
         lengths = batch.response_mask.sum(dim=1).double()
-        return Rollout(step, groups, batch, metrics, float(lengths.mean()))
+        given = self.given is not None and self.given.are_of(step)
+        if given:  # so that it is as old as the policy
+            version = torch.full_like(batch.policy_version, self.engine.policy_version)
+            batch = batch.with_columns(policy_version=version)
+        return Rollout(step, groups, batch, metrics, float(lengths.mean()), given=given)
 
     def state(self) -> dict[str, Any]:  # Any: JSON
         """Sampler, cursor and waiting rollouts; must not be called while one is sampled."""
@@ -237,19 +273,6 @@ class Rollouts:
         for saved in state["waiting"]:
             step, groups = int(saved["step"]), groups_from_json(saved["groups"])
             self.waiting[step] = self._rollout(step, groups, saved["metrics"])
-
-
-def sampling_of(stage: RlStage, seed: int) -> SamplingParams:
-    """How the stage's responses are drawn."""
-    generation = stage.generation
-    return SamplingParams(
-        num_generations=stage.num_generations,
-        max_tokens=generation.max_response_length,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        seed=seed,
-    )
 
 
 def rollouts_due(step: int, first_step: int, last_step: int, max_staleness: int) -> range:

@@ -129,6 +129,8 @@ class RlLoop:
         """Fill the reward columns."""
         self.context.check()
         scored, metrics = self.scorer.score(rollout.rows)
+        if rollout.given:  # rewards and lengths of the policy's answers would jump
+            metrics = {"tokens/given": float(scored.response_mask.sum())}
         return rollout.with_rows(scored), metrics
 
     def compute_advantages(self, rollout: Rollout) -> tuple[Rollout, Metrics]:

@@ -22,6 +22,7 @@ from posttrain.core.analysis.report import (
     write_page,
 )
 from posttrain.core.config.differences import differing_settings
+from posttrain.core.config.rl_stage import RL_KINDS
 from posttrain.core.redaction import redacted
 from posttrain.core.store.artifacts import StageResult
 from posttrain.core.tracking.lineage import headline
@@ -196,7 +197,7 @@ def _cost(client: MlflowClient | None, pipeline: Pipeline) -> Iterator[list[Cell
     if sampled:
         trained = sampled * max((getattr(s, "epochs", 1) for s in _rl(pipeline)), default=1)
         weights = _weights(pipeline)
-        yield ["tokens sampled in training", sampled, "tokens/response of all rl steps"]
+        yield ["tokens sampled in training", sampled, "tokens/response of all steps that sample"]
         if weights:
             flops = 2 * weights * sampled + 6 * weights * trained
             how = f"2 x {weights:,} weights a token sampled, 6 x a token trained"
@@ -208,14 +209,14 @@ def _cost(client: MlflowClient | None, pipeline: Pipeline) -> Iterator[list[Cell
 
 
 def _rl(pipeline: Pipeline) -> Iterator[object]:
-    return (stage for stage in pipeline.config.stages.values() if stage.kind == "rl")
+    return (stage for stage in pipeline.config.stages.values() if stage.kind in RL_KINDS)
 
 
 def _sum(client: MlflowClient, results: list[StageResult], metric: str) -> float:
     return sum(
         point.value
         for result in results
-        if result.kind == "rl"
+        if result.kind in RL_KINDS
         for point in client.get_metric_history(result.mlflow_run_id, metric)
     )
 

@@ -1,4 +1,4 @@
-"""What `validate` checks of teachers that the config names: their vocabulary, and their servers.
+"""What `validate` checks of teachers and records that the config names: vocabulary, servers.
 
 Importing this module loads no model code.
 """
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.config.distill_stage import DistillStage
+from posttrain.core.config.given_answers_checks import differs
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
 from posttrain.core.config.teachers import TeacherSection
 from posttrain.core.contracts import DistillationLoss, TextLoss
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.vocabulary import check_vocabulary
+from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
 
 
@@ -27,10 +30,14 @@ def check_teachers(
     """Notes on what is checked when a stage starts.
 
     `policy` is the folder of the run's model and `tokenizer` its own, where they are here: what
-    stages make of it has the same vocabulary. Raises `ResourceError` for a teacher of another one
-    unless the stage learns from texts, and for a server that cannot give what the stage asks for.
+    stages make of it has the same vocabulary. Raises `ResourceError` for a teacher or record of
+    another one, unless the stage learns from texts, and for a server that cannot give what the
+    stage asks for, `ConfigError` for a record that lacks what the stage reads.
     """
     notes: list[str] = []
+    for place, stage in config.stages.items():
+        if isinstance(stage, DistillStage) and stage.recorded is not None:
+            _check_record(place, stage, policy, manager)
     for place, stage, name, section in _teachers(config):
         where = f"stages.{place}: teacher '{name}'"
         folder = None if section.folder is None else Path(section.folder).expanduser()
@@ -45,13 +52,30 @@ def check_teachers(
 
             top_k, longest = _candidates(stage, manager), config.model.max_model_len
             try:
-                server_of(name, section).check(tokenizer, top_k=top_k, longest=longest)
+                server = server_of(name, section)
+                server.check(tokenizer, top_k=top_k, longest=longest)
+                if stage.seq_kd:
+                    server.check_sampling(tokenizer)
             except ServerAway:
                 notes.append(
                     f"{where}: nobody answers at {section.base_url} yet; the stage asks when it "
                     "starts"
                 )
     return notes
+
+
+def _check_record(
+    place: str, stage: DistillStage, policy: Path | None, manager: PluginManager
+) -> None:
+    from posttrain.core.data.teacher_record import check_record, read_index
+
+    assert stage.recorded is not None
+    index = read_index(Path(stage.recorded).expanduser())
+    if policy is not None:
+        check_record(index, policy, f"stages.{place}: the record '{stage.recorded}'")
+    wanted = _candidates(stage, manager)
+    for field, problem in differs(stage, wanted, index.top_k, index.temperature):
+        raise ConfigError(f"stages.{place}.{field}: {problem}")
 
 
 def _teachers(config: RunConfig) -> Iterator[tuple[str, RlStage, str, TeacherSection]]:

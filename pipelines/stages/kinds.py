@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
+from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
 from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.preference_stages import (
@@ -92,6 +93,26 @@ class Rl(BuiltIn[RlStage]):
     name, Config = "rl", RlStage
 
 
+class Distill(BuiltIn[DistillStage]):
+    """Teaches a model what another one knows, on its own answers or on others; no reward."""
+
+    name, Config = "distill", DistillStage
+
+
+class RecordTeacher(BuiltIn[RecordTeacherStage]):
+    """Writes down what a teacher says of answers, so that it can be learned from without it."""
+
+    name, Config = "record_teacher", RecordTeacherStage
+
+    def describe(self) -> str:
+        stage = self.config
+        each = f" x {stage.num_generations} sampled" if stage.answers == "sampled" else " worked"
+        return (
+            f"at most {stage.num_problems} problems{each} answer(s), each token with the teacher's "
+            f"best {stage.top_k}"
+        )
+
+
 class Transform(BuiltIn[TransformStage]):
     """Rewrites training problems so that answers are integers, and keeps what verifies (DAPO)."""
 
@@ -132,6 +153,8 @@ def posttrain_register() -> list[type[Stage[Any]]]:
         ProcessRewardModel,
         Preference,
         Rl,
+        Distill,
+        RecordTeacher,
         Transform,
         NewData,
         Approve,

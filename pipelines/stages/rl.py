@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ from posttrain.core.contracts import (
     AdvantageTransform,
     KlController,
     KlEstimator,
+    PromptGroup,
     RolloutEngine,
     Sampler,
     StageOutput,
 )
+from posttrain.core.data.problem_sets import check_worked
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.rewards.checking import unreadable_references
 from posttrain.core.rollout.episode_log import FOLDER, EpisodeLog
@@ -39,10 +41,17 @@ from posttrain.pipelines.rl.build import (
     build_scorer,
     build_teachers,
     output_recording,
+    sampling_of,
     value_phase,
 )
+from posttrain.pipelines.rl.given_answers import (
+    GivenAnswers,
+    RecordedAnswers,
+    kept_by,
+    open_given,
+)
 from posttrain.pipelines.rl.recording import Recorder
-from posttrain.pipelines.rl.rollouts import Rollouts, sampling_of
+from posttrain.pipelines.rl.rollouts import Rollouts
 from posttrain.pipelines.rl.step import RlLoop
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import Episodes, episodes_of, played_one_by_one
@@ -86,7 +95,8 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
         episodes = opened.enter_context(
             episodes_of(context, stage.environment, tokenizer, context.check)
         )
-        loop = build_loop(context, stage, engine, tokenizer, episodes, ranks)
+        given = open_given(context, stage, tokenizer, opened)
+        loop = build_loop(context, stage, engine, tokenizer, episodes, ranks, given)
         opened.callback(loop.rollouts.close)
         loop.check_sync("the start of the stage")
         opened.enter_context(scored_on_nodes(context, loop.scorer))
@@ -97,13 +107,28 @@ def opened_loop(context: StageContext) -> Iterator[RlLoop]:
 
 
 def episode_log(
-    context: StageContext, stage: RlStage, episodes: Episodes | None
+    context: StageContext,
+    stage: RlStage,
+    episodes: Episodes | None,
+    given: GivenAnswers | None,
 ) -> EpisodeLog | None:
     """Where samples are kept that cannot be drawn a second time."""
-    repeatable = not isinstance(episodes, Plays) or episodes.repeatable
+    repeatable = not kept_by(given, stage)
+    repeatable = repeatable and (not isinstance(episodes, Plays) or episodes.repeatable)
     if stage.schedule != "streaming" and repeatable:
         return None
     return EpisodeLog(context.checkpoints / FOLDER, context.warn)
+
+
+def recorded_prompts(
+    context: StageContext, given: GivenAnswers | None
+) -> Sequence[PromptGroup] | None:
+    """The prompts of a record, which are the stage's only ones; None without a record."""
+    if given is None or not isinstance(given.source, RecordedAnswers):
+        return None
+    prompts = given.source.record.prompts
+    context.record_dataset("train", [prompt.problem for prompt in prompts])
+    return prompts
 
 
 def build_stream(
@@ -133,13 +158,22 @@ def build_loop(
     tokenizer: ChatTokenizer,
     episodes: Episodes | None,
     ranks: RankTrainer | None = None,
+    given: GivenAnswers | None = None,
 ) -> RlLoop:
-    """Load the models and build every plugin of the stage; with `ranks`, models are theirs."""
-    run = context.run
-    problems = context.training_problems(stage.steps * stage.prompts_per_step)
+    """Load the models and build every plugin of the stage; with `ranks`, models are theirs.
+
+    `given` are answers that others than the policy have.
+    """
+    run, prompts = context.run, recorded_prompts(context, given)
     held_out = context.held_out_problems(run.evaluation)
     encoder, longest = episodes or tokenizer, stage.generation.max_response_length
-    prompts = context.encode_prompts(encoder, problems, longest, "data")
+    if prompts is None:
+        problems = context.training_problems(stage.steps * stage.prompts_per_step)
+        if given is not None and not stage.seq_kd:
+            check_worked(context.task, problems)
+        prompts = context.encode_prompts(encoder, problems, longest, "data")
+    else:
+        problems = [prompt.problem for prompt in prompts]
     unseen = context.encode_prompts(encoder, held_out, run.evaluation.max_response_length, "eval")
     controller = context.build(KlController, stage.kl.controller)
 
@@ -176,9 +210,10 @@ def build_loop(
             prompts=order,
             episodes=episodes,
             recording=output_recording(context, stage, engine, learner),
-            log=episode_log(context, stage, episodes),
+            log=episode_log(context, stage, episodes, given),
             stream=stream,
             engine_use=use,
+            given=given,
         ),
         scorer=scorer,
         estimator=context.build(AdvantageEstimator, stage.advantage),

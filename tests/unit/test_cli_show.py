@@ -56,7 +56,7 @@ def test_every_kind_has_an_example_that_is_right(manager: PluginManager) -> None
         example, name = stage_example(kind, stage)
         (values,) = yaml.safe_load(example).values()
         assert stage.model_validate(values).inputs.keys() >= stage.reads.keys()
-        without = ("transform", "approve", "benchmark", "process_reward_model")
+        without = ("transform", "approve", "benchmark", "process_reward_model", "record_teacher")
         assert (name == "") == (kind in without)
         if name:
             assert example.splitlines()[0] in shipped_configs()[name].read_text()
@@ -119,7 +119,11 @@ def test_bash_is_offered_runs_and_their_stages(tmp_path: Path) -> None:
         (folder / "config.yaml").write_text(f"name: x\nstages:\n  {stages}\n  both: 2\nz: 3\n")
     assert offered("posttrain inspect a", tmp_path) == ["aa11"]
     assert offered("posttrain inspect bb22 --stage ", tmp_path) == ["both", "rl"]
-    assert offered("posttrain show stage re", tmp_path) == ["register", "reward_model"]
+    assert offered("posttrain show stage re", tmp_path) == [
+        "record_teacher",
+        "register",
+        "reward_model",
+    ]
 
 
 def test_a_completion_loads_nothing_heavy() -> None:
