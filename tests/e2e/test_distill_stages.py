@@ -99,15 +99,13 @@ def test_killed_at_any_stage_it_ends_as_if_it_had_not_been(tmp_path: Path) -> No
 @pytest.mark.parametrize("seed", SEEDS)
 def test_students_reach_their_teacher(tmp_path: Path, seed: int) -> None:
     made = config(tmp_path, seed, list(STUDENTS), teacher=25, steps=40)
-    check = {"kind": "evaluate"}
-    made["stages"] |= {
-        f"eval_{name}": {**check, "inputs": {"model": name}} for name in ("big", *STUDENTS)
-    }
-    made["evaluation"] = {"num_problems": 3, "max_response_length": 2, "num_samples": 0}
+    for name in STUDENTS:  # a step on its own answers tells how many are right
+        inputs = {"model": name, "teacher": "big"}
+        made["stages"][f"then_{name}"] = {**DISTILL, "inputs": inputs, "steps": 1}
     learned = run(tmp_path, made)
     assert final(learned.history("big", "acc/mean")) > 0.9
-    reached = {n: learned.metric(f"eval_{n}", "eval/greedy_accuracy") for n in STUDENTS}
-    assert all(value == 1.0 for value in reached.values()), reached
+    reached = {name: learned.history(f"then_{name}", "acc/mean")[0] for name in STUDENTS}
+    assert all(value > 0.85 for value in reached.values()), reached
     drawn = learned.history("half", "distil/on_policy")
     assert 0.2 < sum(drawn) / len(drawn) < 0.8
     assert learned.history("offline", "distil/on_policy") == [0.0] * 40
