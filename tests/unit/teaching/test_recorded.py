@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.distill_stage import RECORDED
+from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import resolve
 from posttrain.core.config.sections import OptimizerSection
 from posttrain.core.contracts import Aggregator, DistillationLoss, PromptGroup, SampledGroup
 from posttrain.core.data.teacher_record import (
@@ -21,7 +24,9 @@ from posttrain.core.data.teacher_record import (
     write_rows,
 )
 from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.errors import DataError
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.learner import Learner
@@ -32,6 +37,7 @@ from posttrain.core.training.teachers import LocalTeacher, Routing, Teachers
 from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Completion, Problem, SamplingParams
 from posttrain.pipelines.rl.given_answers import TeacherAnswers, worked_completion
+from posttrain.pipelines.run.checks import check_examples, needs_worked
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch
 
@@ -158,3 +164,31 @@ def test_a_worked_answer_is_cut_and_nobody_sampled_it(folders: list[Path]) -> No
     cut = worked_completion(tokenizer, prompt(0, "a"), 1)
     assert cut.token_ids == whole.token_ids[:1] and cut.finish_reason == "length"
     assert all(map(math.isnan, cut.logprobs)) and len(cut.logprobs) == 1
+
+
+@pytest.mark.parametrize("stage", ["student", "record"])
+def test_validate_refuses_data_without_the_answers_that_are_wanted(
+    tmp_path: Path, manager: PluginManager, stage: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    inputs = {"model": "base", "teacher": "big"}
+    stages = {
+        "student": {"kind": "distill", "inputs": inputs, "on_policy_share": 0.5},
+        "record": {"kind": "record_teacher", "inputs": {"model": "big"}},
+    }
+    first = {"kind": "distill", "inputs": inputs}
+    for fields, refused in ((stages[stage], True), (first, False)):
+        config = {
+            "task": {"name": "rows", "path": str(tmp_path / "rows.jsonl")},
+            "stages": {"big": {"kind": "rl", "inputs": {"model": "base"}}, "one": fields},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        run = resolve(load_config([tmp_path / "run.yaml"]), manager)
+        assert needs_worked(run.config.stages["one"]) is refused
+        task = manager.task(run.config.task)
+        problem = Problem("1+1", "1+1", "2", "")
+        if refused:
+            with pytest.raises(DataError, match="no worked answer to imitate"):
+                check_examples(run, task, problem)
+        else:
+            check_examples(run, task, problem)
