@@ -152,7 +152,7 @@ def test_each_teacher_samples_for_its_own_problems_in_their_order() -> None:
     assert asked == [(0, 0), (0, 3), (1, 1), (1, 2)] and stream.position == 4
     assert [group.prompt.prompt_ids[0] for group in groups] == [0, 1, 2, 3]
     assert [group.completions[0].token_ids[0] for group in groups] == [0, 1, 1, 0]
-    # What a teacher thought of its own answer is no policy's log-prob.
+    # A teacher's log-probs of its own answer are not those of a policy.
     assert all(math.isnan(group.completions[0].logprobs[0]) for group in groups)
     assert {group.completions[0].seed for group in groups} == {7}
 
