@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.config.base import StageBase
+from posttrain.core.config.distill_stage import RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.preference_stages import (
@@ -184,7 +185,7 @@ class Estimator:
         """The engine's calls for one batch of problems, and how many batches there are."""
         groups, data = [0], self.data
         if isinstance(stage, RlStage):
-            return [self.trained(stage)], stage.steps
+            return [self.trained(stage)], stage.steps * stage.on_policy_share
         if isinstance(stage, EvaluateStage):
             section = stage.evaluation or data.config.evaluation
             count, batch = data.count("held_out", section.num_problems), section.batch_size
@@ -203,6 +204,9 @@ class Estimator:
         elif isinstance(stage, TransformStage) and stage.rewrite != "rules":
             count, batch = data.count("train", stage.num_problems), stage.batch_size
             groups, limit = [1, stage.num_solutions], stage.generation.max_response_length
+        elif isinstance(stage, RecordTeacherStage) and stage.answers == "sampled":
+            count, batch = data.count("train", stage.num_problems), stage.problems_per_file
+            groups, limit = [stage.num_generations], stage.generation.max_response_length
         else:
             return [], 0.0
         batch, response = min(batch, count), self.lengths.response(data.config, stage, limit)
@@ -268,6 +272,15 @@ class Estimator:
             ranking = self.forward(rows, head=False) * found.held_out / max(1, rows.number)
             update = self.train(rows, stage.lora, head=False)
             return found.steps, {"update": update}, sampling + ranking
+        if isinstance(stage, RecordTeacherStage):
+            count, group = self.data.count("train", stage.num_problems), stage.num_generations
+            limit = stage.generation.max_response_length
+            answer = self.lengths.response(self.data.config, stage, limit)
+            if stage.answers == "worked" and self.lengths.worked is not None:
+                mean, longest = self.lengths.worked
+                answer = (min(mean, limit), min(longest, limit))
+            rows = self._rows(count * group, group, stage.micro_batch_size, answer)
+            return 1, {"generate": sampling, "score": self.forward(rows)}, 0.0
         name = "evaluate" if isinstance(stage, EvaluateStage) else "generate"
         return int(sampling > 0), {name: sampling}, 0.0
 
@@ -379,7 +392,9 @@ class Estimator:
 
 def _teachers(stage: RlStage) -> int:
     """Further models in this process, which are taken to be of the policy's size."""
-    return sum(t.base_url is None and t.weights != "live" for t in stage.teachers.values())
+    local = [t for t in stage.teachers.values() if t.base_url is None]
+    sampling = len(local) if stage.seq_kd else 0  # an engine of its own has the weights again
+    return sampling + sum(t.weights != "live" for t in local)
 
 
 def _reward_models(stage: RlStage) -> float:

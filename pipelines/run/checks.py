@@ -16,6 +16,7 @@ from posttrain.core.store import urls
 from posttrain.pipelines.run.environment_checks import check_environments, check_samplers
 
 if TYPE_CHECKING:
+    from posttrain.core.config.base import StageBase
     from posttrain.core.config.resolve import ResolvedRun
     from posttrain.core.contracts import Plugin, Task
     from posttrain.core.plugin_manager import PluginManager
@@ -199,7 +200,7 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
             for source in stage.data:
                 for _ in examples(data_rows(source.path, f"stages.{name}.data")):
                     pass
-        elif problem and isinstance(stage, SftStage) and "dataset" not in stage.inputs:
+        elif problem and needs_worked(stage) and "dataset" not in stage.inputs:
             check_worked(task, [problem])
         if isinstance(stage, SftStage) and stage.held_out is not None:
             for _ in examples(data_rows(stage.held_out, f"stages.{name}.held_out")):
@@ -213,6 +214,19 @@ def check_examples(resolved: ResolvedRun, task: Task[Any], problem: Problem | No
         for reward in stage.rewards if isinstance(stage, RlStage) else ():
             key = reward.fields().get("api_key_env")
             api_key(None if key is None else str(key))
+
+
+def needs_worked(stage: StageBase) -> bool:
+    """Whether a stage learns from, or records, the data's worked answers."""
+    from posttrain.core.config.distill_stage import RecordTeacherStage
+    from posttrain.core.config.rl_stage import RlStage
+    from posttrain.core.config.sft_stage import SftStage
+
+    if isinstance(stage, RlStage):
+        return stage.on_policy_share < 1 and not stage.seq_kd and not stage.learns_from_record
+    if isinstance(stage, RecordTeacherStage):
+        return stage.answers == "worked"
+    return isinstance(stage, SftStage)
 
 
 def check_answers(resolved: ResolvedRun, manager: PluginManager, task: Task[Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.core.config.base import TASK_DATA, Component, StageBase
+from posttrain.core.config.distill_stage import RecordTeacherStage
 from posttrain.core.config.evaluation_stages import EvaluateStage
 from posttrain.core.config.preference_stages import (
     PreferenceDataStage,
@@ -124,7 +125,7 @@ class _Stage:
     def references(self) -> list[str]:
         """Warnings of rewards that cannot read some right answers."""
         stage = self.stage
-        if not isinstance(stage, RlStage) or self.made_by is not None:
+        if not isinstance(stage, RlStage) or self.made_by is not None or stage.learns_from_record:
             return []
         labels = reward_labels(stage.rewards)
         rewards = {
@@ -155,8 +156,11 @@ class _Stage:
         elif isinstance(stage, ProcessRewardModelStage):
             longest = stage.generation.max_response_length
             yield self._prompts(tokenizer, None, self.problems(stage.num_prompts), longest)
+        elif isinstance(stage, RecordTeacherStage) and not made:
+            longest = stage.generation.max_response_length
+            yield self._prompts(tokenizer, None, self.problems(stage.num_problems), longest)
         elif isinstance(stage, RlStage):
-            if not made:
+            if not made and not stage.learns_from_record:
                 problems = self.problems(stage.steps * stage.prompts_per_step)
                 longest = stage.generation.max_response_length
                 yield self._prompts(tokenizer, stage.environment, problems, longest)

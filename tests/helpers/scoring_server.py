@@ -1,5 +1,7 @@
 """A small server on 127.0.0.1 with vLLM's `prompt_logprobs` of a tiny model's own logits.
 
+Asked for `return_token_ids` it answers greedily with the ids, as vLLM does.
+
 `fault` is what it does wrong: `plain` answers without them, as other servers do; `deaf` leaves out
 the last token's; `busy` answers 503 once; `other` reads texts with another tokenizer. As vLLM does
 unless it is asked for more, it gives 20 candidates at most.
@@ -59,7 +61,7 @@ def scoring_server(folder: Path, fault: str = "") -> Iterator[ScoringServer]:
                 with state.lock:
                     state.requests.append(body)
                     busy = state.fault == "busy" and len(state.requests) == 2
-                if body["prompt_logprobs"] > MOST_CANDIDATES:
+                if body.get("prompt_logprobs", 0) > MOST_CANDIDATES:
                     wrong = f"Requested prompt logprobs of {body['prompt_logprobs']}, max allowed"
                     self.reply(400, {"error": {"message": f"{wrong}: {MOST_CANDIDATES}"}})
                 elif busy:
@@ -72,6 +74,8 @@ def scoring_server(folder: Path, fault: str = "") -> Iterator[ScoringServer]:
         def choice(self, body: dict[str, Any]) -> dict[str, Any]:
             if state.fault == "plain":
                 return {"text": "x", "logprobs": None}
+            if body.get("return_token_ids"):
+                return self.sampled(body)
             ids, k = body["prompt"], body["prompt_logprobs"]
             with state.lock, torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0]
@@ -85,6 +89,19 @@ def scoring_server(folder: Path, fault: str = "") -> Iterator[ScoringServer]:
             if state.fault == "deaf" and len(state.requests) > 1:
                 entries[-1] = {}
             return {"text": "x", "prompt_logprobs": entries}
+
+        def sampled(self, body: dict[str, Any]) -> dict[str, Any]:
+            ids: list[int] = []
+            with state.lock, torch.no_grad():
+                while len(ids) < body["max_tokens"] and not {*ids[-1:]} & {*body["stop_token_ids"]}:
+                    logits = model(torch.tensor([[*body["prompt"], *ids]])).logits[0, -1]
+                    ids.append(int(logits.argmax()))
+            ended = bool({*ids[-1:]} & {*body["stop_token_ids"]})
+            return {
+                "token_ids": ids,
+                "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+                "finish_reason": "stop" if ended else "length",
+            }
 
         def reply(self, code: int, body: Any) -> None:
             data = json.dumps(body).encode()

@@ -215,6 +215,26 @@ def test_what_a_step_computes_takes_time(
     assert rows[1]["seconds"] > rows[0]["seconds"]
 
 
+def test_a_step_on_given_answers_samples_nothing(tmp_path: Path, model: Path) -> None:
+    inputs = {"model": "base", "teacher": "big"}
+    stages: dict[str, Any] = {"big": {"kind": "sft", "inputs": {"model": "base"}}}
+    shares = {"own": 1.0, "half": 0.5, "data": 0.0}
+    for name, share in shares.items():
+        stages[name] = {"kind": "distill", "inputs": inputs, "on_policy_share": share}
+    stages["seq"] = {**stages["half"], "seq_kd": True}
+    stages["record"] = {"kind": "record_teacher", "inputs": {"model": "big"}}
+    stages["sampled"] = {**stages["record"], "answers": "sampled", "num_generations": 4}
+    found = estimator(run_data(tmp_path, stages, model)).stages([*stages])
+    rollout = {name: found[name]["phases"]["rollout"] for name in shares}
+    assert rollout["own"] > 0 and rollout["data"] == 0
+    assert rollout["half"] == pytest.approx(rollout["own"] / 2, abs=1e-4)
+    assert found["seq"]["memory"]["teachers"] > found["half"]["memory"]["teachers"]
+    phases = {name: found[name]["phases"] for name in ("record", "sampled")}
+    assert phases["record"]["generate"] == 0 < phases["record"]["score"]
+    assert phases["sampled"]["generate"] > 0
+    assert phases["sampled"]["score"] > phases["record"]["score"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [(torch.float32, "masters"), (torch.bfloat16, "masters")]
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain.core.config.teachers import TeacherSection
+from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
@@ -15,6 +16,7 @@ from posttrain.core.training.distillation import candidate_pass
 from posttrain.core.training.teacher_server import ServerAway, TeacherServer, server_of
 from posttrain.core.training.teachers import Teachers
 from posttrain.core.training.updates import no_check
+from posttrain.core.types import Problem, SamplingParams
 from tests.helpers.rollouts import load_tiny, ragged_batch
 from tests.helpers.scoring_server import scoring_server
 
@@ -114,3 +116,30 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(
         with pytest.raises(ResourceError) as refused:
             server.check(ChatTokenizer.load(folder))
     assert state.keys == {"Bearer s3cret-key"} and "s3cret" not in str(refused.value)
+
+
+def test_a_server_samples_answers_in_order(folder: Path) -> None:
+    tokenizer, model = ChatTokenizer.load(folder), load_tiny(folder)
+    prompts = [PromptGroup(Problem("k", "p", "a", "w"), ids) for ids in ((5, 6, 7), (8, 9))]
+    params = SamplingParams(num_generations=2, max_tokens=4, seed=2**31 - 1)
+    with scoring_server(folder) as state:
+        server = TeacherServer(state.url, "big", "t")
+        server.check_sampling(tokenizer)
+        groups = server.sample(prompts, params, ends=tokenizer.end_token_ids, check=no_check)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert group.prompt is prompt and len(group.completions) == 2
+        ids = list(prompt.prompt_ids)
+        for token in group.completions[0].token_ids:
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+    seeds = [request["seed"] for request in state.requests[1:]]
+    assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_server_that_does_not_say_what_it_sampled_is_refused(folder: Path) -> None:
+    with scoring_server(folder, "plain") as state:
+        server = TeacherServer(state.url, "big", "t")
+        with pytest.raises(ResourceError, match=r"no tokens of what it samples: .* seq_kd: false"):
+            server.check_sampling(ChatTokenizer.load(folder))
+    with pytest.raises(ServerAway):
+        server.check_sampling(ChatTokenizer.load(folder))
