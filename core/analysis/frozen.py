@@ -79,7 +79,7 @@ class FrozenStep:
     def prepare(self, objective: Objective, rows: RolloutBatch, mini: FrozenMini) -> PreparedMini:
         """Counts of the whole mini-batch `rows`, and what losses select in it, as the run drew."""
         draw = generator(self.settings.seed, "prepare", self.step, mini.number)
-        return objective.prepare(rows, draw, len(self.settings.micro_rows(rows)))
+        return objective.prepare(rows, draw, len(self.settings.micro_rows(rows)), self.step)
 
 
 def freeze(evidence: StepEvidence, settings: UpdateSettings) -> FrozenStep:

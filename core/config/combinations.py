@@ -228,6 +228,7 @@ class _Check:
                 f"'{name}' is listed {names.count(name)} times, but state and metrics of a term go "
                 "by its name; keep one of them, with coef for its weight",
             )
+        yield from self._complements()
         path = self.stage.ptx.path
         if path is not None and not Path(path).expanduser().is_file():
             yield self.line(
@@ -247,6 +248,22 @@ class _Check:
                 "policy_loss",
                 f"'{observing[0]}' learns what an environment wrote, and this stage has none; add "
                 f"`environment`, or remove '{observing[0]}'",
+            )
+
+    def _complements(self) -> Iterable[str]:
+        """Coefficients whose rest goes to the other losses, where there are two or no others."""
+        coefs = self.stage.complements
+        if len(coefs) > 1:
+            yield self.line(
+                "policy_loss",
+                f"{len(coefs)} coefficients have complement: true, and the other losses count 1 - "
+                "one of them; keep one",
+            )
+        if coefs and all(term.coef in coefs for term in self.stage.loss_terms):
+            yield self.line(
+                "policy_loss",
+                "complement: true is for the other policy losses, and there is none; add one such "
+                "as 'ppo_clip', or remove complement",
             )
 
     def advantage(self) -> Iterable[str]:

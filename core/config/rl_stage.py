@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
+from posttrain.core.config.coefficients import Coefficient, CoefSchedule
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -21,7 +22,11 @@ from posttrain.core.config.teachers import TEACHER, RoutingSection, TeacherName,
 class LossTermComponent(Component):
     """A policy loss with its factor in the sum and, if it has one, its own aggregator."""
 
-    coef: float = Field(default=1.0, ge=0, le=1_000, description="factor of this term in the loss")
+    coef: Coefficient = Field(
+        default=1.0,
+        description="factor of this term in the loss; or its schedule over the stage's steps, "
+        "{warmup, peak, decay, valley}",
+    )
     aggregator: Component | None = Field(
         default=None, description="how this term is averaged; null = the stage's own `aggregator`"
     )
@@ -487,6 +492,13 @@ class RlStage(StageBase):
                 f"must be [low, high] with low below high: {low:g} is not below {high:g}"
             )
         return value
+
+    @property
+    def complements(self) -> tuple[CoefSchedule, ...]:
+        """Coefficients of which the other policy losses count the rest; one at most."""
+        terms = [*self.loss_terms, *([] if self.distillation is None else [self.distillation])]
+        coefs = [term.coef for term in terms]
+        return tuple(c for c in coefs if isinstance(c, CoefSchedule) and c.complement)
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:

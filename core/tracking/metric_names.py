@@ -405,6 +405,7 @@ PREFIXES: dict[str, Metric] = {
     "reward/failed_frac/": Metric("fraction", "responses one reward failed on"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
     "loss/term/": Metric("loss", "one term of the loss in addition to the first, factor included"),
+    "loss/coef/": Metric("factor", "coefficient of a term of the loss, where it moves by step"),
     "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased"),
     "eval/pass_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples"),

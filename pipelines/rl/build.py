@@ -20,6 +20,7 @@ from posttrain.core.config.rl_stage import (
 )
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
+    TEACHER_COLUMNS,
     AdvantageEstimator,
     Aggregator,
     DistillationLoss,
@@ -263,10 +264,13 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
         distillation=build_distillation(context, stage),
-        taught_advantages=(
-            bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
-        ),
+        taught_advantages=only_taught(context, stage),
     )
+
+
+def only_taught(context: StagePlugins, stage: RlStage) -> bool:
+    """Whether all advantages are what teachers say."""
+    return bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
 
 
 def build_distillation(context: StagePlugins, stage: RlStage) -> DistillationTerm | None:
@@ -275,15 +279,27 @@ def build_distillation(context: StagePlugins, stage: RlStage) -> DistillationTer
     if section is None:
         return None
     aggregator = context.build(Aggregator, section.aggregator or stage.aggregator)
-    return DistillationTerm(context.build(DistillationLoss, section), aggregator, section.coef)
+    loss = context.build(DistillationLoss, section)
+    return DistillationTerm(loss, aggregator, section.coef, num_teachers=balanced_teachers(stage))
+
+
+def balanced_teachers(stage: RlStage) -> int:
+    """The number of teachers that count alike; 0 where each counts by what it judges."""
+    routing = stage.teacher_routing
+    return len(stage.teachers) if routing is not None and routing.balance == "equal" else 0
 
 
 def build_term(context: StagePlugins, stage: RlStage, term: LossTermComponent) -> LossTerm:
     """One policy loss with its factor and the aggregator it is averaged by."""
+    loss, taught = context.build(PolicyLoss, term), only_taught(context, stage)
+    from_teachers = TEACHER_COLUMNS | ({"advantages"} if taught else frozenset())
+    reads_teachers = bool(loss.required_columns() & from_teachers)
     return LossTerm(
-        loss=context.build(PolicyLoss, term),
+        loss=loss,
         aggregator=context.build(Aggregator, term.aggregator or stage.aggregator),
         coef=term.coef,
+        rest_of=next((other for other in stage.complements if other is not term.coef), None),
+        num_teachers=balanced_teachers(stage) if reads_teachers else 0,
     )
 
 
