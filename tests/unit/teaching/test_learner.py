@@ -202,8 +202,6 @@ def test_teachers_that_count_alike_are_averaged_each_by_itself(
     teachers = Teachers({n: LocalTeacher(n) for n in names}, Routing("field", routes, "skip"))
     wanted = {"teacher_logprobs", "old_logprobs"}
     filled, metrics = ColumnFiller(learner, teachers).fill(batch, wanted)
-        batch, {"teacher_logprobs", "old_logprobs"}
-    )
     assert metrics["distil/tokens/a"] > 0 and metrics["distil/tokens/b"] > 0
     opd = MANAGER.build(AdvantageTransform, "opd")
     found = opd.transform(torch.zeros_like(filled.mask), filled).advantages
