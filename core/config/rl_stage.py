@@ -86,10 +86,11 @@ def reward_labels(rewards: Sequence[RewardComponent], own: Sequence[str] = ()) -
 class RefUpdateSection(Section):
     """A reference that moves to the policy: reference = (1 - rate) reference + rate policy."""
 
-    rule: Literal["ema", "mixup", "refreshed"] = Field(
+    rule: Literal["ema", "mixup", "bema"] = Field(
         default="ema",
         description="ema: a little after every optimizer step; mixup: in part, now and then "
-        "(TR-DPO); refreshed: the policy itself",
+        "(TR-DPO); bema: a moving average whose lag is corrected by how far the policy is from its "
+        "start (BEMA), at a rate that falls by itself",
     )
     rate: float | None = Field(
         default=None,
@@ -100,26 +101,36 @@ class RefUpdateSection(Section):
     every: int | None = Field(
         default=None,
         ge=1,
-        description="optimizer steps from move to move; null = 1 for ema, 512 for mixup and "
-        "refreshed",
+        description="optimizer steps from move to move; null = 1 for ema, 512 for mixup, 400 for "
+        "bema",
     )
 
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _no_rule_of_its_own(cls, value: Any) -> Any:  # Any: whatever YAML held
+        if value == "refreshed":
+            raise ValueError(
+                "a reference that becomes the policy itself is `kl: {refresh_every: N}`, every N "
+                "steps of the stage; write that in place of ref_update"
+            )
+        return value
+
     @model_validator(mode="after")
-    def _refreshed_is_whole(self) -> RefUpdateSection:
-        if self.rule == "refreshed" and self.rate not in (None, 1.0):
-            raise ValueError("rule: refreshed takes the whole policy; use rule: mixup for a rate")
+    def _rate_is_taken(self) -> RefUpdateSection:
+        if self.rule == "bema" and self.rate is not None:
+            raise ValueError("rule: bema has a rate that falls by itself; remove rate, or use ema")
         return self
 
     @property
     def resolved_rate(self) -> float:
         """The rate, with the rule's own where none is given."""
-        own = {"ema": 0.05, "mixup": 0.6, "refreshed": 1.0}[self.rule]
+        own = 0.6 if self.rule == "mixup" else 0.05
         return own if self.rate is None else self.rate
 
     @property
     def resolved_every(self) -> int:
         """Optimizer steps from move to move, with the rule's own where none are given."""
-        own = 1 if self.rule == "ema" else 512
+        own = {"ema": 1, "mixup": 512, "bema": 400}[self.rule]
         return own if self.every is None else self.every
 
 

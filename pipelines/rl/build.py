@@ -54,7 +54,7 @@ from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.forward import check_passes
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.moving_reference import MovingReference
+from posttrain.core.training.moving_reference import BiasCorrectedReference, MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -196,6 +196,8 @@ def build_moving(
     rule = stage.kl.ref_update
     if rule is None:
         return MovingReference(reference, optimizer)
+    if rule.rule == "bema":
+        return BiasCorrectedReference(reference, optimizer, every=rule.resolved_every)
     return MovingReference(reference, optimizer, rate=rule.resolved_rate, every=rule.resolved_every)
 
 

@@ -145,7 +145,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
             "estimator": "k1",
             "place": "reward",
             "controller": {"name": "adaptive", "coef": 0.1, "horizon": 200},
-            "ref_update": {"rule": "mixup", "every": 3},
+            "ref_update": {"rule": "bema", "every": 3},
         },
         "entropy_controller": {"name": "adaptive", "target": 100},
         "epochs": 2,

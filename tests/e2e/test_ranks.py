@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kl": {
             "place": "loss",
             "controller": {"name": "fixed", "coef": 0.01},
-            "ref_update": {"rule": "ema"},
+            "ref_update": {"rule": "bema", "every": 2},
         },
         "steps": 6,
     }

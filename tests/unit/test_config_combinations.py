@@ -105,6 +105,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.kl\.ref_update: the reference follows one rule, and refresh_every is another",
     ),
     (
+        "a rule with another name",
+        {"kl": {"ref_update": {"rule": "refreshed"}}},
+        r"rl\.kl\.ref_update\.rule: a reference that becomes the policy itself is `kl: "
+        r"\{refresh_every: N\}`",
+    ),
+    (
+        "a rate that the rule has",
+        {"kl": {"ref_update": {"rule": "bema", "rate": 0.1}}},
+        r"rl\.kl\.ref_update: rule: bema has a rate that falls by itself",
+    ),
+    (
         "an exact KL to a reference that moves between updates",
         {
             "kl": {
