@@ -33,6 +33,7 @@ _FILLED_BY = {
     "compares without KL",
     "baseline_reward": "a stage whose advantage is remax fills it",
     "teacher_logprobs": "a stage that learns from a teacher fills it",
+    "process_rewards": "a stage with an implicit process reward model fills it",
     "sum_pi_squared": "a stage whose advantage is optimal_token_baseline fills it",
     "node_id": "a stage whose sampler makes trees fills it",
     "step_end": "a stage with a reward that scores steps fills it",

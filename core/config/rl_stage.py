@@ -199,6 +199,20 @@ class CriticSection(Section):
     )
 
 
+class ImplicitPrmSection(Section):
+    """A process reward model trained along with the policy on its verdicts: a language model whose
+    log-ratio to the stage's input model is the reward of a token (PRIME).
+    """
+
+    beta: float = Field(default=0.05, gt=0, le=1_000, description="factor of the log-ratio")
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over each rollout batch")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
+    optimizer: OptimizerField = OptimizerSection(learning_rate=1e-6)
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
+    )
+
+
 class PtxSection(Section):
     """Where the `ptx` loss term takes its examples from: worked answers, or a file of texts."""
 
@@ -408,6 +422,9 @@ class RlStage(StageBase):
     )
     critic: CriticSection | None = Field(
         default=None, description="needed by advantages that read `values`, such as gae"
+    )
+    implicit_prm: ImplicitPrmSection | None = Field(
+        default=None, description="needed by advantages that read `process_rewards`: prime"
     )
     ptx: PtxSection = PtxSection()
     rollout_correction: CorrectionSection = CorrectionSection()

@@ -229,6 +229,13 @@ METRICS: dict[str, Metric] = {
     "group/dropped_frac": Metric("fraction", "prompts that take no part in the update"),
     "guard/exceeded": Metric("count", "updates that found the KL guard's bound exceeded"),
     "guard/rate_factor": Metric("factor", "what the KL guard left of the learning rate"),
+    "loss/prm": Metric("loss", "of the implicit process reward model: cross entropy of verdicts"),
+    "prm/accuracy": Metric("fraction", "responses that it tells right or wrong, before its step"),
+    "prm/logit": Metric("logit", "sum of its rewards over a response, mean over responses"),
+    "prm/process_std": Metric("reward", "deviation of its rewards, leave-one-out, over tokens"),
+    "prm/grad_norm": Metric("norm", "L2 norm of its gradient before clipping"),
+    "prm/non_finite": Metric("count", "its optimizer steps that were not finite; absent = none"),
+    "prm/lr": Metric("rate", "learning rate of its steps"),
     "loss/value": Metric("loss", "regression of the critic on the returns"),
     "value/ev": Metric(
         "fraction", "variance of the returns that the critic explained before its update"

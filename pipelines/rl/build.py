@@ -53,6 +53,7 @@ from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.forward import check_passes
+from posttrain.core.training.implicit_prm import ImplicitPrm, PrmSettings
 from posttrain.core.training.learner import Learner
 from posttrain.core.training.moving_reference import BiasCorrectedReference, MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
@@ -179,9 +180,10 @@ def build_teachers(context: StageInputs, stage: RlStage) -> Teachers | None:
 
 
 def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective) -> bool:
-    """Whether a KL term or a loss reads a reference policy."""
+    """Whether a KL term, a loss or a process reward model reads a reference policy."""
     coefficient = context.build(KlController, stage.kl.controller).coefficient()
-    return coefficient > 0 or "ref_logprobs" in objective.required_columns()
+    read = "ref_logprobs" in objective.required_columns() or stage.implicit_prm is not None
+    return coefficient > 0 or read
 
 
 def build_moving(
@@ -371,6 +373,29 @@ def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
         aggregator=context.build(Aggregator, section.aggregator),
         seed=derive_seed(context.run.seed, context.name, "critic"),
     )
+
+
+def build_prm(context: StageInputs, stage: RlStage) -> ImplicitPrm | None:
+    """The implicit process reward model with its optimizer, when the stage has one."""
+    section = stage.implicit_prm
+    if section is None:
+        return None
+    seed = derive_seed(context.run.seed, context.name, "implicit_prm")
+    model = load_policy(context.model_dir, context.trained_runtime)
+    start_training(context, model, section.lora, "implicit_prm")
+    per_batch = section.epochs * section.num_mini_batches
+    used = in_optimizer_steps(section.optimizer, per_batch)
+    optimizer = build_optimizer(context, model, used, stage.steps * per_batch, seed)
+    settings = PrmSettings(
+        beta=section.beta,
+        epochs=section.epochs,
+        num_mini_batches=section.num_mini_batches,
+        micro_batch_size=stage.micro_batch_size,
+        max_tokens=stage.max_tokens_per_microbatch,
+        temperature=stage.generation.temperature,
+        seed=seed,
+    )
+    return ImplicitPrm(model, optimizer, settings, context.ranks)
 
 
 def value_phase(critic: ValueModel | None, section: CriticSection | None) -> ValuePhase | None:

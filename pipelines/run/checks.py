@@ -16,6 +16,7 @@ from posttrain.core.store import urls
 from posttrain.pipelines.run.environment_checks import check_environments, check_samplers
 
 if TYPE_CHECKING:
+    from posttrain.core.config.base import StageBase
     from posttrain.core.config.resolve import ResolvedRun
     from posttrain.core.contracts import Plugin, Task
     from posttrain.core.plugin_manager import PluginManager
@@ -301,6 +302,12 @@ def check_pools(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def _holders(name: str, stage: StageBase) -> list[tuple[str, object]]:
+    """(place, section) of all that a stage trains."""
+    parts = [(f"{name}.{part}", getattr(stage, part, None)) for part in ("critic", "implicit_prm")]
+    return [(name, stage), *parts]
+
+
 def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
     """Packages and precisions that optimizers need."""
     import torch
@@ -311,7 +318,7 @@ def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
 
     model = resolved.config.model
     for name, stage in resolved.config.stages.items():
-        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+        for place, holder in _holders(name, stage):
             section = getattr(holder, "optimizer", None)
             if section is None:
                 continue
@@ -332,7 +339,7 @@ def check_adapters(resolved: ResolvedRun) -> None:
     config = resolved.config
     wanted = {}
     for name, stage in config.stages.items():
-        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+        for place, holder in _holders(name, stage):
             if (section := getattr(holder, "lora", None)) is not None:
                 wanted[place] = section
     from posttrain.core.models.source import known_config
