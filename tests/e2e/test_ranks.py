@@ -45,6 +45,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "steps": 6,
     }
+    made["stages"]["process"] = {
+        "kind": "rl",
+        "inputs": {"model": "sft"},
+        "algorithm": "prime",
+        "implicit_prm": {"optimizer": {"learning_rate": 1.0e-3}},
+        "steps": 3,
+        "prompts_per_step": 8,
+        "num_generations": 4,
+        "generation": {"max_response_length": 8},
+        "optimizer": {"learning_rate": 1.0e-3},
+        "evaluate_every": 0,
+    }
     made["stages"]["preference"] = {
         "kind": "preference",
         "inputs": {"model": "sft"},
