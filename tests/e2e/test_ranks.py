@@ -123,7 +123,15 @@ def test_every_stage_makes_the_model_that_one_process_makes(
 def replay(home: Path, run: Finished, step: str) -> Finished:
     """The step of its rl stage, on two ranks as the run was."""
     return run_command(
-        "replay", run.result["run_id"], "--step", step, "--home", str(home), "--json"
+        "replay",
+        run.result["run_id"],
+        "--stage",
+        "rl",
+        "--step",
+        step,
+        "--home",
+        str(home),
+        "--json",
     )
 
 

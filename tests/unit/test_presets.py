@@ -9,6 +9,7 @@ import pytest
 from posttrain.core.config.coefficients import coef_at
 from posttrain.core.config.presets import Axis, axes_of
 from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.contracts import Algorithm
 from posttrain.core.plugin_manager import PluginManager
 
 # preset: advantage, policy losses, aggregator, (estimator, place, coefficient) of the KL or None
@@ -160,8 +161,7 @@ def test_every_axis_shows_a_formula(manager: PluginManager) -> None:
 def test_chord_imitates_by_the_schedule_of_its_variant(
     manager: PluginManager, variant: str, weighting: str, mu: dict[int, float]
 ) -> None:
-    cls = manager.find("algorithm", "chord").cls
-    fields = cls(cls.Config(variant=variant)).expand()
+    fields = manager.build(Algorithm, "chord", {"variant": variant}).expand()
     stage = RlStage.model_validate({"kind": "rl", "inputs": {"model": "base"}, **fields})
     clip, ptx = stage.loss_terms
     assert ptx.fields()["weighting"] == weighting
