@@ -108,6 +108,7 @@ def policy_batch(
         advantages=torch.where(mask.bool(), advantages, 0.0),
         acc=(torch.arange(num_rows) % 2).double(),
         teacher_logprobs=old + column(0.2),
+        teacher_id=torch.zeros(num_rows, dtype=torch.int64),
     )
     return batch, new.clone()
 
