@@ -52,6 +52,7 @@ COLUMN_AXES: dict[str, str] = {
     "state_key": "BS",
     "obs_mask": "BT",
     "sum_pi_squared": "BT",
+    "process_rewards": "BT",
     "is_weight": "BT",
     "correction_mask": "BT",
     "logprobs_now": "BT",
@@ -83,7 +84,8 @@ class RolloutBatch:
     the last token; `baseline_reward` [B] the reward of the greedy answer (NaN = unscored);
     `step_end` [B, S] the token index that ends each scored step (-1 = none), `step_score` [B, S]
     its score; `node_id` [B, T] the tree node that generated a token; `sum_pi_squared` [B, T] the
-    sum of the old policy's squared probabilities over the vocabulary; `is_weight` and
+    sum of the old policy's squared probabilities over the vocabulary; `process_rewards` [B, T] what
+    an implicit process reward model gives each sampled token; `is_weight` and
     `correction_mask` [B, T] the rollout correction; `logprobs_now` and `entropy` [B, T] the policy
     at the start of an optimizer step; `entropy_keep` [B, T] the tokens an entropy mask keeps.
 
@@ -142,6 +144,7 @@ class RolloutBatch:
     state_key: Tensor | None = None
     obs_mask: Tensor | None = None
     sum_pi_squared: Tensor | None = None
+    process_rewards: Tensor | None = None
     is_weight: Tensor | None = None
     correction_mask: Tensor | None = None
     logprobs_now: Tensor | None = None

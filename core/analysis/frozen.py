@@ -33,6 +33,7 @@ _FILLED_BY = {
     "compares without KL",
     "baseline_reward": "a stage whose advantage is remax fills it",
     "teacher_logprobs": "a stage that learns from a teacher fills it",
+    "process_rewards": "a stage with an implicit process reward model fills it",
     "sum_pi_squared": "a stage whose advantage is optimal_token_baseline fills it",
     "node_id": "a stage whose sampler makes trees fills it",
     "step_end": "a stage with a reward that scores steps fills it",
@@ -79,7 +80,7 @@ class FrozenStep:
     def prepare(self, objective: Objective, rows: RolloutBatch, mini: FrozenMini) -> PreparedMini:
         """Counts of the whole mini-batch `rows`, and what losses select in it, as the run drew."""
         draw = generator(self.settings.seed, "prepare", self.step, mini.number)
-        return objective.prepare(rows, draw, len(self.settings.micro_rows(rows)))
+        return objective.prepare(rows, draw, len(self.settings.micro_rows(rows)), self.step)
 
 
 def freeze(evidence: StepEvidence, settings: UpdateSettings) -> FrozenStep:

@@ -47,6 +47,8 @@ WITH_TURNS = "the turns of an environment: add `environment` to the stage, or ch
 # What fills a column that is not always there.
 FILLED_BY: dict[str, str] = {
     "values": "a critic: add `critic: {}`, or choose an advantage without one, such as 'grpo'",
+    "process_rewards": "an implicit process reward model: add `implicit_prm: {}`, or choose "
+    "another advantage",
     "bootstrap_value": "a critic: add `critic: {}`, or set bootstrap_truncated: false",
     "step_end": "a reward that scores steps: add one to `rewards`, or choose another advantage",
     "step_score": "a reward that scores steps: add one to `rewards`, or choose another advantage",
@@ -68,6 +70,7 @@ def check_rl(
     yield from check.rewards()
     yield from check.sampler()
     yield from check.critic()
+    yield from check.implicit_prm()
     yield from check.kl()
     yield from check.entropy()
     yield from check.correction()
@@ -186,6 +189,8 @@ class _Check:
             found |= {"values", "returns", "bootstrap_value"}
         if self.has_reference():
             found.add("ref_logprobs")
+        if stage.implicit_prm is not None:
+            found.add("process_rewards")
         if any(self.build("reward", reward).gives_steps for reward in stage.rewards):
             found |= {"step_end", "step_score"}
         if stage.rollout_correction.plugin.name != "none":
@@ -198,7 +203,8 @@ class _Check:
     def has_reference(self) -> bool:
         """Whether a reference is loaded: for a KL term, or for a loss that reads its log-probs."""
         reading = any("ref_logprobs" in loss.required_columns() for loss in self.losses)
-        return reading or self.controller_coefficient() > 0
+        prm = self.stage.implicit_prm is not None
+        return reading or prm or self.controller_coefficient() > 0
 
     def controller_coefficient(self) -> float:
         return float(self.build("kl_controller", self.stage.kl.controller).coefficient())
@@ -231,6 +237,7 @@ class _Check:
                 f"'{name}' is listed {names.count(name)} times, but state and metrics of a term go "
                 "by its name; keep one of them, with coef for its weight",
             )
+        yield from self._complements()
         path = self.stage.ptx.path
         if path is not None and not Path(path).expanduser().is_file():
             yield self.line(
@@ -250,6 +257,22 @@ class _Check:
                 "policy_loss",
                 f"'{observing[0]}' learns what an environment wrote, and this stage has none; add "
                 f"`environment`, or remove '{observing[0]}'",
+            )
+
+    def _complements(self) -> Iterable[str]:
+        """Coefficients whose rest goes to the other losses, where there are two or no others."""
+        coefs = self.stage.complements
+        if len(coefs) > 1:
+            yield self.line(
+                "policy_loss",
+                f"{len(coefs)} coefficients have complement: true, and the other losses count 1 - "
+                "one of them; keep one",
+            )
+        if coefs and all(term.coef in coefs for term in self.stage.loss_terms):
+            yield self.line(
+                "policy_loss",
+                "complement: true is for the other policy losses, and there is none; add one such "
+                "as 'ppo_clip', or remove complement",
             )
 
     def advantage(self) -> Iterable[str]:
@@ -413,6 +436,23 @@ class _Check:
                 f"paths start at {Path.cwd()}",
             )
 
+    def implicit_prm(self) -> Iterable[str]:
+        """A process reward model nobody reads, or whose reference would not stay."""
+        if self.stage.implicit_prm is None:
+            return
+        if "process_rewards" not in self.estimator.required_columns():
+            yield self.line(
+                "implicit_prm",
+                f"advantage '{self.estimator.name}' reads no process rewards, so the model would "
+                "be trained for nothing; set implicit_prm: null, or use advantage: prime",
+            )
+        if self.stage.kl.moves:
+            yield self.line(
+                "implicit_prm",
+                "its rewards are log-ratios to the stage's input model, and the reference moves; "
+                "remove kl.refresh_every and kl.ref_update",
+            )
+
     def kl(self) -> Iterable[str]:
         """KL settings without a KL term, and an exact KL where only sampled ones can stand."""
         kl = self.stage.kl
@@ -547,6 +587,9 @@ class _Check:
         if self.stage.critic is not None:
             critic = (*place, "critic", "optimizer")
             yield from check_precision(self.stage.critic.optimizer, critic, self.loaded)
+        if self.stage.implicit_prm is not None:
+            prm = (*place, "implicit_prm", "optimizer")
+            yield from check_precision(self.stage.implicit_prm.optimizer, prm, self.loaded)
 
     def ranks(self) -> Iterable[str]:
         if not self.loaded.config.trains_elsewhere:

@@ -36,8 +36,8 @@ MAX_SHOWN = 10
 StageClasses = Mapping[str, type[StageBase]]
 """The config class of each stage kind."""
 
-# What pydantic puts into a place where one component or a list of them may stand.
-UNION_TAGS = ("one", "many")
+# What pydantic puts into a place where values of two forms may stand.
+UNION_TAGS = ("one", "many", "a number", "a schedule")
 
 
 def raise_problems(problems: Sequence[str]) -> None:

@@ -91,7 +91,9 @@ def preference_components(stage: PreferenceStage) -> list[tuple[Loc, str, Compon
 
 def optimizers_of(stage: StageBase) -> list[tuple[Loc, OptimizerBase]]:
     """(place, section) of each optimizer of a stage."""
-    holders: list[tuple[Loc, object]] = [((), stage), (("critic",), getattr(stage, "critic", None))]
+    own = ("critic", "implicit_prm")
+    holders: list[tuple[Loc, object]] = [((), stage)]
+    holders += [((name,), getattr(stage, name, None)) for name in own]
     found = (
         ((*place, "optimizer"), getattr(holder, "optimizer", None)) for place, holder in holders
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
+from posttrain.core.config.coefficients import Coefficient, CoefSchedule
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -21,7 +22,11 @@ from posttrain.core.config.teachers import TEACHER, RoutingSection, TeacherName,
 class LossTermComponent(Component):
     """A policy loss with its factor in the sum and, if it has one, its own aggregator."""
 
-    coef: float = Field(default=1.0, ge=0, le=1_000, description="factor of this term in the loss")
+    coef: Coefficient = Field(
+        default=1.0,
+        description="factor of this term in the loss; or its schedule over the stage's steps, "
+        "{warmup, peak, decay, valley}",
+    )
     aggregator: Component | None = Field(
         default=None, description="how this term is averaged; null = the stage's own `aggregator`"
     )
@@ -83,10 +88,11 @@ def reward_labels(rewards: Sequence[RewardComponent], own: Sequence[str] = ()) -
 class RefUpdateSection(Section):
     """A reference that moves to the policy: reference = (1 - rate) reference + rate policy."""
 
-    rule: Literal["ema", "mixup", "refreshed"] = Field(
+    rule: Literal["ema", "mixup", "bema"] = Field(
         default="ema",
         description="ema: a little after every optimizer step; mixup: in part, now and then "
-        "(TR-DPO); refreshed: the policy itself",
+        "(TR-DPO); bema: a moving average whose lag is corrected by how far the policy is from its "
+        "start (BEMA), at a rate that falls by itself",
     )
     rate: float | None = Field(
         default=None,
@@ -97,26 +103,36 @@ class RefUpdateSection(Section):
     every: int | None = Field(
         default=None,
         ge=1,
-        description="optimizer steps from move to move; null = 1 for ema, 512 for mixup and "
-        "refreshed",
+        description="optimizer steps from move to move; null = 1 for ema, 512 for mixup, 400 for "
+        "bema",
     )
 
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _no_rule_of_its_own(cls, value: Any) -> Any:  # Any: whatever YAML held
+        if value == "refreshed":
+            raise ValueError(
+                "a reference that becomes the policy itself is `kl: {refresh_every: N}`, every N "
+                "steps of the stage; write that in place of ref_update"
+            )
+        return value
+
     @model_validator(mode="after")
-    def _refreshed_is_whole(self) -> RefUpdateSection:
-        if self.rule == "refreshed" and self.rate not in (None, 1.0):
-            raise ValueError("rule: refreshed takes the whole policy; use rule: mixup for a rate")
+    def _rate_is_taken(self) -> RefUpdateSection:
+        if self.rule == "bema" and self.rate is not None:
+            raise ValueError("rule: bema has a rate that falls by itself; remove rate, or use ema")
         return self
 
     @property
     def resolved_rate(self) -> float:
         """The rate, with the rule's own where none is given."""
-        own = {"ema": 0.05, "mixup": 0.6, "refreshed": 1.0}[self.rule]
+        own = 0.6 if self.rule == "mixup" else 0.05
         return own if self.rate is None else self.rate
 
     @property
     def resolved_every(self) -> int:
         """Optimizer steps from move to move, with the rule's own where none are given."""
-        own = 1 if self.rule == "ema" else 512
+        own = {"ema": 1, "mixup": 512, "bema": 400}[self.rule]
         return own if self.every is None else self.every
 
 
@@ -182,6 +198,20 @@ class CriticSection(Section):
         ge=0,
         description="end that phase once explained variance rises by less than this per step over "
         "ten steps",
+    )
+
+
+class ImplicitPrmSection(Section):
+    """A process reward model trained along with the policy on its verdicts: a language model whose
+    log-ratio to the stage's input model is the reward of a token (PRIME).
+    """
+
+    beta: float = Field(default=0.05, gt=0, le=1_000, description="factor of the log-ratio")
+    epochs: int = Field(default=1, ge=1, le=100_000, description="passes over each rollout batch")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass")
+    optimizer: OptimizerField = OptimizerSection(learning_rate=1e-6)
+    lora: LoraSection | None = Field(
+        default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
 
 
@@ -407,6 +437,9 @@ class RlStage(StageBase):
     critic: CriticSection | None = Field(
         default=None, description="needed by advantages that read `values`, such as gae"
     )
+    implicit_prm: ImplicitPrmSection | None = Field(
+        default=None, description="needed by advantages that read `process_rewards`: prime"
+    )
     ptx: PtxSection = PtxSection()
     rollout_correction: CorrectionSection = CorrectionSection()
     kl_guard: KlGuardSection | None = None
@@ -510,6 +543,13 @@ class RlStage(StageBase):
                 f"must be [low, high] with low below high: {low:g} is not below {high:g}"
             )
         return value
+
+    @property
+    def complements(self) -> tuple[CoefSchedule, ...]:
+        """Coefficients of which the other policy losses count the rest; one at most."""
+        terms = [*self.loss_terms, *([] if self.distillation is None else [self.distillation])]
+        coefs = [term.coef for term in terms]
+        return tuple(c for c in coefs if isinstance(c, CoefSchedule) and c.complement)
 
     @property
     def loss_terms(self) -> tuple[LossTermComponent, ...]:

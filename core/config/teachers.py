@@ -138,3 +138,8 @@ class RoutingSection(Section):
         description="a problem that has another value there, or none: stop, or learn nothing from "
         "the teachers on it",
     )
+    balance: Literal["tokens", "equal"] = Field(
+        default="tokens",
+        description="tokens: a teacher counts as much as what it judges; equal: the average over "
+        "each teacher's responses counts 1 / number of teachers, in terms that read teachers alone",
+    )

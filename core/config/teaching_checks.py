@@ -98,12 +98,27 @@ class TeachingCheck:
                 "`routes` are values of a field that nothing names; add `teacher_routing: {by: "
                 "<field of the problem's metadata>}`, or remove them",
             )
+        yield from self.balance()
         named = Counter(
             route for name, teacher in stage.teachers.items() for route in teacher.routes or (name,)
         )
         for route in sorted(route for route, times in named.items() if times > 1):
             yield self.line(
                 "teachers", f"'{route}' is routed to {named[route]} teachers; keep one of them"
+            )
+
+    def balance(self) -> Iterable[str]:
+        """Teachers that are to count alike where no term is theirs alone."""
+        routing = self.stage.teacher_routing
+        alone = [each for each in self.losses if each.required_columns() & TEACHER_COLUMNS]
+        taught = self.estimator.is_zero and self.transforms
+        if routing is None or routing.balance == "tokens":
+            return
+        if not alone and not taught and self.distillation is None:
+            yield self.line(
+                "teacher_routing.balance",
+                "equal is for terms that read teachers alone, and here advantages hold rewards as "
+                "well; set balance: tokens, or use `policy_loss: ref_kl` or advantage: zero",
             )
 
     def places(self) -> Iterable[str]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from posttrain.core.contracts.base import *
     from posttrain.core.contracts.columns import *
     from posttrain.core.contracts.correction import *
-    from posttrain.core.contracts.entropy import *
     from posttrain.core.contracts.environment import *
     from posttrain.core.contracts.kl import *
     from posttrain.core.contracts.optimizer import *
@@ -41,7 +40,6 @@ _MODULES = (
     "environment",
     "optimizer",
     "renderer",
-    "entropy",
     "advantages",
     "aggregation",
     "correction",

@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimates of it, and what decides its coefficient.
+"""KL to the reference policy, and what decides coefficients: its own, and the entropy bonus's.
 
 Axes: B sequences, T response tokens, N tokens, V vocabulary.
 """
@@ -85,3 +85,18 @@ class MovingController(KlController[StartConfigT]):
 
     def load_state(self, state: Mapping[str, float]) -> None:
         self.coef = state["coef"]
+
+
+class EntropyController(StatefulPlugin[ConfigT]):
+    """Decides the coefficient of the entropy bonus; its `state` is checkpointed."""
+
+    kind = "entropy_controller"
+
+    @abstractmethod
+    def coefficient(self) -> float:
+        """The coefficient in the next optimizer step, at least 0."""
+
+    @abstractmethod
+    def update(self, entropy: float) -> None:
+        """Receives, after each optimizer step, the entropy (nats) of the policy that the step was
+        taken from: its mean over the tokens of the mini-batch."""

@@ -311,6 +311,10 @@ class Estimator:
             computed, updates = rows._replace(number=rows.number * critic.epochs), critic.epochs
             updates *= critic.num_mini_batches
             update += self.train(computed, critic.lora, head=False, updates=updates)
+        if (prm := stage.implicit_prm) is not None:
+            advantage += self.forward(rows)
+            computed = rows._replace(number=rows.number * prm.epochs)
+            update += self.train(computed, prm.lora, updates=prm.epochs * prm.num_mini_batches)
         copy, evaluation = 2 * self.compute_bytes * self.shape.total / self.rates.bytes_s, 0.0
         if stage.evaluate_every:  # greedy, before the first step, when it is due, after the last
             section = self.data.config.evaluation.model_copy(update={"num_samples": 0})
@@ -339,17 +343,19 @@ class Estimator:
                 manager.build(PolicyLoss, term.name, term.fields()) for term in stage.loss_terms
             )
             reading = any("ref_logprobs" in term.required_columns() for term in terms)
-            return reading or controller.coefficient() > 0
+            return reading or stage.implicit_prm is not None or controller.coefficient() > 0
         if not isinstance(stage, PreferenceStage) or stage.reference_free:
             return False
         losses = (manager.find("preference_loss", term.name).cls for term in stage.loss_terms)
         return any(issubclass(loss, PreferenceLoss) and loss.needs_reference for loss in losses)
 
     def _models(self, stage: Training) -> list[memory.TrainedModel]:
-        """The model that a stage trains, and its critic."""
+        """The model that a stage trains, its critic and its process reward model."""
         parts = [(stage.lora, stage.optimizer, not isinstance(stage, HEADLESS))]
         if isinstance(stage, RlStage) and stage.critic is not None:
             parts.append((stage.critic.lora, stage.critic.optimizer, False))
+        if isinstance(stage, RlStage) and (prm := stage.implicit_prm) is not None:
+            parts.append((prm.lora, prm.optimizer, True))
         each = self.weight_bytes
         build = self.data.manager.build
         return [

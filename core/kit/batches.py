@@ -99,6 +99,7 @@ def ragged_batch(under_the_mask: float, seed: int = 0) -> RolloutBatch:
         step_score=torch.where(step_end >= 0, step_score, nothing),
         node_id=torch.where(mask, row[:, None].clamp(max=1), -1),
         sum_pi_squared=column(0.01).abs() + 0.9,
+        process_rewards=column(0.3),
         is_weight=column(0.1) + 1,
         turn_end=(turn_end := torch.tensor(TURN_ENDS)),
         turn_reward=torch.where(turn_end >= 0, rows(1.0), nothing),

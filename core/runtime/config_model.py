@@ -48,6 +48,8 @@ def _strict(node: Any) -> Any:
         choices = node["choices"]
         if not any(choice["type"] == "bool" for choice in choices if isinstance(choice, dict)):
             node["choices"] = [_strict(choice) for choice in choices]
+    elif kind == "tagged-union":
+        node["choices"] = {tag: _strict(choice) for tag, choice in node["choices"].items()}
     elif kind == "tuple":
         node["items_schema"] = [_strict(item) for item in node["items_schema"]]
         if "variadic_item_index" in node:

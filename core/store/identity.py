@@ -32,7 +32,7 @@ _IGNORED = (
     "checkpoint_every",
     *(
         f"{place}.{name}"
-        for place in ("optimizer", "critic.optimizer")
+        for place in ("optimizer", "critic.optimizer", "implicit_prm.optimizer")
         for name in ("non_finite", "max_skipped")
     ),
 )

@@ -243,6 +243,13 @@ METRICS: dict[str, Metric] = {
     "group/dropped_frac": Metric("fraction", "prompts that take no part in the update"),
     "guard/exceeded": Metric("count", "updates that found the KL guard's bound exceeded"),
     "guard/rate_factor": Metric("factor", "what the KL guard left of the learning rate"),
+    "loss/prm": Metric("loss", "of the implicit process reward model: cross entropy of verdicts"),
+    "prm/accuracy": Metric("fraction", "responses that it tells right or wrong, before its step"),
+    "prm/logit": Metric("logit", "sum of its rewards over a response, mean over responses"),
+    "prm/process_std": Metric("reward", "deviation of its rewards, leave-one-out, over tokens"),
+    "prm/grad_norm": Metric("norm", "L2 norm of its gradient before clipping"),
+    "prm/non_finite": Metric("count", "its optimizer steps that were not finite; absent = none"),
+    "prm/lr": Metric("rate", "learning rate of its steps"),
     "loss/value": Metric("loss", "regression of the critic on the returns"),
     "value/ev": Metric(
         "fraction", "variance of the returns that the critic explained before its update"
@@ -419,6 +426,7 @@ PREFIXES: dict[str, Metric] = {
     "reward/failed_frac/": Metric("fraction", "responses one reward failed on"),
     "reward/component_std/": Metric("reward", "standard deviation of it over responses"),
     "loss/term/": Metric("loss", "one term of the loss in addition to the first, factor included"),
+    "loss/coef/": Metric("factor", "coefficient of a term of the loss, where it moves by step"),
     "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased"),
     "eval/pass_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples"),

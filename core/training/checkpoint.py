@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _STATE = "state.json"
 _TENSORS = "optimizer"
 _CRITIC = "critic"
+_PRM = "implicit_prm"
 _REFERENCE = "reference"
 SCHEMA_VERSION = 7
 
@@ -64,11 +65,12 @@ def save_checkpoint(
     *,
     critic: StoredOptimizer | None = None,
     reference: StoredOptimizer | None = None,
+    prm: StoredOptimizer | None = None,
 ) -> None:
     """Write a new `folder`: tensors first, the state with their digest last, then rename.
 
-    The tensors of a `critic`'s optimizer, and of a `reference` that moves, lie in folders of their
-    own inside it.
+    The tensors of a `critic`'s optimizer, of a `reference` that moves and of the optimizer of a
+    process reward model `prm` lie in folders of their own inside it.
     """
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -78,7 +80,7 @@ def save_checkpoint(
         **asdict(state),
         "optimizers": {
             place: _write_tensors(partial, place, one)
-            for place, one in _by_place(optimizer, critic, reference).items()
+            for place, one in _by_place(optimizer, critic, reference, prm).items()
         },
     }
     (partial / _STATE).write_text(json.dumps(record))
@@ -95,10 +97,11 @@ def load_checkpoint(
     *,
     critic: StoredOptimizer | None = None,
     reference: StoredOptimizer | None = None,
+    prm: StoredOptimizer | None = None,
 ) -> LoopState:
-    """Load `folder` into `optimizer`, and `critic`'s, and their models, and into `reference`.
+    """Load `folder` into `optimizer`, `critic`'s, `prm`'s, and their models, and into `reference`.
 
-    A moving reference in the checkpoint may be left alone.
+    A moving reference and a process reward model in the checkpoint may be left alone.
     """
     record = _read_record(folder)
     if record.get("version") != SCHEMA_VERSION:
@@ -106,18 +109,19 @@ def load_checkpoint(
             f"checkpoint '{folder}' has schema version {record.get('version')}, this program reads "
             f"{SCHEMA_VERSION}: run with --fresh to start the stage over"
         )
-    wanted, saved = _by_place(optimizer, critic, reference), record["optimizers"]
+    wanted, saved = _by_place(optimizer, critic, reference, prm), record["optimizers"]
     if (_CRITIC in wanted) != (_CRITIC in saved):
         has, needs = (("a" if _CRITIC in places else "no") for places in (saved, wanted))
         raise RunError(
             f"checkpoint '{folder}' has {has} critic, but the stage has {needs} critic: run with "
             "--fresh to start the stage over"
         )
-    if _REFERENCE in wanted and _REFERENCE not in saved:
-        raise RunError(
-            f"checkpoint '{folder}' has no moving reference, but the stage has one: run with "
-            "--fresh to start the stage over"
-        )
+    for place, what in ((_REFERENCE, "moving reference"), (_PRM, "process reward model")):
+        if place in wanted and place not in saved:
+            raise RunError(
+                f"checkpoint '{folder}' has no {what}, but the stage has one: run with --fresh to "
+                "start the stage over"
+            )
     for place, one in wanted.items():
         if saved[place]["precision"] != one.precision:
             raise RunError(
@@ -134,9 +138,10 @@ def _by_place(
     optimizer: StoredOptimizer,
     critic: StoredOptimizer | None,
     reference: StoredOptimizer | None,
+    prm: StoredOptimizer | None,
 ) -> dict[str, StoredOptimizer]:
     """Each optimizer by the folder of its tensors, relative to the checkpoint's."""
-    places = {".": optimizer, _CRITIC: critic, _REFERENCE: reference}
+    places = {".": optimizer, _CRITIC: critic, _REFERENCE: reference, _PRM: prm}
     return {place: one for place, one in places.items() if one is not None}
 
 

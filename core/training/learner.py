@@ -243,7 +243,7 @@ class Learner:
                 mini = mini.with_columns(logprobs_now=now.logprobs, entropy=now.entropy)
         draw = generator(self.settings.seed, "prepare", step, number)
         num_parts = len(self.settings.micro_rows(mini, self.ranks.size))
-        return mini, self.objective.prepare(mini, draw, num_parts)
+        return mini, self.objective.prepare(mini, draw, num_parts, step)
 
     def _phase_end(
         self, batch: RolloutBatch, metrics: dict[str, float], check: Check

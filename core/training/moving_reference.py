@@ -4,7 +4,8 @@ Its anchors are the weights that are trained: all of them, or those of an adapte
 reference has one of its own of. They are kept in float32, because bfloat16 would lose small steps.
 On ranks each has the pieces that it has of the policy.
 
-Sources: EMA, arXiv:2602.04417; TR-DPO, arXiv:2404.09656 (soft and hard updates).
+Sources: EMA, arXiv:2602.04417; TR-DPO, arXiv:2404.09656 (soft and hard updates); BEMA,
+arXiv:2508.00180.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from posttrain.core.training.finite import NonFinite
 from posttrain.core.training.optim import MasterOptimizer, read_kinds, write_kinds
 from posttrain.core.training.pieces import with_pieces
 
-_ANCHORS, _VERSION = "anchor", "version"
+_ANCHORS, _VERSION, _AVERAGE = "anchor", "version", "average"
+_LAG, _EMA_POWER, _BIAS_POWER = 10, 0.5, 0.2  # of BEMA, as in its paper and in TRL
 
 
 class MovingReference:
@@ -50,7 +52,11 @@ class MovingReference:
         """Count an optimizer step, and move if it is due."""
         self.step_count += 1
         if self.every and self.step_count % self.every == 0:
-            self.move(self.rate)
+            self.follow()
+
+    def follow(self) -> None:
+        """Move as the rule says."""
+        self.move(self.rate)
 
     @torch.no_grad()
     def move(self, rate: float) -> None:
@@ -74,8 +80,12 @@ class MovingReference:
 
     def write(self, folder: Path) -> None:
         """As in `StoredOptimizer`."""
-        anchors = {str(i): anchor for i, anchor in enumerate(self._anchors.values())}
-        write_kinds({_ANCHORS: anchors, _VERSION: {"0": torch.tensor(self.version)}}, folder)
+        kinds = {kind: _numbered(tensors) for kind, tensors in self._kept().items()}
+        write_kinds({**kinds, _VERSION: {"0": torch.tensor(self.version)}}, folder)
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint by kind, by name."""
+        return {_ANCHORS: self._anchors}
 
     @torch.no_grad()
     def read(self, folder: Path, step_count: int) -> None:
@@ -83,8 +93,10 @@ class MovingReference:
         own = list(self._anchors.values())
         kinds = read_kinds(with_pieces(folder), lambda number: own[int(number)])
         put_away(self.reference)  # type: ignore[arg-type]
-        for number, saved in kinds[_ANCHORS].items():
-            own[int(number)].copy_(saved)
+        for kind, tensors in self._kept().items():
+            kept = list(tensors.values())
+            for number, saved in kinds[kind].items():
+                kept[int(number)].copy_(saved)
         self.step_count, self.version = step_count, int(kinds[_VERSION]["0"].item())
         self._show()
 
@@ -98,8 +110,50 @@ class MovingReference:
 
     def close(self) -> None:
         """Forget the anchors; the reference stays as it is."""
-        self._anchors.clear()
+        for tensors in self._kept().values():
+            tensors.clear()
         self._params.clear()
+
+
+class BiasCorrectedReference(MovingReference):
+    """A reference without the lag of a moving average: average + a_t (policy - its start).
+
+    After each `every`-th optimizer step t: average = (1 - b_t) average + b_t policy, b_t =
+    (10 + t)^-0.5, a_t = (10 + t)^-0.2. The average begins as the policy does, which is what the
+    stage reads, so that its start is not in checkpoints.
+    """
+
+    def __init__(self, reference: Module, optimizer: MasterOptimizer, *, every: int) -> None:
+        super().__init__(reference, optimizer, every=every)
+        self._average = {name: anchor.clone() for name, anchor in self._anchors.items()}
+        self._start = {name: anchor.clone() for name, anchor in self._anchors.items()}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """As in `MovingReference`."""
+        put_away(self.reference)  # type: ignore[arg-type]
+        share, correction = (
+            (_LAG + self.step_count) ** -power for power in (_EMA_POWER, _BIAS_POWER)
+        )
+        for name, weight in self.optimizer.weights().items():
+            average, anchor = self._average[name], self._anchors[name]
+            policy = weight.detach().to(anchor.dtype)
+            average.mul_(1 - share).add_(policy, alpha=share)
+            anchor.copy_(average + correction * (policy - self._start[name]))
+        self._show()
+        self.version += 1
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        return {**super()._kept(), _AVERAGE: self._average}
+
+    def close(self) -> None:
+        """As in `MovingReference`."""
+        super().close()
+        self._start.clear()
+
+
+def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(tensors.values())}
 
 
 def _is_wide(param: Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.config.coefficients import CoefSchedule, coef_at
 from posttrain.core.contracts import (
     Aggregator,
     Counts,
@@ -36,22 +37,71 @@ from posttrain.core.math.teacher_gap import taught
 POSITIVE_PULL, NEGATIVE_PULL = "contrib/pos", "contrib/neg"
 
 
+TermCounts = tuple[Counts, ...]
+"""Counts of a term: of all its tokens, or of those of each teacher."""
+
+
 @dataclass(frozen=True, slots=True)
-class LossTerm:
-    """One policy loss of the sum, with its factor and its own aggregator and counts."""
+class Term:
+    """A loss of the sum, with its factor and its own aggregator and counts.
+
+    With `rest_of` the factor is multiplied by 1 - that coefficient, which is another term's. With
+    `num_teachers` the responses of each of that many teachers are averaged by themselves, and the
+    teachers count alike.
+    """
+
+    loss: PolicyLoss[Any] | DistillationLoss[Any]
+    aggregator: Aggregator[Any]
+    coef: float | CoefSchedule = 1.0
+    rest_of: CoefSchedule | None = None
+    num_teachers: int = 0
+
+    def coef_at(self, step: int) -> float:
+        """The factor for the rollout batch `step`."""
+        rest = 1.0 if self.rest_of is None else 1 - self.rest_of.at(step)
+        return coef_at(self.coef, step) * rest
+
+    def moving_coef(self, step: int) -> dict[str, float]:
+        """The metric of a factor that changes from step to step; empty for one that does not."""
+        if isinstance(self.coef, CoefSchedule) or self.rest_of is not None:
+            return {f"loss/coef/{self.loss.name}": self.coef_at(step)}
+        return {}
+
+    def count(self, mask: Tensor, mini: RolloutBatch, num_parts: int) -> TermCounts:
+        """Counts of the tokens `mask` [B, T] of a whole mini-batch: one, or one per teacher."""
+        counts = (self.aggregator.count(each, mini.group_id) for each in self._masks(mask, mini))
+        return tuple(replace(each, num_parts=num_parts) for each in counts)
+
+    def share(
+        self, result: TokenLoss, mask: Tensor, counts: TermCounts, micro: RolloutBatch, step: int
+    ) -> Tensor:
+        """This micro-batch's share of the term, with its factor; `mask` [B, T] is what counts."""
+        total = result.loss.new_zeros(())
+        for part, own in zip(self._masks(mask, micro), counts, strict=True):
+            kept = result if part is mask else replace(result, mask=masked(result.mask, part))
+            total = total + self.aggregator.aggregate(kept, part, own, micro.group_id)
+        return self.coef_at(step) / len(counts) * total
+
+    def _masks(self, mask: Tensor, batch: RolloutBatch) -> list[Tensor]:
+        """`mask`, or with `num_teachers` what of it each of them judges."""
+        if not self.num_teachers:
+            return [mask]
+        judge = batch.column("teacher_id")[:, None]
+        return [masked(mask, judge == place) for place in range(self.num_teachers)]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm(Term):
+    """A policy loss in the sum."""
 
     loss: PolicyLoss[Any]
-    aggregator: Aggregator[Any]
-    coef: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class DistillationTerm:
-    """A divergence from a teacher, with its factor and its own aggregator and counts."""
+class DistillationTerm(Term):
+    """A divergence from a teacher in the sum."""
 
     loss: DistillationLoss[Any]
-    aggregator: Aggregator[Any]
-    coef: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +120,35 @@ class PreparedMini:
     `terms` and `term_counts` follow the objective's terms; `counts` are those of the KL term,
     `entropy_counts` of the entropy term, `observed_counts` of the term on observations,
     `distillation_counts` of the divergence from a teacher. `columns` are batch columns of the
-    mini-batch's rows.
+    mini-batch's rows. `step` is the rollout batch, of which coefficients may depend.
     """
 
     terms: tuple[Prepared | None, ...]
-    term_counts: tuple[Counts, ...]
+    term_counts: tuple[TermCounts, ...]
     counts: Counts
     entropy_counts: Counts
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    observed_counts: Counts | None = None
-    distillation_counts: Counts | None = None
+    observed_counts: TermCounts = ()
+    distillation_counts: TermCounts = ()
+    step: int = 0
 
     def rows(self, index: Tensor) -> PreparedMini:
         """The same for the rows of a micro-batch."""
         return replace(
             self,
             terms=tuple(term and term.rows(index) for term in self.terms),
-            term_counts=tuple(counts.rows(index) for counts in self.term_counts),
+            term_counts=tuple(_rows(counts, index) for counts in self.term_counts),
             counts=self.counts.rows(index),
             entropy_counts=self.entropy_counts.rows(index),
             columns={name: column[index] for name, column in self.columns.items()},
-            observed_counts=self.observed_counts and self.observed_counts.rows(index),
-            distillation_counts=self.distillation_counts and self.distillation_counts.rows(index),
+            observed_counts=_rows(self.observed_counts, index),
+            distillation_counts=_rows(self.distillation_counts, index),
         )
+
+
+def _rows(counts: TermCounts, index: Tensor) -> TermCounts:
+    return tuple(each.rows(index) for each in counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +274,16 @@ class Objective:
 
     @torch.no_grad()
     def prepare(
-        self, mini: RolloutBatch, generator: torch.Generator, num_parts: int = 1
+        self,
+        mini: RolloutBatch,
+        generator: torch.Generator,
+        num_parts: int = 1,
+        step: int = 0,
     ) -> PreparedMini:
         """Counts of the global mini-batch, and what its losses need to see all of it for.
 
         `mini` has `logprobs_now` and `entropy` when `needs_prepare`. `num_parts` is the number of
-        its micro-batches.
+        its micro-batches, `step` the number of the rollout batch.
         """
         columns: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
@@ -249,7 +308,9 @@ class Objective:
             metrics |= ready.metrics if ready else {}
             terms.append(ready)
             counted = self._counted(term.loss.loss_mask(mini), term.loss, mini)
-            term_counts.append(term.aggregator.count(counted, mini.group_id))
+            term_counts.append(term.count(counted, mini, num_parts))
+        for other in (*self.terms, self.observed, self.distillation):
+            metrics |= {} if other is None else other.moving_coef(step)
         entropy_aggregator = self.entropy_aggregator or self.aggregator
 
         def parts(counts: Counts) -> Counts:
@@ -257,27 +318,25 @@ class Objective:
 
         return PreparedMini(
             tuple(terms),
-            tuple(parts(counts) for counts in term_counts),
+            tuple(term_counts),
             parts(self.aggregator.count(mini.mask, mini.group_id)),
             parts(entropy_aggregator.count(mini.mask, mini.group_id)),
             columns,
             metrics,
             self._observed_counts(mini, num_parts),
             self._distillation_counts(mini, num_parts),
+            step,
         )
 
-    def _observed_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
+    def _observed_counts(self, mini: RolloutBatch, num_parts: int) -> TermCounts:
         if self.observed is None or mini.obs_mask is None:
-            return None
-        counts = self.observed.aggregator.count(mini.obs_mask, mini.group_id)
-        return replace(counts, num_parts=num_parts)
+            return ()
+        return self.observed.count(mini.obs_mask, mini, num_parts)
 
-    def _distillation_counts(self, mini: RolloutBatch, num_parts: int) -> Counts | None:
+    def _distillation_counts(self, mini: RolloutBatch, num_parts: int) -> TermCounts:
         if self.distillation is None:
-            return None
-        counted = self.distillation.loss.counted(mini)
-        counts = self.distillation.aggregator.count(counted, mini.group_id)
-        return replace(counts, num_parts=num_parts)
+            return ()
+        return self.distillation.count(self.distillation.loss.counted(mini), mini, num_parts)
 
     def _counted(self, mask: Tensor, loss: PolicyLoss[Any], batch: RolloutBatch) -> Tensor:
         """The mask that a policy term's counts and lengths are taken from."""
@@ -318,7 +377,7 @@ class Objective:
             ratio = result.ratio if ratio is None else ratio
             kept = self._masked(result, term.loss, logprobs, micro)
             counted = self._counted(term.loss.loss_mask(micro), term.loss, micro)
-            value = term.coef * term.aggregator.aggregate(kept, counted, counts, micro.group_id)
+            value = term.share(kept, counted, counts, micro, prepared.step)
             name = "loss/policy" if not parts else f"loss/term/{term.loss.name}"
             parts[name] = value.detach()
             where = self._counted(result.mask, term.loss, micro)
@@ -357,10 +416,9 @@ class Objective:
         if self.distillation is not None and distilled is not None:
             mask = self.distillation.loss.counted(micro)
             where = masked(mask, distilled.scored)
-            divided_by = prepared.distillation_counts
-            assert divided_by is not None
-            value = self.distillation.coef * self.distillation.aggregator.aggregate(
-                TokenLoss(distilled.loss.to(logprobs), where), mask, divided_by, micro.group_id
+            result = TokenLoss(distilled.loss.to(logprobs), where)
+            value = self.distillation.share(
+                result, mask, prepared.distillation_counts, micro, prepared.step
             )
             parts["loss/distillation"] = value.detach()
             tokens |= {name: (column, where) for name, column in distilled.metrics.items()}
@@ -371,11 +429,9 @@ class Objective:
         self, term: LossTerm, logprobs: Tensor, micro: RolloutBatch, prepared: PreparedMini
     ) -> Tensor:
         """The share of the term on observations: its mask is theirs, and its counts are too."""
-        assert prepared.observed_counts is not None
         others = replace(micro, mask=micro.column("obs_mask"))
         result = term.loss.token_loss(logprobs, others)
-        counts, groups = prepared.observed_counts, micro.group_id
-        return term.coef * term.aggregator.aggregate(result, others.mask, counts, groups)
+        return term.share(result, others.mask, prepared.observed_counts, micro, prepared.step)
 
     def _masked(
         self, result: TokenLoss, loss: PolicyLoss[Any], logprobs: Tensor, micro: RolloutBatch

@@ -149,13 +149,14 @@ class PtxTerm:
         """Add this term's gradient to what the policy terms left on `model`."""
         batch = self.make_batch(self.draw(step, number))
         totals = self.term.aggregator.count(batch.mask, batch.group_id)
-        own = MetricSums()
+        own, coef = MetricSums(), self.term.coef_at(step)
+        sums.add_means(self.term.moving_coef(step))
         for rows, counts in ranks.share(micro_rows(batch, self.micro_batch_size, None, ranks.size)):
             check()
             micro = batch.select(rows)
             out = response_logprobs(model, micro, temperature=1.0)
             token_loss = self.term.loss.token_loss(out.logprobs.cpu(), micro)
-            loss = self.term.coef * self.term.aggregator.aggregate(
+            loss = coef * self.term.aggregator.aggregate(
                 token_loss, micro.mask, totals.rows(rows), micro.group_id
             )
             if counts:

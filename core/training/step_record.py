@@ -209,7 +209,7 @@ def _cannot_write(folder: Path, error: OSError) -> ResourceError:
     )
 
 
-POLICY, CRITIC = "policy", "critic"
+POLICY, CRITIC, PRM = "policy", "critic", "implicit_prm"
 _COLUMNS = (
     "prompt_ids",
     "response_ids",
@@ -258,13 +258,18 @@ def step_row_tensors(rows: Sequence[StepRow]) -> dict[str, Tensor]:
 
 
 def weight_tensors(
-    policy: StoredOptimizer, critic: StoredOptimizer | None, step: int
+    policy: StoredOptimizer,
+    critic: StoredOptimizer | None,
+    step: int,
+    prm: StoredOptimizer | None = None,
 ) -> dict[str, Tensor | Block]:
-    """Trained weights by name, those of the critic after those of the policy."""
-    found = {f"{POLICY}/{name}": tensor for name, tensor in policy.weights(step).items()}
-    if critic is not None:
-        found |= {f"{CRITIC}/{name}": tensor for name, tensor in critic.weights(step).items()}
-    return found
+    """Trained weights by name: of the policy, of the critic, of the process reward model."""
+    return {
+        f"{of}/{name}": tensor
+        for of, stored in ((POLICY, policy), (CRITIC, critic), (PRM, prm))
+        if stored is not None
+        for name, tensor in stored.weights(step).items()
+    }
 
 
 def gather_blocks(tensors: Mapping[str, Tensor], step: int, ranks: Ranks) -> dict[str, Block]:

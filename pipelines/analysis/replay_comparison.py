@@ -19,6 +19,7 @@ from posttrain.core.training.step_record import (
     CRITIC,
     FOLDER,
     POLICY,
+    PRM,
     STEPS,
     StepRecord,
     StepTensors,
@@ -30,7 +31,7 @@ from posttrain.pipelines.analysis.past_run import PastRun, listed
 from posttrain.pipelines.stage.files import checkpoint_folder
 
 Weights = Mapping[str, Tensor]
-_PLACES = {POLICY: ".", CRITIC: "critic"}
+_PLACES = {POLICY: ".", CRITIC: "critic", PRM: "implicit_prm"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ _LOSS_FIELDS = (
     "top_entropy",
     "rollout_correction",
     "critic",
+    "implicit_prm",
 )
 _OF_TEACHERS = ("teachers", "teacher_routing", "teacher_missing")
 

@@ -40,7 +40,7 @@ from posttrain.core.training.process_reward import StepRanking, process_step, ra
 from posttrain.core.training.reward_model import pair_hits, reward_step
 from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
-from posttrain.pipelines.rl.build import build_critic, build_learner
+from posttrain.pipelines.rl.build import build_critic, build_learner, build_prm
 from posttrain.pipelines.stage.inputs import StageInputs
 from posttrain.pipelines.stage.trained import build_optimizer, reference_of, start_training
 
@@ -59,11 +59,11 @@ class Trained:
 
 
 def rl(inputs: StageInputs) -> Trained:
-    """The learner and, if there is one, the critic of an `rl` stage."""
+    """The learner of an `rl` stage and, if it has them, critic and process reward model."""
     stage = inputs.stage
     assert isinstance(stage, RlStage)
     learner = build_learner(inputs, stage, inputs.tokenizer())
-    critic = build_critic(inputs, stage)
+    critic, prm = build_critic(inputs, stage), build_prm(inputs, stage)
     optimizers: dict[str, MasterOptimizer | MovingReference] = {"policy": learner.optimizer}
     if learner.moving is not None:
         optimizers["reference"] = learner.moving
@@ -92,6 +92,9 @@ def rl(inputs: StageInputs) -> Trained:
     if critic is not None:
         optimizers["critic"] = critic.optimizer
         methods |= {"values": critic.values, "update_critic": critic.update}
+    if prm is not None:
+        optimizers["implicit_prm"] = prm.optimizer
+        methods |= {"process_rewards": prm.rewards, "update_prm": prm.update}
     return Trained(learner.model, optimizers, methods)
 
 

@@ -16,6 +16,7 @@ from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.critic import ValueModel
 from posttrain.core.training.distillation import TeacherScores
 from posttrain.core.training.forward import ResponseForward
+from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.optim import StoredOptimizer
 from posttrain.core.training.updates import Check, PolicyLearner, UpdateResult, no_check
 from posttrain.pipelines.ranks.trainer import RankedOptimizer, RankTrainer
@@ -170,11 +171,38 @@ class RankedCritic:
         return found
 
 
+class RankedPrm:
+    """A `ProcessRewards` whose passes and steps are those of the ranks."""
+
+    def __init__(self, trainer: RankTrainer, section: RlStage) -> None:
+        assert section.implicit_prm is not None
+        self._trainer, self._section = trainer, section.implicit_prm
+
+    @property
+    def stored(self) -> StoredOptimizer:
+        """As in `ProcessRewards`."""
+        return RankedOptimizer(self._trainer, "implicit_prm", self._section.optimizer)
+
+    def rewards(self, batch: RolloutBatch, check: Check = no_check) -> Tensor:
+        """As in `ProcessRewards`."""
+        found: Tensor = self._trainer.call("process_rewards", batch.bare())
+        return found
+
+    def update(self, batch: RolloutBatch, step: int, check: Check = no_check) -> dict[str, float]:
+        """As in `ProcessRewards`."""
+        found: dict[str, float] = self._trainer.call("update_prm", batch.bare(), step)
+        return found
+
+
 def on_ranks(
     stage: StageInputs, section: RlStage, trainer: RankTrainer
-) -> tuple[PolicyLearner, ValueModel | None]:
-    """Learner and critic of an RL stage whose models are in the ranks of `trainer`."""
+) -> tuple[PolicyLearner, ValueModel | None, ProcessRewards | None]:
+    """Learner, critic and process reward model of an RL stage, which are in the ranks of
+    `trainer`.
+    """
     model = load_policy(stage.model_dir, stage.runtime)
     start_training(stage, model, section.lora)
     learner = RankedLearner(trainer, stage, section, model)
-    return learner, None if section.critic is None else RankedCritic(trainer, section)
+    critic = None if section.critic is None else RankedCritic(trainer, section)
+    prm = None if section.implicit_prm is None else RankedPrm(trainer, section)
+    return learner, critic, prm

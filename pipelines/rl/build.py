@@ -22,6 +22,7 @@ from posttrain.core.config.rl_stage import (
 )
 from posttrain.core.config.sections import OptimizerBase
 from posttrain.core.contracts import (
+    TEACHER_COLUMNS,
     AdvantageEstimator,
     Aggregator,
     DistillationLoss,
@@ -56,8 +57,9 @@ from posttrain.core.rewards.shaping import RewardShaping
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.critic import Critic, CriticSettings, ValueModel, ValuePhase
 from posttrain.core.training.forward import check_passes
+from posttrain.core.training.implicit_prm import ImplicitPrm, PrmSettings
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.moving_reference import MovingReference
+from posttrain.core.training.moving_reference import BiasCorrectedReference, MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -230,9 +232,10 @@ def routing_of(stage: RlStage) -> Routing | None:
 
 
 def wants_reference(context: StagePlugins, stage: RlStage, objective: Objective) -> bool:
-    """Whether a KL term or a loss reads a reference policy."""
+    """Whether a KL term, a loss or a process reward model reads a reference policy."""
     coefficient = context.build(KlController, stage.kl.controller).coefficient()
-    return coefficient > 0 or "ref_logprobs" in objective.required_columns()
+    read = "ref_logprobs" in objective.required_columns() or stage.implicit_prm is not None
+    return coefficient > 0 or read
 
 
 def build_moving(
@@ -247,6 +250,8 @@ def build_moving(
     rule = stage.kl.ref_update
     if rule is None:
         return MovingReference(reference, optimizer)
+    if rule.rule == "bema":
+        return BiasCorrectedReference(reference, optimizer, every=rule.resolved_every)
     return MovingReference(reference, optimizer, rate=rule.resolved_rate, every=rule.resolved_every)
 
 
@@ -328,10 +333,13 @@ def build_objective(context: StagePlugins, stage: RlStage) -> Objective:
         ),
         observed=next((term for term in terms if term.loss.source == "observations"), None),
         distillation=build_distillation(context, stage),
-        taught_advantages=(
-            bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
-        ),
+        taught_advantages=only_taught(context, stage),
     )
+
+
+def only_taught(context: StagePlugins, stage: RlStage) -> bool:
+    """Whether all advantages are what teachers say."""
+    return bool(stage.transforms) and context.build(AdvantageEstimator, stage.advantage).is_zero
 
 
 def build_distillation(context: StagePlugins, stage: RlStage) -> DistillationTerm | None:
@@ -340,15 +348,27 @@ def build_distillation(context: StagePlugins, stage: RlStage) -> DistillationTer
     if section is None:
         return None
     aggregator = context.build(Aggregator, section.aggregator or stage.aggregator)
-    return DistillationTerm(context.build(DistillationLoss, section), aggregator, section.coef)
+    loss = context.build(DistillationLoss, section)
+    return DistillationTerm(loss, aggregator, section.coef, num_teachers=balanced_teachers(stage))
+
+
+def balanced_teachers(stage: RlStage) -> int:
+    """The number of teachers that count alike; 0 where each counts by what it judges."""
+    routing = stage.teacher_routing
+    return len(stage.teachers) if routing is not None and routing.balance == "equal" else 0
 
 
 def build_term(context: StagePlugins, stage: RlStage, term: LossTermComponent) -> LossTerm:
     """One policy loss with its factor and the aggregator it is averaged by."""
+    loss, taught = context.build(PolicyLoss, term), only_taught(context, stage)
+    from_teachers = TEACHER_COLUMNS | ({"advantages"} if taught else frozenset())
+    reads_teachers = bool(loss.required_columns() & from_teachers)
     return LossTerm(
-        loss=context.build(PolicyLoss, term),
+        loss=loss,
         aggregator=context.build(Aggregator, term.aggregator or stage.aggregator),
         coef=term.coef,
+        rest_of=next((other for other in stage.complements if other is not term.coef), None),
+        num_teachers=balanced_teachers(stage) if reads_teachers else 0,
     )
 
 
@@ -418,6 +438,29 @@ def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
         aggregator=context.build(Aggregator, section.aggregator),
         seed=derive_seed(context.run.seed, context.name, "critic"),
     )
+
+
+def build_prm(context: StageInputs, stage: RlStage) -> ImplicitPrm | None:
+    """The implicit process reward model with its optimizer, when the stage has one."""
+    section = stage.implicit_prm
+    if section is None:
+        return None
+    seed = derive_seed(context.run.seed, context.name, "implicit_prm")
+    model = load_policy(context.model_dir, context.trained_runtime)
+    start_training(context, model, section.lora, "implicit_prm")
+    per_batch = section.epochs * section.num_mini_batches
+    used = in_optimizer_steps(section.optimizer, per_batch)
+    optimizer = build_optimizer(context, model, used, stage.steps * per_batch, seed)
+    settings = PrmSettings(
+        beta=section.beta,
+        epochs=section.epochs,
+        num_mini_batches=section.num_mini_batches,
+        micro_batch_size=stage.micro_batch_size,
+        max_tokens=stage.max_tokens_per_microbatch,
+        temperature=stage.generation.temperature,
+        seed=seed,
+    )
+    return ImplicitPrm(model, optimizer, settings, context.ranks)
 
 
 def value_phase(critic: ValueModel | None, section: CriticSection | None) -> ValuePhase | None:

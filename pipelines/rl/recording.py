@@ -29,6 +29,7 @@ from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.finite import FiniteGuard
+from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.step_record import StepTensors, rollout_tensors, weight_tensors
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 from posttrain.pipelines.rl.rollouts import Rollout
@@ -85,6 +86,7 @@ class Recorder:
     critic: ValuePhase | None
     controller: KlController[Any]
     reward_names: Sequence[str]
+    prm: ProcessRewards | None = None
     history: list[Metrics] = field(default_factory=list)
     evaluations: list[Metrics] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
@@ -146,6 +148,10 @@ class Recorder:
             section, place = self.stage.critic.optimizer, "critic.optimizer"
             guard = FiniteGuard(name, section, warn, place, "value/non_finite")
             judged.append((guard, self.critic.stored))
+        if self.prm is not None and self.stage.implicit_prm is not None:
+            section, place = self.stage.implicit_prm.optimizer, "implicit_prm.optimizer"
+            guard = FiniteGuard(name, section, warn, place, "prm/non_finite")
+            judged.append((guard, self.prm.stored))
         for guard, stored in judged:
             if guard.metric in self.metrics:
                 failure = guard.judge(step, stored.take_non_finite(), self.history, keys)
@@ -209,7 +215,8 @@ class Recorder:
             return
         began = time.perf_counter()
         critic = None if self.critic is None else self.critic.stored
-        weights = weight_tensors(self.learner.stored, critic, step)
+        prm = None if self.prm is None else self.prm.stored
+        weights = weight_tensors(self.learner.stored, critic, step, prm)
         sink.put(step, StepTensors(rollout_tensors(self._trained_on), weights), self.metrics)
         self.metrics["time/record_s"] = time.perf_counter() - began
 

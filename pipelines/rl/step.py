@@ -40,6 +40,7 @@ from posttrain.core.training.checkpoint import (
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
 from posttrain.core.training.groups import drop_groups, resample
+from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.sync_check import SyncCheck
 from posttrain.core.training.teachers import transformed
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
@@ -80,6 +81,7 @@ class RlLoop:
     checkpoints: Checkpoints
     episodes: Episodes | None = None
     critic: ValuePhase | None = None
+    prm: ProcessRewards | None = None
     sync_check: SyncCheck | None = None
     first_step: int = 1
     _heap: StepHeap = field(default_factory=StepHeap)
@@ -138,6 +140,8 @@ class RlLoop:
         kl_coef, needed = self.controller.coefficient(), set(self.estimator.required_columns())
         needed |= {name for each in self.transforms for name in each.required_columns()}
         in_reward = self.stage.kl.place == "reward" and kl_coef > 0
+        if self.prm is not None:
+            needed.add("ref_logprobs")
         if in_reward:
             needed |= {"old_logprobs", "ref_logprobs"}
         batch, metrics = drop_groups(rollout.rows, self.stage.drop_groups)
@@ -171,14 +175,20 @@ class RlLoop:
             batch = batch.with_columns(baseline_reward=greedy)
         if self.critic is not None:
             batch = self.critic.with_values(batch, self.context.check)
+        if self.prm is not None:
+            found = self.prm.rewards(batch, self.context.check)
+            batch = batch.with_columns(process_rewards=found)
         return batch
 
     def update_policy(self, rollout: Rollout) -> tuple[Update, Metrics]:
-        """Take the optimizer steps of the critic and, unless it trains alone, of the policy."""
+        """Take the optimizer steps of the critic, of the process reward model and, unless the
+        critic trains alone, of the policy.
+        """
         check, products = self.context.check, rollout.products
         batch, step = rollout.rows, rollout.step
         check()
         metrics = {} if self.critic is None else self.critic.update(batch, step, check)
+        metrics |= {} if self.prm is None else self.prm.update(batch, step, check)
         if self.critic is not None and self.critic.pretraining:
             metrics |= self.columns.mismatch(batch, check)
             update = Update(rollout, batch)
@@ -270,6 +280,7 @@ class RlLoop:
                 state,
                 critic=None if self.critic is None else self.critic.stored,
                 reference=self.learner.stored_reference,
+                prm=None if self.prm is None else self.prm.stored,
             )
 
         self.context.saved_checkpoint(step, self.checkpoints.write(step, save))
@@ -281,6 +292,7 @@ class RlLoop:
             self.learner.stored,
             critic=None if self.critic is None else self.critic.stored,
             reference=self.learner.stored_reference,
+            prm=None if self.prm is None else self.prm.stored,
         )
         for name, part in self._stateful().items():
             part.load_state(state.parts[name])

@@ -315,6 +315,12 @@ def check_pools(resolved: ResolvedRun, manager: PluginManager) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def _holders(name: str, stage: StageBase) -> list[tuple[str, object]]:
+    """(place, section) of all that a stage trains."""
+    parts = [(f"{name}.{part}", getattr(stage, part, None)) for part in ("critic", "implicit_prm")]
+    return [(name, stage), *parts]
+
+
 def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
     """Packages and precisions that optimizers need."""
     import torch
@@ -325,7 +331,7 @@ def check_training(resolved: ResolvedRun, manager: PluginManager) -> None:
 
     model = resolved.config.model
     for name, stage in resolved.config.stages.items():
-        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+        for place, holder in _holders(name, stage):
             section = getattr(holder, "optimizer", None)
             if section is None:
                 continue
@@ -346,7 +352,7 @@ def check_adapters(resolved: ResolvedRun) -> None:
     config = resolved.config
     wanted = {}
     for name, stage in config.stages.items():
-        for place, holder in ((name, stage), (f"{name}.critic", getattr(stage, "critic", None))):
+        for place, holder in _holders(name, stage):
             if (section := getattr(holder, "lora", None)) is not None:
                 wanted[place] = section
     from posttrain.core.models.source import known_config

@@ -30,6 +30,7 @@ from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
+from posttrain.core.training.implicit_prm import ProcessRewards
 from posttrain.core.training.sync_check import SyncCheck, make_probe
 from posttrain.core.training.updates import PolicyLearner
 from posttrain.core.types import Problem
@@ -38,6 +39,7 @@ from posttrain.pipelines.ranks.trainer import RankTrainer, wants_ranks
 from posttrain.pipelines.rl.build import (
     build_critic,
     build_learner,
+    build_prm,
     build_scorer,
     build_teachers,
     output_recording,
@@ -69,8 +71,9 @@ def run_rl(context: StageContext) -> StageOutput:
         run_steps(context.name, loop)
         model = loop.learner.model  # before ranks end that trained it
         loop.learner.stored.close()
-        if loop.critic is not None:
-            loop.critic.stored.close()
+        for other in (loop.critic, loop.prm):
+            if other is not None:
+                other.stored.close()
     save_trained(context, model, loop.tokenizer, "model")
     title, record = f"{context.run.name}: {context.name}", loop.recorder
     plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
@@ -183,10 +186,12 @@ def build_loop(
 
     learner: PolicyLearner
     model: ValueModel | None
+    prm: ProcessRewards | None
     if ranks is None:
         learner, model = build_learner(context, stage, tokenizer), build_critic(context, stage)
+        prm = build_prm(context, stage)
     else:
-        learner, model = on_ranks(context, stage, ranks)
+        learner, model, prm = on_ranks(context, stage, ranks)
     critic = value_phase(model, stage.critic)
     scorer = build_scorer(context, stage, tokenizer)
     order, use = PromptStream(prompts, derive_seed(run.seed, context.name, "prompts")), SharedLock()
@@ -223,10 +228,18 @@ def build_loop(
         episodes=episodes,
         held_out=unseen,
         recorder=Recorder(
-            context, stage, tokenizer, learner, critic, controller, reward_names=scorer.names
+            context,
+            stage,
+            tokenizer,
+            learner,
+            critic,
+            controller,
+            reward_names=scorer.names,
+            prm=prm,
         ),
         checkpoints=context.keeper(stage.steps, stage.checkpoint_every),
         critic=critic,
+        prm=prm,
         sync_check=SyncCheck(
             engine,
             learner.model,

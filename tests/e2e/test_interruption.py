@@ -145,7 +145,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
             "estimator": "k1",
             "place": "reward",
             "controller": {"name": "adaptive", "coef": 0.1, "horizon": 200},
-            "ref_update": {"rule": "mixup", "every": 3},
+            "ref_update": {"rule": "bema", "every": 3},
         },
         "entropy_controller": {"name": "adaptive", "target": 100},
         "epochs": 2,
@@ -182,22 +182,38 @@ def test_rollouts_sampled_ahead_and_groups_carried_over_survive_kill_9(tmp_path:
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 
 
+# Preset, fields, and a metric that shows that there is something to remember.
+REMEMBERED: dict[str, tuple[str, dict[str, object], str]] = {
+    "replay": (
+        "dr_grpo",
+        {"sampler": {"name": "replay", "share": 0.5, "max_lag": 3}},
+        "replay/taken_frac",
+    ),
+    "curriculum": (
+        "dr_grpo",
+        {"sampler": {"name": "curriculum", "candidates": 2.0}},
+        "curriculum/known",
+    ),
+    "process rewards": (
+        "prime",
+        {"implicit_prm": {"optimizer": {"learning_rate": 1.0e-3}}},
+        "prm/process_std",
+    ),
+    "imitation": ("chord", {"ptx": {"num_examples": 8}}, "loss/coef/ptx"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampler",
-    [{"name": "replay", "share": 0.5, "max_lag": 3}, {"name": "curriculum", "candidates": 2.0}],
-    ids=lambda sampler: sampler["name"],
-)
-def test_what_a_sampler_remembers_survives_kill_9(
-    tmp_path: Path, sampler: dict[str, object]
-) -> None:
-    fields = {"checkpoint_every": 1, "sampler": sampler}
-    budgets = {"rl": Budget(20, fields, preset="dr_grpo")}
+@pytest.mark.parametrize("what", REMEMBERED)
+def test_what_a_plugin_remembers_survives_kill_9(tmp_path: Path, what: str) -> None:
+    preset, fields, metric = REMEMBERED[what]
+    budgets = {"rl": Budget(20, {"checkpoint_every": 1, **fields}, preset=preset)}
     config = learning_config(make_model(tmp_path, seed=0), budgets, seed=0)
+    if preset == "chord":
+        config["stages"]["rl"]["algorithm"] = {"name": "chord", "variant": "mu"}
     path = write_config(tmp_path / "run.yaml", config)
     whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
     assert whole.code == 0, whole.text
-    metric = {"replay": "replay/taken_frac", "curriculum": "curriculum/known"}[str(sampler["name"])]
     assert max(value for _, value in history(whole)[metric]) > 0
     assert_continues_bit_for_bit(path, tmp_path / "home", whole)
 

@@ -41,9 +41,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kl": {
             "place": "loss",
             "controller": {"name": "fixed", "coef": 0.01},
-            "ref_update": {"rule": "ema"},
+            "ref_update": {"rule": "bema", "every": 2},
         },
         "steps": 6,
+    }
+    made["stages"]["process"] = {
+        "kind": "rl",
+        "inputs": {"model": "sft"},
+        "algorithm": "prime",
+        "implicit_prm": {"optimizer": {"learning_rate": 1.0e-3}},
+        "steps": 3,
+        "prompts_per_step": 8,
+        "num_generations": 4,
+        "generation": {"max_response_length": 8},
+        "optimizer": {"learning_rate": 1.0e-3},
+        "evaluate_every": 0,
     }
     made["stages"]["preference"] = {
         "kind": "preference",
@@ -111,7 +123,15 @@ def test_every_stage_makes_the_model_that_one_process_makes(
 def replay(home: Path, run: Finished, step: str) -> Finished:
     """The step of its rl stage, on two ranks as the run was."""
     return run_command(
-        "replay", run.result["run_id"], "--step", step, "--home", str(home), "--json"
+        "replay",
+        run.result["run_id"],
+        "--stage",
+        "rl",
+        "--step",
+        step,
+        "--home",
+        str(home),
+        "--json",
     )
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.learning import SEEDS, final
-from tests.helpers.self_distilling import FORWARD, SDFT, SDPO, learn_from_halves, self_distil
+from tests.helpers.self_distilling import (
+    FORWARD,
+    SDFT,
+    SDPO,
+    SIBLINGS,
+    learn_from_halves,
+    learn_from_siblings,
+    self_distil,
+)
 
 
 @pytest.mark.slow
@@ -36,6 +44,18 @@ def test_sdft_learns_what_its_teacher_reads(tmp_path: Path, seed: int) -> None:
     skipped = learned.history("sdpo", "distil/skipped_frac")
     assert len(skipped) == 3 and all(0.3 < share <= 1 for share in skipped)
     assert learned.history("sdpo", "distil/teacher_version") == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sdpo_learns_from_the_successes_of_its_siblings(tmp_path: Path, seed: int) -> None:
+    """From a third of right answers: no group is without a success for long."""
+    learned = learn_from_siblings(tmp_path, seed, {"sdpo": SIBLINGS}, steps=20)
+    verdicts = learned.history("sdpo", "acc/mean")
+    assert 0.2 < verdicts[0] < 0.5 and final(verdicts) > 0.85, verdicts
+    skipped = learned.history("sdpo", "distil/skipped_frac")
+    assert final(skipped) < 0.15, skipped
 
 
 @pytest.mark.slow

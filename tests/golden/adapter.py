@@ -758,7 +758,9 @@ def on_ranks(prepared: PreparedMini, num_ranks: int) -> PreparedMini:
 
     return replace(
         prepared,
-        term_counts=tuple(shared(counts) for counts in prepared.term_counts),
+        term_counts=tuple(
+            tuple(shared(each) for each in counts) for counts in prepared.term_counts
+        ),
         counts=shared(prepared.counts),
         entropy_counts=shared(prepared.entropy_counts),
     )

@@ -63,6 +63,9 @@ BUDGETS: dict[str, Budget] = {
     "ppo_ptx": Budget(
         30, {"kl": WEAK_REWARD_KL, "critic": CRITIC, "ptx": {"num_examples": 8}, **SLOW}
     ),
+    # The worked answers of 8 problems.
+    "chord": Budget(30, {"ptx": {"num_examples": 8}}),
+    "prime": Budget(40, {"implicit_prm": {"optimizer": {"learning_rate": 1.0e-3}}}),
     "grpo": Budget(30, {"kl": {"controller": {"name": "fixed", "coef": 0.004}}}),
     "grpo_process": Budget(
         30,

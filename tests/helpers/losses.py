@@ -108,6 +108,7 @@ def policy_batch(
         advantages=torch.where(mask.bool(), advantages, 0.0),
         acc=(torch.arange(num_rows) % 2).double(),
         teacher_logprobs=old + column(0.2),
+        teacher_id=torch.zeros(num_rows, dtype=torch.int64),
     )
     return batch, new.clone()
 
@@ -133,6 +134,7 @@ def total_and_grad(
     ranks: Sequence[Sequence[Sequence[int]]] | None = None,
     *,
     kl_coef: float = 0.0,
+    step: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The loss and its gradient [B, T], from the rows of each micro-batch of each rank.
 
@@ -142,7 +144,7 @@ def total_and_grad(
     new = logprobs.clone().requires_grad_()
     batch, _ = objective.correct(batch)
     draw = torch.Generator().manual_seed(5)
-    prepared = on_ranks(objective.prepare(batch, draw, len(ranks[0])), len(ranks))
+    prepared = on_ranks(objective.prepare(batch, draw, len(ranks[0]), step), len(ranks))
     total = torch.zeros((), dtype=torch.float64)
     for micro_batches in ranks:
         for rows in micro_batches:
@@ -159,7 +161,10 @@ def on_ranks(prepared: PreparedMini, num_ranks: int) -> PreparedMini:
     """`prepared` as each of `num_ranks` data-parallel ranks has it."""
     return replace(
         prepared,
-        term_counts=tuple(replace(c, num_ranks=num_ranks) for c in prepared.term_counts),
+        term_counts=tuple(
+            tuple(replace(c, num_ranks=num_ranks) for c in counts)
+            for counts in prepared.term_counts
+        ),
         counts=replace(prepared.counts, num_ranks=num_ranks),
         entropy_counts=replace(prepared.entropy_counts, num_ranks=num_ranks),
     )

@@ -38,6 +38,37 @@ SDPO = {
 }
 
 
+SIBLINGS = {"algorithm": "sdpo", "teachers": OWN, "optimizer": {"learning_rate": 1.0e-3}}
+"""Students that know a third of the answers, in groups of 8."""
+HINTS = 4  # right answers in addition to ten that are each digit once
+
+
+def learn_from_siblings(
+    folder: Path, seed: int, students: dict[str, dict[str, Any]], *, steps: int
+) -> Learned:
+    """A run of a model that repeats what it reads and is right in a third of its answers without,
+    and of `students` that start from it.
+    """
+    copies = [
+        {"prompt": f"{digit}\n{2 * str(said)}", "completion": 2 * str(said)}
+        for digit in range(10)
+        for said in range(10)
+    ]
+    guesses = [
+        {"prompt": str(digit), "completion": 2 * said}
+        for digit, right in enumerate(TABLE)
+        for said in ("0123456789" + HINTS * right)
+    ]
+    write_rows(folder / "start.jsonl", [*copies, *guesses])
+    start = {**IMITATE, "data": str(folder / "start.jsonl"), "steps": 150}
+    start |= {"batch_size": 240, "micro_batch_size": 240}
+    stages: dict[str, Any] = {"start": start}
+    for name, fields in students.items():
+        groups = {"prompts_per_step": 10, "num_generations": 8, "inputs": {"model": "start"}}
+        stages[name] = {**STEP, **groups, "steps": steps, **fields}
+    return run_by_table(folder, seed, stages)
+
+
 def self_distil(
     folder: Path, seed: int, students: dict[str, dict[str, Any]], *, copy_steps: int, steps: int
 ) -> Learned:

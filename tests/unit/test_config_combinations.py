@@ -105,6 +105,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"rl\.kl\.ref_update: the reference follows one rule, and refresh_every is another",
     ),
     (
+        "a rule with another name",
+        {"kl": {"ref_update": {"rule": "refreshed"}}},
+        r"rl\.kl\.ref_update\.rule: a reference that becomes the policy itself is `kl: "
+        r"\{refresh_every: N\}`",
+    ),
+    (
+        "a rate that the rule has",
+        {"kl": {"ref_update": {"rule": "bema", "rate": 0.1}}},
+        r"rl\.kl\.ref_update: rule: bema has a rate that falls by itself",
+    ),
+    (
         "an exact KL to a reference that moves between updates",
         {
             "kl": {
@@ -125,6 +136,42 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "a critic that nobody reads",
         {"critic": {}},
         r"rl\.critic: advantage 'grpo' reads no values, .* set critic: null",
+    ),
+    (
+        "process rewards of nobody",
+        {"advantage": "prime"},
+        r"rl\.advantage: advantage 'prime' reads the column 'process_rewards', filled by an "
+        r"implicit process reward model: add `implicit_prm: \{\}`",
+    ),
+    (
+        "a process reward model that nobody reads",
+        {"implicit_prm": {}},
+        r"rl\.implicit_prm: advantage 'grpo' reads no process rewards",
+    ),
+    (
+        "a process reward model with a reference that moves",
+        {"algorithm": "prime", "kl": {"refresh_every": 3}},
+        r"rl\.implicit_prm: its rewards are log-ratios to the stage's input model",
+    ),
+    (
+        "two coefficients that leave a rest",
+        {
+            "policy_loss": [
+                {"name": "ppo_clip", "coef": {"peak": 0.5, "complement": True}},
+                {"name": "ptx", "coef": {"peak": 0.5, "complement": True}},
+            ]
+        },
+        r"rl\.policy_loss: 2 coefficients have complement: true",
+    ),
+    (
+        "the rest of a coefficient for nobody",
+        {"policy_loss": {"name": "ppo_clip", "coef": {"peak": 0.5, "complement": True}}},
+        r"rl\.policy_loss: complement: true is for the other policy losses, and there is none",
+    ),
+    (
+        "a coefficient that falls to nothing",
+        {"policy_loss": [{"name": "ppo_clip"}, {"name": "ptx", "coef": {"peak": 1, "decay": 5}}]},
+        r"rl\.policy_loss\.1\.coef: `decay` is the number of steps from `peak` to `valley`",
     ),
     (
         "a critic from nowhere",

@@ -18,7 +18,7 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.lora import add_adapter, frozen_twin
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.moving_reference import MovingReference
+from posttrain.core.training.moving_reference import BiasCorrectedReference, MovingReference
 from posttrain.core.training.objective import LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer, schedule_factor
 from posttrain.core.training.sft import PtxTerm
@@ -301,6 +301,54 @@ def test_a_moving_average_follows_each_optimizer_step(
     assert any(
         not torch.equal(a, b) for a, b in zip(weights(model), weights(reference), strict=True)
     )
+
+
+def test_a_bias_corrected_average_follows_the_policy_without_lag(
+    model_dir: Path, manager: PluginManager, tmp_path: Path
+) -> None:
+    """As by hand; halfway a checkpoint is read by a stage that begins at the same model."""
+    batch = ragged_batch([5, 4], group_size=3)
+    model, reference = load_tiny(model_dir), load_tiny(model_dir)
+    reference.requires_grad_(False)
+    learner = make_learner(model, manager, reference=reference, rate=1e-2)
+    start = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    average = {name: p.clone() for name, p in start.items()}
+    moving = BiasCorrectedReference(reference, learner.optimizer, every=2)
+    for step in range(1, 7):
+        learner.moving = moving
+        update(learner, batch, step, 0.0)
+        if step % 2:
+            continue
+        share, correction = (10 + step) ** -0.5, (10 + step) ** -0.2
+        own = dict(reference.named_parameters())
+        for name, weight in learner.optimizer.weights().items():
+            average[name] = (1 - share) * average[name] + share * weight.detach()
+            wanted = average[name] + correction * (weight.detach() - start[name])
+            torch.testing.assert_close(own[name], wanted, rtol=1e-5, atol=1e-7)
+        assert moving.version == step // 2
+        if step == 4:
+            moving.write(tmp_path)
+            moving.close()
+            reference = load_tiny(model_dir)
+            reference.requires_grad_(False)
+            first = load_tiny(model_dir)  # as a stage is built, before its checkpoint is read
+            optimizer = MasterOptimizer(first, OptimizerSection(learning_rate=1e-2), 100)
+            moving = BiasCorrectedReference(reference, optimizer, every=2)
+            moving.optimizer = learner.optimizer
+            moving.read(tmp_path, 4)
+
+
+def test_the_correction_at_step_400() -> None:
+    """Of a policy that stands 1 from where it began: 410^-0.5 and 410^-0.2."""
+    policy, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        policy.weight.fill_(1.0)
+        reference.weight.fill_(0.0)
+    optimizer = MasterOptimizer(policy, OptimizerSection(learning_rate=1e-3), 100)
+    moving = BiasCorrectedReference(reference, optimizer, every=400)
+    for _ in range(400):
+        moving.after_step()
+    assert reference.weight.item() == pytest.approx(0.049386 + 0.300222, abs=1e-6)
 
 
 def test_the_halving_of_what_is_left_behind() -> None:

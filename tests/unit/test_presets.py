@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.config.coefficients import coef_at
 from posttrain.core.config.presets import Axis, axes_of
+from posttrain.core.config.rl_stage import RlStage
+from posttrain.core.contracts import Algorithm
 from posttrain.core.plugin_manager import PluginManager
 
 # preset: advantage, policy losses, aggregator, (estimator, place, coefficient) of the KL or None
@@ -18,6 +21,8 @@ TABLE: dict[str, tuple[str, list[str], str, tuple[str, str, float] | None]] = {
     "ppo_dual_clip": ("gae", ["dual_clip"], "token-mean", ("k1", "reward", 0.2)),
     "ppo_penalty": ("gae", ["ppo_penalty"], "token-mean", None),
     "ppo_ptx": ("gae", ["ppo_clip", "ptx"], "token-mean", ("k1", "reward", 0.02)),
+    "chord": ("grpo", ["ppo_clip", "ptx"], "token-mean", None),
+    "prime": ("prime", ["ppo_clip"], "token-mean", None),
     "grpo": ("grpo", ["ppo_clip"], "seq-mean-token-mean", ("k3", "loss", 0.04)),
     "grpo_process": ("grpo_process", ["ppo_clip"], "seq-mean-token-mean", ("k3", "loss", 0.04)),
     "dr_grpo": ("dr_grpo", ["ppo_clip"], "seq-mean-token-sum-norm", None),
@@ -58,6 +63,8 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("dapo", "policy_loss", "clip_low", 0.2),
     ("dapo", "policy_loss", "clip_high", 0.28),
     ("vapo", "policy_loss.0", "clip_high", 0.28),
+    ("prime", "advantage", "process_coef", 5.0),
+    ("prime", "advantage", "outcome_coef", 5.0),
     ("bapo", "policy_loss", "rho0", 0.4),
     ("bapo", "policy_loss", "low_start", 0.6),
     ("bapo", "policy_loss", "high_stop", 3.0),
@@ -90,6 +97,7 @@ EXTRAS: list[tuple[str, str, Any]] = [
     ("sdft", "teachers", {"self": {"policy": {"weights": "base", "context": "worked"}}}),
     ("gkd", "policy_loss", None),
     ("vapo", "critic", {"pretrain_steps": 50}),
+    ("prime", "implicit_prm", {"beta": 0.05}),
 ]
 
 
@@ -141,3 +149,21 @@ def test_every_axis_shows_a_formula(manager: PluginManager) -> None:
     for name in TABLE:
         for axis in axes_of(preset(manager, name), manager):
             assert axis.formula, f"{name}: {axis.place}"
+
+
+@pytest.mark.parametrize(
+    ("variant", "weighting", "mu"),
+    [
+        ("phi", "phi", {1: 0.1, 500: 0.1}),
+        ("mu", "none", {100: 0.475, 200: 0.05, 500: 0.05}),
+    ],
+)
+def test_chord_imitates_by_the_schedule_of_its_variant(
+    manager: PluginManager, variant: str, weighting: str, mu: dict[int, float]
+) -> None:
+    fields = manager.build(Algorithm, "chord", {"variant": variant}).expand()
+    stage = RlStage.model_validate({"kind": "rl", "inputs": {"model": "base"}, **fields})
+    clip, ptx = stage.loss_terms
+    assert ptx.fields()["weighting"] == weighting
+    assert stage.complements == (ptx.coef,) and clip.coef == 1.0
+    assert {step: coef_at(ptx.coef, step) for step in mu} == pytest.approx(mu)

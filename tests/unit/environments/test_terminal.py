@@ -240,13 +240,13 @@ def test_a_simple_dockerfile_is_followed(folder: Path) -> None:
     task = image(
         folder,
         "# a comment\nFROM docker.io/library/python:3.12-slim@sha256:0\nENV A=1 \\\n  B='x y'\n"
-        "ENV C d e\nWORKDIR /work\nWORKDIR src\nCOPY a.txt .\nCOPY data /data\n"
+        "ENV C d e\nWORKDIR /srv/app\nWORKDIR src\nCOPY a.txt .\nCOPY data /data\n"
         'COPY a.txt b.txt /opt/\nCOPY b.txt /root/c\nLABEL x=y\nUSER root\nCMD ["bash"]\n',
     )
-    assert task.unsupported == () and task.workdir == "/work/src"
+    assert task.unsupported == () and task.workdir == "/srv/app/src"
     assert task.env == {"A": "1", "B": "x y", "C": "d e"}
     answers, _ = play([bash("pwd; cat a.txt /data/c.txt /opt/b.txt /root/c; echo $A$B$C")], folder)
-    assert texts(answers) == ["/work/src\na.txtdata/c.txtb.txtb.txt1x yd e\n[exit code 0]"]
+    assert texts(answers) == ["/srv/app/src\na.txtdata/c.txtb.txtb.txt1x yd e\n[exit code 0]"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.config.coefficients import CoefSchedule
 from posttrain.core.contracts import KlEstimator, RolloutCorrection
 from posttrain.core.training.objective import LossTerm, Objective
 from tests.helpers.losses import (
@@ -135,6 +136,23 @@ def test_with_every_other_part_of_the_objective_on(
     assert_alive(*whole)
     for cut, ranks in CUTS.items():
         assert_same(total_and_grad(objective, batch, new, ranks, kl_coef=0.2), whole, cut)
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_teachers_that_count_alike_and_a_coefficient_that_moves(aggregator: str) -> None:
+    """Three teachers, one of whom judges nothing, next to a scheduled term."""
+    mu, average = CoefSchedule(warmup=10, peak=0.5, complement=True), build_aggregator(aggregator)
+    taught = LossTerm(build_loss("ref_kl"), average, rest_of=mu, num_teachers=3)
+    terms = (taught, LossTerm(build_loss("positive_lm"), build_aggregator("token-mean"), mu))
+    batch, new = policy_batch(seed=6)
+    batch = batch.with_columns(teacher_id=torch.tensor([0, 0, 1, 0, 1, -1, 0, 1]))
+    objective = Objective(terms, average)
+    whole = total_and_grad(objective, batch, new, step=5)
+    assert_alive(*whole)
+    for cut, ranks in CUTS.items():
+        assert_same(
+            total_and_grad(Objective(terms, average), batch, new, ranks, step=5), whole, cut
+        )
 
 
 def test_local_counts_do_depend_on_the_cut() -> None:

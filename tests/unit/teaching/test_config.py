@@ -195,6 +195,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"'x' is routed to 2 teachers; keep one",
     ),
     (
+        "teachers that count alike next to rewards",
+        {
+            "algorithm": "grpo",
+            "advantage_transform": "opd",
+            "teachers": {"teacher": {}, "b": SERVER},
+            "teacher_routing": {"by": "field", "balance": "equal"},
+        },
+        r"rl\.teacher_routing\.balance: equal is for terms that read teachers alone",
+    ),
+    (
         "the whole vocabulary of a server",
         {"algorithm": "gkd", "inputs": {"model": "base"}, "teachers": {"t": SERVER}},
         r"rl\.distillation: it reads the whole vocabulary of teacher 't', and a server gives a few "

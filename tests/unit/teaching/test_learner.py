@@ -178,6 +178,46 @@ def test_responses_without_a_teacher_are_not_counted_where_teachers_alone_are_le
         assert_same_gradient(whole, gradient(learner, alone))
 
 
+@pytest.mark.parametrize("micro", [1, 4, 6])
+@pytest.mark.parametrize("aggregator", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", ["gkd", "ref_kl", "ppo_clip"])
+def test_teachers_that_count_alike_are_averaged_each_by_itself(
+    folders: list[Path], name: str, aggregator: str, micro: int
+) -> None:
+    """The mean over three teachers, one of whom judges nothing here, of each one's own average."""
+    batch = routed(ragged_batch([5, 9, 3], group_size=2), ["a", "a", "b", "b", "b", "c"])
+    mean, names = MANAGER.build(Aggregator, aggregator), ("a", "b")
+    learner = make_learner(folders, FULL, names=names, micro=micro)
+    divergence = learner.objective.distillation
+    assert divergence is not None
+    if name == "gkd":
+        alone = replace(divergence, aggregator=mean)
+        terms, balanced = (), replace(alone, num_teachers=3)
+        learner.objective = replace(learner.objective, distillation=balanced)
+    else:
+        term = LossTerm(MANAGER.build(PolicyLoss, name), mean, num_teachers=3)
+        terms, alone = (term,), None
+        learner.objective = Objective(terms, mean, taught_advantages=True)
+    routes = {"a": 0, "b": 1}
+    teachers = Teachers({n: LocalTeacher(n) for n in names}, Routing("field", routes, "skip"))
+    wanted = {"teacher_logprobs", "old_logprobs"}
+    filled, metrics = ColumnFiller(learner, teachers).fill(batch, wanted)
+    assert metrics["distil/tokens/a"] > 0 and metrics["distil/tokens/b"] > 0
+    opd = MANAGER.build(AdvantageTransform, "opd")
+    found = opd.transform(torch.zeros_like(filled.mask), filled).advantages
+    filled = filled.with_columns(advantages=found)
+    got = gradient(learner, filled)
+    plain = replace(
+        learner.objective,
+        terms=tuple(replace(term, num_teachers=0) for term in terms),
+        distillation=alone,
+    )
+    learner.objective = plain
+    shares = [gradient(learner, filled.select(torch.tensor(rows))) for rows in ([0, 1], [2, 3, 4])]
+    assert_same_gradient(got, [(a + b) / 3 for a, b in zip(*shares, strict=True)])
+    assert max(float(grad.abs().max()) for grad in got) > 0
+
+
 def test_a_problem_that_nobody_teaches_stops_unless_it_is_skipped(folders: list[Path]) -> None:
     batch = routed(ragged_batch([5], group_size=2), ["a", "poems"])
     learner = make_learner(folders, FULL)

@@ -1,0 +1,77 @@
+"""`prime`: the outcome and the tokens' rewards, each against the other responses of the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import AdvantageEstimator
+from tests.helpers.plugins import MANAGER
+from tests.helpers.rollouts import ragged_batch
+
+
+def prime(**fields: Any) -> AdvantageEstimator[Any]:
+    return MANAGER.build(AdvantageEstimator, "prime", fields)
+
+
+def rows_of(
+    process: list[list[float]], outcomes: list[float], groups: list[int], scored: list[int]
+) -> RolloutBatch:
+    """Rows of the lengths of `process`; what lies behind a response is not a number."""
+    batch = ragged_batch([len(row) for row in process], group_size=1)
+    width = batch.response_ids.shape[1]
+    mask, q = (torch.zeros(len(process), width) for _ in range(2))
+    q.fill_(torch.nan)
+    rewards = torch.zeros_like(mask)
+    for index, row in enumerate(process):
+        mask[index, : len(row)] = 1
+        q[index, : len(row)] = torch.tensor(row)
+        rewards[index, len(row) - 1] = outcomes[index]
+    return batch.with_columns(
+        response_mask=mask,
+        mask=mask,
+        process_rewards=q,
+        token_rewards=rewards,
+        group_id=torch.tensor(groups),
+        scored=torch.tensor(scored, dtype=batch.mask.dtype),
+    )
+
+
+def tokens(found: Tensor, lengths: list[int]) -> list[float]:
+    return [float(x) for row, n in zip(found, lengths, strict=True) for x in row[:n]]
+
+
+def test_the_worked_example() -> None:
+    batch = rows_of([[0.2, -0.1], [0.1, 0.3, -0.1]], [1.0, 0.0], [0, 0], [1, 1])
+    found = prime(process_coef=1.0, outcome_coef=1.0, whiten="off").estimate(batch).advantages
+    assert tokens(found, [2, 3]) == pytest.approx([0.9, 0.65, -0.85, -0.9, -1.35], abs=1e-6)
+    assert found[0, 2:].abs().sum() == 0
+    white = prime().estimate(batch).advantages[batch.mask.bool()].double()
+    assert float(white.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(white.std()) == pytest.approx(1, abs=1e-5)
+    # The factors' common size does not matter once it is whitened; their ratio does.
+    same = prime(process_coef=1.0, outcome_coef=1.0).estimate(batch).advantages
+    torch.testing.assert_close(same[batch.mask.bool()].double(), white)
+    other = prime(process_coef=50.0).estimate(batch).advantages[batch.mask.bool()].double()
+    assert not torch.allclose(other, white, atol=1e-2)
+
+
+def test_without_process_rewards_it_is_rloo() -> None:
+    zeros = [[0.0, 0.0], [0.0], [0.0, 0.0, 0.0], [0.0]]
+    batch = rows_of(zeros, [1.0, 0.0, 0.5, 2.0], [0, 0, 0, 1], [1, 1, 1, 1])
+    found = prime(outcome_coef=1.0, whiten="off").estimate(batch).advantages
+    rloo = MANAGER.build(AdvantageEstimator, "rloo").estimate(batch).advantages
+    torch.testing.assert_close(found, rloo)
+    assert not found[3].any(), "alone in its group"
+
+
+def test_a_response_that_nobody_scored_is_in_no_mean() -> None:
+    q = [[0.2, -0.1], [5.0], [0.1, 0.3, -0.1]]
+    batch = rows_of(q, [1.0, 9.0, 0.0], [0, 0, 0], [1, 0, 1])
+    found = prime(process_coef=1.0, outcome_coef=1.0, whiten="off").estimate(batch).advantages
+    wanted = [0.9, 0.65, 0.0, -0.85, -0.9, -1.35]
+    assert tokens(found, [2, 1, 3]) == pytest.approx(wanted, abs=1e-6)
