@@ -10,7 +10,7 @@ from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.teaching_checks import TeachingCheck
-from posttrain.core.contracts import REWARD_COLUMNS, TextLoss
+from posttrain.core.contracts import REWARD_COLUMNS, TEXT_COLUMNS
 
 OF_SAMPLING = REWARD_COLUMNS | {"advantages", "old_logprobs", "rollout_logprobs", "is_weight"}
 """Columns that only answers have which the policy sampled."""
@@ -36,10 +36,11 @@ def check_given_answers(
     yield from _readers(teaching)
     yield from _parts(stage, build, kl_coef, line)
     yield from _teachers(stage, line)
-    if stage.seq_kd and isinstance(teaching.distillation, TextLoss):
+    loss = teaching.distillation
+    if stage.seq_kd and loss is not None and loss.required_columns() & TEXT_COLUMNS:
         yield line(
             "seq_kd",
-            f"'{teaching.distillation.name}' is for a teacher with a tokenizer of its own, which "
+            f"'{loss.name}' is for a teacher with a tokenizer of its own, which "
             "cannot go on from the policy's tokens; set false",
         )
     if isinstance(stage, DistillStage) and stage.learns_from_record:

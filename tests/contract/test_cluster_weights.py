@@ -100,7 +100,7 @@ def trainer_and_learner(model: Path) -> Iterator[tuple[RankTrainer, RankedLearne
         check=nothing,
     )
     with RankTrainer(stage) as trainer:
-        learner, _ = on_ranks(stage, run.stages["rl"], trainer)  # type: ignore[arg-type]
+        learner, *_ = on_ranks(stage, run.stages["rl"], trainer)  # type: ignore[arg-type]
         assert isinstance(learner, RankedLearner)
         yield trainer, learner
     connection.leave()

@@ -41,6 +41,7 @@ def config(folder: Path, prm: dict[str, Any], **stages: Any) -> dict[str, Any]:
         # Room for a prompt and its answer, and for no more behind a step of it.
         "model": {"source": str(model), "dtype": "float32", "max_model_len": 9},
         "task": {"name": "rows", "path": str(rows), "match": "exact"},
+        "evaluation": {"num_problems": 4, "max_response_length": 6},
         "limits": {"num_threads": 1},
         "stages": {
             "sft": {

@@ -11,7 +11,7 @@ from posttrain.pipelines.run.flow import lost_connection, options_for
 
 def test_no_stage_that_trains_or_asks_or_promotes_is_tried_again() -> None:
     again = {kind for kind, cls in BUILT_IN.items() if cls.repeatable}
-    assert again == {"evaluate", "benchmark", "transform", "register"}
+    assert again == {"evaluate", "benchmark", "record_teacher", "transform", "register"}
     assert not any(BUILT_IN[kind].takes_steps for kind in again)
     assert options_for(True)["retries"] == 2
     assert options_for(False)["retries"] == 0
