@@ -69,6 +69,10 @@ class EventLoop:
 
     async def _cancel_all(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
+        # Who is being cancelled closes what it has opened: to cancel that too would leave it open.
+        if any(task.cancelling() for task in others):
+            await asyncio.wait(others, timeout=CLOSE_S / 2)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:

@@ -118,11 +118,14 @@ class LiveRunner(Plays):
     async def _closed(self, state: object) -> None:
         """Close the episode's state, whatever ended it."""
         closing = asyncio.ensure_future(self._close(state))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        stopped: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:  # twice, where a run is stopped and then closed
+                stopped = error
+        if stopped is not None:
+            raise stopped
 
     async def _close(self, state: object) -> None:
         try:

@@ -21,6 +21,8 @@ from posttrain.pipelines.run.prefect_env import prefect_settings
 if TYPE_CHECKING:
     import prefect.context
 
+START_SECONDS = 120
+"""At least; Prefect's 20 are too few on a busy machine."""
 STOP_SECONDS = 5.0
 FLUSH_INTERVAL = "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL"
 """Seconds in which events are stored: 5 by Prefect's default, and a run waits for its last."""
@@ -106,7 +108,7 @@ class OwnServer:
             get_current_settings,
         )
 
-        seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        seconds = max(START_SECONDS, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value())
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         port = self._process.stdout.readline().strip() if ready else b""

@@ -131,7 +131,7 @@ def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
 @pytest.fixture(scope="module")
 def page(ui: Ui) -> Iterator[Page]:
     with open_browser(ours=False) as found:
-        found.set_default_timeout(30_000)
+        found.set_default_timeout(120_000)
         found.add_init_script(QUIET)
         yield found
 

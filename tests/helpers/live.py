@@ -108,6 +108,8 @@ class DigitGame(LiveEnvironment[DigitGameConfig]):
 
     async def close(self, state: object) -> None:
         assert isinstance(state, Game) and not state.closed, "closed once"
+        if state.problem.startswith("hang"):
+            await asyncio.sleep(0.2)  # a stop that comes meanwhile must not end this
         state.closed = True
         self.seen.open -= 1
         self.seen.closed += 1
