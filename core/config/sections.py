@@ -432,6 +432,12 @@ class LimitsSection(Section):
         "memory of its weights and moments. Of a GPU machine, at most one for each GPU; on a CPU a "
         "way to try it, not to be faster",
     )
+    keep_engine: bool = Field(
+        default=True,
+        description="whether the engine stays from one stage that samples to the next; false: it is "
+        "stopped after each, so that what lies between has its memory and its GPUs, and started "
+        "again (seconds to minutes). After the last it is stopped in any case",
+    )
 
 
 class RaySection(Section):

@@ -289,6 +289,8 @@ class Pipeline:
         except (ApprovalNeeded, ApprovalRefused) as closed:
             self.closed[name] = closed
             return None
+        finally:
+            self.engines.stage_ended(name)
         if stage.passes_on:
             result = replace(result, artifacts=(*result.artifacts, inputs[stage.passes_on]))
         self.results[name] = result

@@ -96,6 +96,7 @@ class EnginePool:
         self._engine: RolloutEngine[Any] | None = None
         self._ends: tuple[int, ...] = ()
         self._lock = threading.Lock()
+        self._waiting = {n for n, stage in config.stages.items() if stage.max_sequences() > 0}
 
     @contextmanager
     def lease(self, model_dir: Path) -> Iterator[RolloutEngine[Any]]:
@@ -111,6 +112,21 @@ class EnginePool:
                 self._engine.sync_weights(stored_weights(model_dir), policy_version=0)
                 self._check_weights(self._engine, model_dir, tokenizer)
             yield self._engine
+
+    def stage_ended(self, name: str) -> None:
+        """Stop the engine when no stage is left that samples, or stages are not to keep it.
+
+        What follows then has the memory, and the cluster's GPUs, that the engine had. Where another
+        stage has the engine, that one's end decides.
+        """
+        samples = self.config.stages[name].max_sequences() > 0
+        self._waiting.discard(name)
+        keeps = self.config.limits.keep_engine and self._waiting
+        if samples and not keeps and self._lock.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._lock.release()
 
     def _check_weights(
         self, engine: RolloutEngine[Any], model_dir: Path, tokenizer: ChatTokenizer
