@@ -38,6 +38,7 @@ EPILOG = (
     "  posttrain init\n\n"
     "  posttrain init support-bot --data chats.jsonl --yes\n\n"
     "  posttrain init --model ./model --data problems.jsonl --method sft+rl --yes\n\n"
+    "  posttrain init --model ./small --teacher ./large --data problems.jsonl --yes\n\n"
     "  posttrain init --data gsm8k --method rl --reward math_accuracy --length long --yes\n\n"
     f"Writes {CONFIG_FILE} and {SCHEMA_FILE}, by which editors complete and check it. With --yes "
     "every question that no option answers has its default. `posttrain data show FILE` tells more "
@@ -79,6 +80,15 @@ def init(
             autocompletion=complete.plugins,
         ),
     ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            "--teacher",
+            metavar="MODEL",
+            help="With distill: the larger model, a folder, of the same tokenizer or another.",
+            autocompletion=lambda incomplete: complete.files(incomplete, ()),
+        ),
+    ] = None,
     length: Annotated[
         str | None,
         typer.Option(
@@ -111,16 +121,23 @@ def init(
         ask.data,
     )
     found = ask.data(named)
-    usual = found.methods[0]
+    usual = "distill" if teacher and "distill" in found.methods else found.methods[0]
     choices = ", ".join(f"{name} = {METHODS[name]}" for name in found.methods)
     chosen = ask(f"3. Method ({choices})", method, usual, found.fits)
-    rewarded = ""
+    for option, given, takes in (
+        ("--reward", reward, ("rl", "sft+rl")),
+        ("--teacher", teacher, ("distill",)),
+    ):
+        if given is not None and chosen not in takes:
+            raise ConfigError(f"{option} goes with method {' or '.join(takes)}, not with {chosen}")
+    rewarded = taught = ""
     if "rl" in chosen:
         rewarded = ask("4. Reward", reward, found.reward, ask.reward)
-    elif reward is not None:
-        raise ConfigError(f"--reward goes with the methods rl and sft+rl, not with {chosen}")
+    elif chosen == "distill":
+        taught = ask("4. Teacher (the folder of a larger model)", teacher, "", _a_teacher)
     long = ask(f"5. How long ({', '.join(LENGTHS)})", length, "short", _a_length)
     plan = _plan(found, source, chosen, long, ask.reward(rewarded) if rewarded else {}, folder)
+    plan = replace(plan, teacher=taught)
     text = first_config(_measured(plan, found, source, context), header(SCHEMA_FILE))
     _write(path, text, manager)
     return _done(context, path, plan, found)
@@ -243,6 +260,14 @@ def _a_model(name: str) -> None:
     from posttrain.core.models.source import check_source
 
     check_source(ModelSection(source=name))
+
+
+def _a_teacher(name: str) -> None:
+    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(
+            f"the method distill needs the folder of a larger model; '{name}' has no config.json: "
+            "--teacher DIR (a server is written into the config afterwards: `teachers`)"
+        )
 
 
 def _a_length(name: str) -> None:

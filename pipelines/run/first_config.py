@@ -11,11 +11,12 @@ METHODS = {
     "dpo": "learn from pairs of a better and a worse answer",
     "rl": "sample answers and reward the right ones (GRPO)",
     "sft+rl": "imitate first, then reward",
+    "distill": "learn from a larger model what to say in the place of each sampled token (GKD)",
 }
 FOR_PURPOSE: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "preference": ("dpo",),
-    "rl": ("rl", "sft+rl", "sft", "dpo"),
+    "rl": ("rl", "sft+rl", "sft", "dpo", "distill"),
 }
 """Methods by what the rows of a file are for; the first is the default."""
 
@@ -49,6 +50,7 @@ class Plan:
     taken: str = ""
     task: Mapping[str, Any] = field(default_factory=dict)  # Any: YAML values
     reward: Mapping[str, Any] = field(default_factory=dict)
+    teacher: str = ""
 
 
 def first_config(plan: Plan, head: str) -> str:
@@ -103,6 +105,9 @@ def _stages(plan: Plan, factor: int) -> list[str]:
     if plan.method in ("rl", "sft+rl"):
         made.append(_rl(plan, factor, batch, model))
         model = "rl"
+    if plan.method == "distill":
+        made.append(_distill(plan, factor, batch))
+        model = "distill"
     if plan.task:
         made.append(
             "  evaluate: # with a 95 % interval of the difference to the base model\n"
@@ -180,6 +185,25 @@ def _rl(plan: Plan, factor: int, batch: int, model: str) -> str:
         f"      - {value(dict(plan.reward))}\n"
         "    kl: {controller: {name: fixed, coef: 0.0}} # 0: no reference model is loaded\n"
         "    optimizer: {learning_rate: 5.0e-6, warmup_steps: 2}\n"
+        "    evaluate_every: 10 # steps\n"
+    )
+
+
+def _distill(plan: Plan, factor: int, batch: int) -> str:
+    return (
+        "  distill:\n"
+        "    kind: distill\n"
+        "    inputs: {model: base}\n"
+        "    teachers: # or a vLLM server: {base_url: http://127.0.0.1:8000/v1, model: NAME}\n"
+        f"      large: {{model: {value(plan.teacher)}}}\n"
+        "    distillation: {name: gkd, divergence: forward} # at each token, over the vocabulary\n"
+        f"    steps: {RL_STEPS * factor}\n"
+        f"    prompts_per_step: {batch}\n"
+        "    micro_batch_size: 16 # less = less memory, the same result\n"
+        "    generation:\n"
+        f"      max_response_length: {plan.response} # tokens; longer answers are cut\n"
+        "      temperature: 1.0\n"
+        "    optimizer: {learning_rate: 2.0e-5, warmup_steps: 2}\n"
         "    evaluate_every: 10 # steps\n"
     )
 

@@ -62,6 +62,35 @@ def test_sixty_rows_of_ones_own_become_a_model(
     assert (tmp_path / ".posttrain").is_dir()
 
 
+def test_a_teacher_makes_it_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "small")
+    make_tiny_model(tmp_path / "large", seed=1)
+    rows = [{"prompt": f"{n},", "answer": str(n + 1)} for n in range(60)]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = ("--model", "small", "--data", "own.jsonl", "--yes")
+    assert result("init", *chosen, "--teacher", "large")["method"] == "distill"
+    ran = result("run", "posttrain.yaml", "--set", "stages.distill.steps=2")
+    assert {name: stage["status"] for name, stage in ran["stages"].items()} == {
+        name: "ran" for name in ("evaluate_base", "distill", "evaluate", "register")
+    }
+    for words, said in (
+        (("--teacher", "nowhere"), "'nowhere' has no config.json"),
+        (("--method", "distill"), "needs the folder of a larger model"),
+        (("--method", "rl", "--teacher", "large"), "--teacher goes with method distill"),
+        (("--teacher", "large", "--reward", "accuracy"), "--reward goes with method rl or sft+rl"),
+    ):
+        refused = subprocess.run(
+            [*COMMAND, "init", "other", *chosen, *words],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=environment(),
+        )
+        assert refused.returncode == 2 and said in refused.stderr, refused.stderr
+    assert not Path("other").exists(), "nothing is written"
+
+
 @pytest.mark.slow
 def test_from_sixty_rows_to_an_extended_run_by_commands_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
