@@ -434,8 +434,8 @@ class LimitsSection(Section):
     )
     keep_engine: bool = Field(
         default=True,
-        description="whether the engine stays from one stage that samples to the next; false: it is "
-        "stopped after each, so that what lies between has its memory and its GPUs, and started "
+        description="whether the engine stays from one stage that samples to the next; false: it "
+        "is stopped after each, so that what lies between has its memory and its GPUs, and started "
         "again (seconds to minutes). After the last it is stopped in any case",
     )
 
