@@ -23,6 +23,7 @@ from posttrain.core.contracts import KlController
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
+from posttrain.core.evaluation.sampled import SampledEvaluation
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.files import WrongContent, read_json
 from posttrain.core.tracking.mlflow_run import traced_responses
@@ -45,6 +46,7 @@ TIMERS = {
     "update_policy": "time/update_s",
     "sync_weights": "time/sync_s",
     "evaluate": "time/evaluate_s",
+    "evaluate_sampled": "time/evaluate_sampled_s",
 }
 """The metric of each phase that is timed."""
 TRACES = 2
@@ -89,6 +91,7 @@ class Recorder:
     prm: ProcessRewards | None = None
     history: list[Metrics] = field(default_factory=list)
     evaluations: list[Metrics] = field(default_factory=list)
+    sampled: list[Metrics] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     _step_began: float = 0.0
     _trained_on: RolloutBatch | None = None
@@ -97,6 +100,7 @@ class Recorder:
         """Have the history of the steps before a checkpoint."""
         self.history = list(history)
         self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]
+        self.sampled = [row for row in self.history if "eval/sampled_problems" in row]
 
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
@@ -188,7 +192,21 @@ class Recorder:
         followed = tracked_rows(self.context.checkpoints, step, result.rows)
         self.context.tracker.log_table("held_out_over_time", None, followed)
         if step == 0:
-            self.context.log_step(0, found)
+            self._before_first_step(found)
+
+    def evaluated_sampled(self, step: int, result: SampledEvaluation) -> None:
+        """Record avg@k and pass@k after `step` steps, and the answers."""
+        self.sampled.append({"step": float(step), **result.metrics})
+        self.context.tracker.log_table("held_out_sampled", step, result.table())
+        if step == 0:
+            self._before_first_step(result.metrics)
+
+    def _before_first_step(self, found: Metrics) -> None:
+        """Record what was measured of the model as it came in."""
+        self.context.log_step(0, found)
+        if self.history:  # from the other evaluation
+            self.history[0] |= found
+        else:
             self.history.append({"step": 0.0, **found})
 
     def end_step(self, step: int) -> None:
