@@ -608,6 +608,12 @@ class AlarmsSection(Section):
         gt=0,
         description="entropy/mean below this share of what it was at the first step",
     )
+    entropy_rise: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="entropy/mean of the last five steps above this many times that of the first "
+        "five, and by at least 0.5 nats",
+    )
     truncated: float | None = Field(
         default=0.3, gt=0, le=1, description="resp_len/truncated_frac above this"
     )
@@ -615,6 +621,26 @@ class AlarmsSection(Section):
         default=3.0,
         gt=1,
         description="resp_len/mean above this many times what it was at the first step",
+    )
+    length_stalled: float | None = Field(
+        default=1.5,
+        gt=1,
+        description="resp_len/mean had grown to this many times the first five steps', and neither "
+        "it nor reward/mean rose in the last 20, with accuracy below 0.9",
+    )
+    length_shrinks: float | None = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="resp_len/mean of the last five steps below this share of the first five's, "
+        "reward/mean above, and accuracy no higher",
+    )
+    held_out_flat: float | None = Field(
+        default=0.5,
+        gt=0,
+        description="reward/mean above its first five steps by more than this many standard "
+        "deviations of a response's reward, while the mean held-out accuracy of three "
+        "evaluations is at most 0.02 above the first",
     )
     overoptimised: bool = Field(
         default=True,
@@ -626,6 +652,20 @@ class AlarmsSection(Section):
         gt=0,
         le=1,
         description="group/zero_adv_frac at least this in each of the last three steps",
+    )
+    signal_fades: float | None = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="group/zero_adv_frac at least this over the last ten steps, and more than at "
+        "first, with accuracy below 0.9",
+    )
+    diversity_lost: float | None = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="eval/avg_at/k above its first two evaluations by at least this, while "
+        "eval/pass_at/k is no higher; needs sampled_evaluation",
     )
     clip_high: float | None = Field(
         default=0.3, gt=0, le=1, description="clip/high_frac above this"

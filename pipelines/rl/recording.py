@@ -15,7 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from posttrain.core.analysis.alarms import Seen, judge
+from posttrain.core.analysis.alarm_samples import StepSamples, look_at
+from posttrain.core.analysis.alarms import METRIC, Raised, Seen, judge, raised_in
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
@@ -57,7 +58,6 @@ TRACKED_PROMPTS, TRACKED_LENGTH = 12, 2000
 """How many prompts are followed over a stage, and characters of an answer that are shown."""
 ALARM_RAISED = "posttrain.alarm.raised"
 TAG = "posttrain.alarm."
-METRIC = "alarm/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class Recorder:
     metrics: Metrics = field(default_factory=dict)
     _step_began: float = 0.0
     _trained_on: RolloutBatch | None = None
+    _samples: StepSamples = field(default_factory=lambda: StepSamples(0))
 
     def continue_from(self, history: Sequence[Metrics]) -> None:
         """Have the history of the steps before a checkpoint."""
@@ -105,7 +106,7 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self.context.check()
-        self.metrics, self._trained_on = {}, None
+        self.metrics, self._trained_on, self._samples = {}, None, StepSamples(step)
         self._step_began = time.perf_counter()
 
     def run(self, phase: Callable[P, tuple[T, Metrics]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -137,7 +138,9 @@ class Recorder:
         self._trained_on = batch
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
-        tracker.log_table("samples", step, sample_rows(batch, self.reward_names))
+        rows = sample_rows(batch, self.reward_names)
+        tracker.log_table("samples", step, rows)
+        self._samples = _step_samples(step, rows, update)
         if every and (step == 1 or step % every == 0):
             tracker.log_traces(traced_responses(batch, step, self.reward_names, TRACES))
         if self.context.evidence is not None and update.result is not None:
@@ -244,20 +247,38 @@ class Recorder:
         Silent alarms have no metric: a dozen zeros would take the place of others. An alarm is
         raised at the first step of the stage at which it goes off, also before an interruption.
         """
-        target = self.controller.target()
         seen = Seen(
             {**self.metrics, "step": float(step)},
             self.history,
             self.evaluations,
-            None if target is None else (f"kl/ref_{target[0]}", target[1]),
+            self.sampled,
+            self._kl_target,
             self.stage.mismatch_alarm,
         )
         alarms = judge(seen, self.context.run.alarms)
         texts = {name: text for name, text in alarms.items() if text}
         for name, text in texts.items():
             if not any(row.get(METRIC + name) for row in self.history):
-                raise_alarm(self.context, name, step, text)
+                shown = look_at(name, self._samples, self._microscope(step))
+                raise_alarm(self.context, name, step, f"{text}. Look at {shown}")
         return {METRIC + name: 1.0 for name in texts}
+
+    @property
+    def _kl_target(self) -> tuple[str, float] | None:
+        target = self.controller.target()
+        return None if target is None else (f"kl/ref_{target[0]}", target[1])
+
+    def _microscope(self, step: int) -> str:
+        """The command that shows the step token by token, if steps are kept for it."""
+        if self.context.evidence is None:
+            return ""
+        run = self.context.run_id[:12] or "RUN"
+        return f"posttrain inspect {run} --stage {self.context.name} --step {step}"
+
+    def raised(self) -> list[Raised]:
+        """All alarms of the stage so far, those before an interruption too."""
+        limits, history = self.context.run.alarms, self.history
+        return raised_in(history, limits, self._kl_target, self.stage.mismatch_alarm)
 
 
 def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
@@ -270,6 +291,16 @@ def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
     context.announce(
         ALARM_RAISED, {"stage": context.name, "alarm": name, "step": step, "text": text}
     )
+
+
+def _step_samples(step: int, rows: Sequence[dict[str, object]], update: Update) -> StepSamples:
+    """The rows of a step's table, with length and mean entropy of each."""
+    mask = update.batch.response_mask[: len(rows)].bool()
+    entropies: list[float] = []
+    if update.result is not None:
+        seen = update.result.seen_entropy[: len(rows)].to(mask.device)
+        entropies = torch.where(mask, seen, torch.nan).nanmean(dim=1).tolist()
+    return StepSamples(step, rows, mask.sum(dim=1).tolist(), entropies)
 
 
 def tracked_rows(
