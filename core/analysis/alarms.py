@@ -16,7 +16,7 @@ from posttrain.core.config.sections import AlarmsSection
 
 Row = Mapping[str, float]
 WINDOW = 3
-"""Consecutive steps for which `equal_groups` must hold."""
+"""Consecutive steps for which `equal_groups` must hold; evaluations that stand for now."""
 MEDIAN_STEPS, LEAST_STEPS = 20, 5
 FEW, MANY = 5, 20
 """Steps whose mean stands for the beginning or for now: a single step is mostly noise."""
@@ -237,9 +237,9 @@ def _without_signal(seen: Seen) -> Values | None:
 
 
 def _average_and_pass(seen: Seen) -> Values | None:
-    """avg@k and pass@k of the first two evaluations with sampled answers, and of the last two."""
+    """avg@k and pass@k of the first two evaluations with sampled answers, and of the last three."""
     rows = seen.sampled
-    if len(rows) < 4 or rows[-1]["step"] != seen.now.get("step"):
+    if len(rows) < 2 + WINDOW or rows[-1]["step"] != seen.now.get("step"):
         return None
     sizes = [int(name.rpartition("/")[2]) for name in rows[-1] if name.startswith("eval/pass_at/")]
     k = max(sizes, default=0)
@@ -252,9 +252,9 @@ def _average_and_pass(seen: Seen) -> Values | None:
     return {
         "k": k,
         "average_first": mean("avg", rows[:2]),
-        "average": mean("avg", rows[-2:]),
+        "average": mean("avg", rows[-WINDOW:]),
         "pass_first": mean("pass", rows[:2]),
-        "passed": mean("pass", rows[-2:]),
+        "passed": mean("pass", rows[-WINDOW:]),
     }
 
 
@@ -299,8 +299,11 @@ def _norm_and_median(seen: Seen) -> Values | None:
 
 
 def _duplicates(seen: Seen) -> Values | None:
+    """The share of repeated responses, and of these the least that are wrong."""
     values = _metric("sampling/duplicate_frac")(seen)
-    return values and values | {"solved": seen.now.get("group/all_correct_frac", 0.0) > 0.5}
+    right = seen.now.get("acc/mean", 0.0)  # right answers to one problem are often the same
+    solved = seen.now.get("group/all_correct_frac", 0.0) > 0.5
+    return values and values | {"wrong": values["now"] - right, "solved": solved}
 
 
 RULES: Mapping[str, Rule] = {
@@ -436,8 +439,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "duplicates": Rule(
         _duplicates,
-        lambda v, limit: v["now"] <= limit or v["solved"],
-        "{now:.0%} of responses repeat another one of their group",
+        lambda v, limit: v["wrong"] <= limit or v["solved"],
+        "{now:.0%} of responses repeat another one of their group, more than are right",
         "raise generation.temperature, check top_p and top_k, or add entropy (entropy_coef)",
     ),
     "ess_seq": Rule(

@@ -664,7 +664,7 @@ class AlarmsSection(Section):
         default=0.1,
         gt=0,
         le=1,
-        description="eval/avg_at/k above its first two evaluations by at least this, while "
+        description="eval/avg_at/k of three evaluations above the first two by at least this, while "
         "eval/pass_at/k is no higher; needs sampled_evaluation",
     )
     clip_high: float | None = Field(
@@ -687,6 +687,7 @@ class AlarmsSection(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="sampling/duplicate_frac above this while most groups are not all correct",
+        description="sampling/duplicate_frac less acc/mean above this, while most groups are not "
+        "all correct",
     )
     ess_seq: float | None = Field(default=0.3, gt=0, le=1, description="ess/seq below this")

@@ -94,6 +94,7 @@ class Recorder:
     sampled: list[Metrics] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     _step_began: float = 0.0
+    _at_k: Metrics = field(default_factory=dict)
     _trained_on: RolloutBatch | None = None
     _samples: StepSamples = field(default_factory=lambda: StepSamples(0))
 
@@ -106,7 +107,8 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self.context.check()
-        self.metrics, self._trained_on, self._samples = {}, None, StepSamples(step)
+        self.metrics, self._at_k, self._trained_on = {}, {}, None
+        self._samples = StepSamples(step)
         self._step_began = time.perf_counter()
 
     def run(self, phase: Callable[P, tuple[T, Metrics]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -195,22 +197,24 @@ class Recorder:
         followed = tracked_rows(self.context.checkpoints, step, result.rows)
         self.context.tracker.log_table("held_out_over_time", None, followed)
         if step == 0:
-            self._before_first_step(found)
+            self.context.log_step(0, found)
+            self.history.append({"step": 0.0, **found})
 
     def evaluated_sampled(self, step: int, result: SampledEvaluation) -> None:
-        """Record avg@k and pass@k after `step` steps, and the answers."""
-        self.sampled.append({"step": float(step), **result.metrics})
-        self.context.tracker.log_table("held_out_sampled", step, result.table())
-        if step == 0:
-            self._before_first_step(result.metrics)
+        """Record avg@k and pass@k after `step` steps, and the answers.
 
-    def _before_first_step(self, found: Metrics) -> None:
-        """Record what was measured of the model as it came in."""
-        self.context.log_step(0, found)
-        if self.history:  # from the other evaluation
-            self.history[0] |= found
+        Apart from the step's own metrics: they are many, and a step has a limit.
+        """
+        self._at_k = result.metrics
+        self.sampled.append({"step": float(step), **self._at_k})
+        self.context.tracker.log_step(step, self._at_k)
+        self.context.tracker.log_table("held_out_sampled", step, result.table())
+        if step > 0:
+            return
+        if self.history:  # from the greedy evaluation
+            self.history[0] |= self._at_k
         else:
-            self.history.append({"step": 0.0, **found})
+            self.history.append({"step": 0.0, **self._at_k})
 
     def end_step(self, step: int) -> None:
         """Record everything that was measured in this step."""
@@ -227,6 +231,7 @@ class Recorder:
             "memory/peak_gb": peak_memory_gb(),
         }
         self.context.log_step(step, self.metrics)
+        self.metrics |= self._at_k
         self.history.append({"step": float(step), **self.metrics})
 
     def _record_tensors(self, step: int) -> None:

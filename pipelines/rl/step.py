@@ -273,7 +273,7 @@ class RlLoop:
                 lambda done: self.context.check(),
                 self.episodes,
             )
-        return result, result.metrics
+        return result, {}
 
     # -- state --------------------------------------------------------------------------------
 

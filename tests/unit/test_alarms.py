@@ -250,6 +250,12 @@ def test_a_good_stage_raises_nothing_at_any_step(name: str) -> None:
     assert raised == set()
 
 
+def test_right_answers_that_are_the_same_are_no_duplicates_to_warn_of() -> None:
+    rows = {"sampling/duplicate_frac": 0.8, "acc/mean": 0.3}
+    assert judge(Seen(rows), LIMITS)["duplicates"] == ""
+    assert "more than are right" in judge(Seen(rows | {"acc/mean": 0.29}), LIMITS)["duplicates"]
+
+
 def test_length_that_stops_while_the_reward_still_rises_is_no_alarm() -> None:
     learning = STALLED | {REWARD: rising(0.2, 0.6)}
     assert judge(seen(made(learning, 80)), LIMITS)["length_stalled"] == ""
@@ -264,7 +270,7 @@ def test_entropy_that_was_next_to_nothing_may_double() -> None:
 
 def test_pass_at_k_that_falls_is_an_alarm_even_from_everything() -> None:
     rows = made({}, average=rising(0.2, 0.7), passed=rising(1.0, 0.8))
-    assert "pass@8 went from 98.3% to 81.7%" in judge(seen(rows), LIMITS)["diversity_lost"]
+    assert "pass@8 went from 98.3% to 83.3%" in judge(seen(rows), LIMITS)["diversity_lost"]
     ceiling = made({}, average=rising(0.2, 0.7), passed=flat(1.0))
     assert judge(seen(ceiling), LIMITS)["diversity_lost"] == ""
 
