@@ -118,12 +118,39 @@ def _first(seen: Seen, name: str, count: int = FEW) -> list[float]:
     return list(islice((row[name] for row in rows if name in row), count))
 
 
+def _rises(seen: Seen, name: str, count: int) -> bool:
+    """Whether the metric's mean over `count` steps is above that of as many before, beyond noise.
+
+    Beyond the standard error of the difference, as the steps scatter; False where there are fewer.
+    """
+    was, now = _last(seen, name, count, count), _last(seen, name, count)
+    if len(was) < count or len(now) < count:
+        return False
+    error = ((statistics.variance(was) + statistics.variance(now)) / count) ** 0.5
+    return statistics.fmean(now) - statistics.fmean(was) > error
+
+
+def _solved(seen: Seen, count: int) -> bool:
+    """Whether there is little left to gain: of answers, or of groups, most are right."""
+    accuracy = _last(seen, "acc/mean", count)
+    groups = _last(seen, "group/all_correct_frac", count)
+    right = bool(accuracy) and statistics.fmean(accuracy) >= SOLVED
+    return right or (bool(groups) and statistics.fmean(groups) > 0.5)
+
+
 def _ends(seen: Seen, name: str) -> tuple[float, float] | None:
     """Mean of the metric over the first FEW steps, and over the last; None before there are."""
     first, last = _first(seen, name), _last(seen, name, FEW)
     if len(first) < FEW or len(last) < FEW or name not in seen.now:
         return None
     return statistics.fmean(first), statistics.fmean(last)
+
+
+def _entropy_since_first(seen: Seen) -> Values | None:
+    """Entropy now and at first; `fine` while the stage learns, or has solved its problems."""
+    values = _since_first("entropy/mean")(seen)
+    fine = _rises(seen, "reward/mean", FEW) or _solved(seen, FEW)
+    return values and values | {"fine": fine}
 
 
 def _entropy_ends(seen: Seen) -> Values | None:
@@ -134,23 +161,17 @@ def _entropy_ends(seen: Seen) -> Values | None:
 def _lengths_and_reward(seen: Seen) -> Values | None:
     """Length and reward of the last steps, of as many before them, and the length at first."""
     first = _first(seen, "resp_len/mean")
-    found = {
-        name: (_last(seen, name, MANY, MANY), _last(seen, name, MANY))
-        for name in ("resp_len/mean", "reward/mean")
-    }
-    if len(first) < FEW or any(len(part) < MANY for pair in found.values() for part in pair):
+    was, now = (_last(seen, "resp_len/mean", MANY, skip) for skip in (MANY, 0))
+    reward = _last(seen, "reward/mean", MANY)
+    if len(first) < FEW or len(was) < MANY or len(reward) < MANY:
         return None
-    (was, now), (reward_was, reward_now) = found["resp_len/mean"], found["reward/mean"]
-    spread = (statistics.variance(reward_was) + statistics.variance(reward_now)) / MANY
-    rise = statistics.fmean(reward_now) - statistics.fmean(reward_was)
-    accuracy = _last(seen, "acc/mean", MANY)
     return {
         "first": statistics.fmean(first),
         "was": statistics.fmean(was),
         "now": statistics.fmean(now),
-        "reward": statistics.fmean(reward_now),
-        "learning": rise > spread**0.5,
-        "solved": bool(accuracy) and statistics.fmean(accuracy) >= SOLVED,
+        "reward": statistics.fmean(reward),
+        "learning": _rises(seen, "reward/mean", MANY),
+        "solved": _solved(seen, MANY),
     }
 
 
@@ -225,15 +246,13 @@ def _without_signal(seen: Seen) -> Values | None:
     for name in ("all_correct", "all_wrong"):
         values = _last(seen, f"group/{name}_frac", 2 * FEW)
         found[name] = statistics.fmean(values) if values else 0.0
-    accuracy = _last(seen, "acc/mean", 2 * FEW)
-    solved = bool(accuracy) and statistics.fmean(accuracy) >= SOLVED
     easy = found["all_correct"] >= found["all_wrong"]
     advice = (
         "choose harder problems, or the sampler 'curriculum'"
         if easy
         else "choose easier problems, more responses (num_generations), or a stage sft before it"
     )
-    return {**found, "solved": solved, "advice": advice}
+    return {**found, "solved": _solved(seen, 2 * FEW), "advice": advice}
 
 
 def _average_and_pass(seen: Seen) -> Values | None:
@@ -317,10 +336,10 @@ RULES: Mapping[str, Rule] = {
         "set rollout_correction.plugin to bound the effect",
     ),
     "entropy_collapse": Rule(
-        _since_first("entropy/mean"),
-        lambda v, limit: v["now"] >= limit * v["first"],
-        "entropy/mean is {now:.3g} nats and was {first:.3g} at the first step: the policy has "
-        "stopped exploring, and equal responses give no gradient",
+        _entropy_since_first,
+        lambda v, limit: v["now"] >= limit * v["first"] or v["fine"],
+        "entropy/mean is {now:.3g} nats and was {first:.3g} at the first step, and reward/mean does "
+        "not rise: the policy has stopped exploring, and equal responses give no gradient",
         "raise entropy_coef, clip higher (policy_loss.clip_high 0.28, as DAPO), lower "
         "optimizer.learning_rate, or add a KL term",
     ),

@@ -606,7 +606,8 @@ class AlarmsSection(Section):
     entropy_collapse: float | None = Field(
         default=0.1,
         gt=0,
-        description="entropy/mean below this share of what it was at the first step",
+        description="entropy/mean below this share of what it was at the first step, while "
+        "reward/mean does not rise and the problems are not solved",
     )
     entropy_rise: float | None = Field(
         default=2.0,
@@ -626,7 +627,7 @@ class AlarmsSection(Section):
         default=1.5,
         gt=1,
         description="resp_len/mean had grown to this many times the first five steps', and neither "
-        "it nor reward/mean rose in the last 20, with accuracy below 0.9",
+        "it nor reward/mean rose in the last 20; the problems are not solved",
     )
     length_shrinks: float | None = Field(
         default=0.5,
@@ -658,7 +659,7 @@ class AlarmsSection(Section):
         gt=0,
         le=1,
         description="group/zero_adv_frac at least this over the last ten steps, and more than at "
-        "first, with accuracy below 0.9",
+        "first; the problems are not solved",
     )
     diversity_lost: float | None = Field(
         default=0.1,

@@ -250,6 +250,14 @@ def test_a_good_stage_raises_nothing_at_any_step(name: str) -> None:
     assert raised == set()
 
 
+def test_entropy_may_fall_while_the_stage_learns_or_when_it_has_solved_its_problems() -> None:
+    low = {"entropy/mean": late(2.0, 0.1)}
+    collapsed = made(low | {REWARD: flat(0.5), ACC: flat(0.5)}, noise=0.05)
+    assert "stopped exploring" in judge(seen(collapsed), LIMITS)["entropy_collapse"]
+    for more in ({REWARD: UP, ACC: flat(0.5)}, {REWARD: flat(0.9), ACC: flat(0.95)}):
+        assert judge(seen(made(low | more, noise=0.02)), LIMITS)["entropy_collapse"] == ""
+
+
 def test_right_answers_that_are_the_same_are_no_duplicates_to_warn_of() -> None:
     rows = {"sampling/duplicate_frac": 0.8, "acc/mean": 0.3}
     assert judge(Seen(rows), LIMITS)["duplicates"] == ""
