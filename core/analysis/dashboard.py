@@ -37,6 +37,7 @@ from posttrain.core.analysis.svg import (
     stretches,
     thinned,
 )
+from posttrain.core.config.rl_stage import RlStage
 
 Rows = Sequence[Mapping[str, float]]
 HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
@@ -286,8 +287,9 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _NOTE = (
-    "Faint lines: every step; strong lines from ten steps on: mean of the nearest tenth. Bars and "
-    "bands: 95 % intervals. Red: steps at which the alarm of that number went off."
+    "Faint lines: every step; strong lines from ten steps on: mean of the nearest tenth, for KL, "
+    "ratios, gradient and time their median. Bars and bands: 95 % intervals. Red: steps at which "
+    "the alarm of that number went off."
 )
 _STYLE = """
 body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:1.2em auto;max-width:1240px;
@@ -429,6 +431,24 @@ def _alarms(raised: Sequence[Raised]) -> str:
             f"<li><span>{number}</span><b>{_text(alarm.name)}</b>, {where} {steps}{text}</li>"
         )
     return f"<ul class='alarms'>{''.join(rows)}</ul>"
+
+
+def about_stage(stage: RlStage, done: int) -> str:
+    """What the page says of the stage, of which `done` steps are."""
+    return (
+        f"{stage.algorithm.name}, {done} of {stage.steps} steps, {stage.prompts_per_step} prompts "
+        f"x {stage.num_generations} responses each"
+    )
+
+
+def write_dashboard(
+    history: Rows, raised: Sequence[Raised], title: str, about: str, folder: Path
+) -> Path:
+    """Write `folder`/dashboard.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "dashboard.html"
+    path.write_text(dashboard_page(history, raised, title, about), "utf-8")
+    return path
 
 
 def _figure(chart: Chart) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import html
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from posttrain.core.analysis.pictures import (
     BLACK,
@@ -80,7 +82,8 @@ class Mark:
 class Chart:
     """How a panel is drawn. `log_x` and `log_y` are for values above 0.
 
-    `number` makes ids unique on a page. `robust` cuts single values far outside the others off.
+    `number` makes ids unique on a page. With `robust` single values far outside the others neither
+    set the scale nor lift the line.
     """
 
     panel: Panel
@@ -113,6 +116,8 @@ class Scale:
 
     def ticks(self, count: int = 5) -> list[float]:
         """Round values within the scale."""
+        if self.high == self.low:
+            return [self.low]
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             most = max(1, math.ceil(len(powers) / (count + 2)))
@@ -120,7 +125,7 @@ class Scale:
             if len(powers) <= 3:
                 found = [m * 10.0**p for p in powers for m in (1, 2, 5)]
             return [t for t in found if self.low * 0.999 <= t <= self.high * 1.001]
-        rough = (self.high - self.low) / count or 1.0
+        rough = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         each = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
         first = math.ceil(self.low / each - 1e-9)
@@ -128,16 +133,33 @@ class Scale:
         return [i * each for i in range(first, last + 1)]
 
 
-def smoothed(values: Sequence[float]) -> list[float] | None:
-    """Mean of the nearest values, a window of a tenth of them; None for fewer than ten."""
+def smoothed(values: Sequence[float], *, robust: bool = False) -> list[float] | None:
+    """Mean of the nearest values, a window of a tenth of them; None for fewer than ten.
+
+    With `robust` their median: a single value far outside does not lift the values around it.
+    """
     count = len(values)
     if count < 10:
         return None
-    sums, reach = [0.0], max(1, count // 20)
-    for value in values:
-        sums.append(sums[-1] + value)
+    reach = max(1, count // 20)
     ends = [(max(0, i - reach), min(count, i + reach + 1)) for i in range(count)]
+    if robust:
+        return _medians(values, ends)
+    sums = list(accumulate(values, initial=0.0))
     return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
+
+
+def _medians(values: Sequence[float], ends: Sequence[tuple[int, int]]) -> list[float]:
+    """Medians of windows that only move forward."""
+    window, found, first, last = list[float](), list[float](), 0, 0
+    for low, high in ends:
+        for value in values[last:high]:
+            insort(window, value)
+        for value in values[first:low]:
+            del window[bisect_left(window, value)]
+        first, last = low, high
+        found.append(window[len(window) // 2])
+    return found
 
 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -187,7 +209,7 @@ def chart_svg(chart: Chart, *, alone: bool = False) -> str:
         parts += [piece for mark in chart.marks for piece in _mark(mark, x, y)]
         parts.append(f'<g clip-path="url(#{clip})">')
         for index, series in enumerate(chart.panel.series):
-            parts += _line(series, colour_of(series, index), x, y)
+            parts += _line(series, colour_of(series, index), x, y, chart.robust)
         parts.append("</g>")
         parts += [piece for mark in chart.marks for piece in _badge(mark, x, y)]
     else:
@@ -267,9 +289,10 @@ def _path(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -
     return " ".join(points)
 
 
-def _line(series: Series, colour: str, x: Scale, y: Scale) -> list[str]:
+def _line(series: Series, colour: str, x: Scale, y: Scale, robust: bool) -> list[str]:
     """Bounds, single values, and the line that they follow."""
-    smooth = None if series.low is not None or series.band else smoothed(series.values)
+    plain = series.low is not None or series.band
+    smooth = None if plain else smoothed(series.values, robust=robust)
     steps, values = thinned(series.steps, series.values)
     parts = _bounds(series, colour, x, y)
     if smooth is None:
