@@ -338,8 +338,8 @@ RULES: Mapping[str, Rule] = {
     "entropy_collapse": Rule(
         _entropy_since_first,
         lambda v, limit: v["now"] >= limit * v["first"] or v["fine"],
-        "entropy/mean is {now:.3g} nats and was {first:.3g} at the first step, and reward/mean does "
-        "not rise: the policy has stopped exploring, and equal responses give no gradient",
+        "entropy/mean is {now:.3g} nats and was {first:.3g} at the first step, and reward/mean "
+        "does not rise: the policy has stopped exploring, and equal responses give no gradient",
         "raise entropy_coef, clip higher (policy_loss.clip_high 0.28, as DAPO), lower "
         "optimizer.learning_rate, or add a KL term",
     ),
@@ -416,7 +416,8 @@ RULES: Mapping[str, Rule] = {
         _without_signal,
         lambda v, limit: v["now"] < limit or v["now"] <= v["first"] or v["solved"],
         f"over the last {2 * FEW} steps {{now:.0%}} of groups had equal rewards and gave no "
-        "gradient, {first:.0%} at first; {all_correct:.0%} are all right, {all_wrong:.0%} all wrong",
+        "gradient, {first:.0%} at first; {all_correct:.0%} are all right, {all_wrong:.0%} all "
+        "wrong",
         "{advice}; the sampler 'dynamic' draws until groups differ",
     ),
     "diversity_lost": Rule(

@@ -34,6 +34,7 @@ from posttrain.core.analysis.svg import (
     Mark,
     chart_svg,
     colour_of,
+    number_text,
     stretches,
     thinned,
 )
@@ -64,6 +65,7 @@ class Plot:
     unit: str
     curves: tuple[Curve, ...]
     robust: bool = False
+    smooth: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,9 @@ GROUPS: tuple[Group, ...] = (
                 ),
                 robust=True,
             ),
-            Plot("Gradient", "L2 norm", (Curve("grad/norm", "before clipping", BLUE),), robust=True),
+            Plot(
+                "Gradient", "L2 norm", (Curve("grad/norm", "before clipping", BLUE),), robust=True
+            ),
             Plot(
                 "Effective sample size",
                 "fraction",
@@ -264,7 +268,8 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
         for plot, panel in _panels(group, history):
             names = [curve.metric for curve in plot.curves]
             chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
-            chart = Chart(panel, chosen, len(data), span=span, robust=plot.robust)
+            looks = {"robust": plot.robust, "smooth": plot.smooth}
+            chart = Chart(panel, chosen, len(data), span=span, **looks)
             charts.append(_figure(chart))
             data.append(_values(panel))
         if charts:
@@ -364,6 +369,7 @@ def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
         "pass@k by k, held-out",
         "fraction solved",
         tuple(Curve(f"eval/pass_at/{size}", f"pass@{size}") for size in shown_sizes),
+        smooth=False,
     )
 
 
@@ -455,7 +461,7 @@ def _figure(chart: Chart) -> str:
     """A chart under its title, with a legend that shows the values at the pointer."""
     entries = "".join(
         f"<span><b style='background:{colour_of(series, index)}'></b>{_text(series.label)} "
-        f"<i>{_text(series.values[-1])}</i></span>"
+        f"<i>{number_text(series.values[-1])}</i></span>"
         for index, series in enumerate(chart.panel.series)
     )
     caption = f"<figcaption>{_text(chart.panel.title)}</figcaption>"

@@ -55,7 +55,9 @@ def _rule(values: dict[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in values.items())
 
 
-_LIGHT_RULE = _rule(_LIGHT | {name: colour for colour, name in _NAMES.items()} | {"alarm": "#b00020"})
+_LIGHT_RULE = _rule(
+    _LIGHT | {name: colour for colour, name in _NAMES.items()} | {"alarm": "#b00020"}
+)
 _DARK_RULE = _rule(_DARK | _DARK_SERIES | {"alarm": "#ff6b7d"})
 STYLE = (
     f":root{{{_LIGHT_RULE}}}@media(prefers-color-scheme:dark){{:root{{{_DARK_RULE}}}}}"
@@ -83,7 +85,7 @@ class Chart:
     """How a panel is drawn. `log_x` and `log_y` are for values above 0.
 
     `number` makes ids unique on a page. With `robust` single values far outside the others neither
-    set the scale nor lift the line.
+    set the scale nor lift the line. Without `smooth` lines go through every value.
     """
 
     panel: Panel
@@ -96,6 +98,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     robust: bool = False
+    smooth: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +212,9 @@ def chart_svg(chart: Chart, *, alone: bool = False) -> str:
         parts += [piece for mark in chart.marks for piece in _mark(mark, x, y)]
         parts.append(f'<g clip-path="url(#{clip})">')
         for index, series in enumerate(chart.panel.series):
-            parts += _line(series, colour_of(series, index), x, y, chart.robust)
+            parts += _line(series, colour_of(series, index), x, y, chart)
         parts.append("</g>")
-        parts += [piece for mark in chart.marks for piece in _badge(mark, x, y)]
+        parts += _badges(chart.marks, x, y)
     else:
         middle = (LEFT + chart.width - RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{(y.start + y.end) / 2}">not recorded</text>')
@@ -255,17 +258,17 @@ def _all_values(series: Series) -> Iterable[float]:
 
 
 def _axes(chart: Chart, x: Scale, y: Scale) -> list[str]:
-    parts, bottom = [], y.start
-    for tick in y.ticks():
+    parts, bottom, ticks = [], y.start, y.ticks()
+    for tick, number in zip(ticks, tick_numbers(ticks), strict=True):
         at = y(tick)
-        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(
-            f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
+            f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>'
         )
+        parts.append(f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{number}</text>')
     for tick in x.ticks(8):
         at = x(tick)
         parts.append(
-            f'<text x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{_number(tick)}</text>'
+            f'<text x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{number_text(tick)}</text>'
         )
     parts.append(
         f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>'
@@ -273,15 +276,29 @@ def _axes(chart: Chart, x: Scale, y: Scale) -> list[str]:
     parts.append(
         f'<text x="{x.end}" y="{bottom + 32:.1f}" text-anchor="end">{html.escape(chart.x)}</text>'
     )
-    parts.append(f'<text x="{x.start}" y="{bottom + 32:.1f}">{html.escape(chart.panel.unit)}</text>')
+    parts.append(
+        f'<text x="{x.start}" y="{bottom + 32:.1f}">{html.escape(chart.panel.unit)}</text>'
+    )
     return parts
 
 
-def _number(value: float) -> str:
+def number_text(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits; very small and very large ones as 1e-5, 2e6."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        mantissa, _, power = f"{value:.1e}".partition("e")
+        mantissa, _, power = f"{value:.{min(digits, 2) - 1}e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(power)}"
-    return f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
+
+
+def tick_numbers(ticks: Sequence[float]) -> list[str]:
+    """The ticks with as many digits as tell them apart."""
+    for digits in range(4, 12):
+        found = [number_text(tick, digits) for tick in ticks]
+        if len(set(found)) == len(ticks):
+            break
+    return found if ticks else []
 
 
 def _path(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> str:
@@ -289,10 +306,10 @@ def _path(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -
     return " ".join(points)
 
 
-def _line(series: Series, colour: str, x: Scale, y: Scale, robust: bool) -> list[str]:
+def _line(series: Series, colour: str, x: Scale, y: Scale, chart: Chart) -> list[str]:
     """Bounds, single values, and the line that they follow."""
-    plain = series.low is not None or series.band
-    smooth = None if plain else smoothed(series.values, robust=robust)
+    plain = series.low is not None or series.band or not chart.smooth
+    smooth = None if plain else smoothed(series.values, robust=chart.robust)
     steps, values = thinned(series.steps, series.values)
     parts = _bounds(series, colour, x, y)
     if smooth is None:
@@ -351,13 +368,20 @@ def _mark(mark: Mark, x: Scale, y: Scale) -> list[str]:
     return parts
 
 
-def _badge(mark: Mark, x: Scale, y: Scale) -> list[str]:
-    at = x(mark.steps[0])
-    return [
-        f'<circle class="badge" cx="{at:.1f}" cy="{y.end + 8:.1f}" r="8"/>',
-        f'<text class="number" x="{at:.1f}" y="{y.end + 12:.1f}" text-anchor="middle">'
-        f"{mark.number}</text>",
-    ]
+def _badges(marks: Sequence[Mark], x: Scale, y: Scale) -> list[str]:
+    """The numbers of marks at their first steps; one that would cover another is below it."""
+    parts, placed = list[str](), list[tuple[float, float]]()
+    for mark in marks:
+        at, down = x(mark.steps[0]), y.end + 8
+        while any(abs(at - a) < 17 and abs(down - d) < 17 for a, d in placed):
+            down += 18
+        placed.append((at, down))
+        parts.append(f'<circle class="badge" cx="{at:.1f}" cy="{down:.1f}" r="8"/>')
+        parts.append(
+            f'<text class="number" x="{at:.1f}" y="{down + 4:.1f}" text-anchor="middle">'
+            f"{mark.number}</text>"
+        )
+    return parts
 
 
 def stretches(steps: Sequence[int]) -> list[tuple[int, int]]:

@@ -69,9 +69,7 @@ def _evaluated(
     return row
 
 
-def with_alarms(
-    rows: Iterable[Row], limits: AlarmsSection | None = None
-) -> list[dict[str, float]]:
+def with_alarms(rows: Iterable[Row], limits: AlarmsSection | None = None) -> list[dict[str, float]]:
     """The rows with `alarm/NAME`, judged step by step as a stage does."""
     found: list[dict[str, float]] = []
     for row in rows:

@@ -176,6 +176,8 @@ def test_a_chart_alone_has_its_style_title_and_legend() -> None:
     series = Series("a & b", BLUE, [1, 2, 3], [1.0, 2.0, 1.5])
     chart = Chart(Panel("<Reward>", "reward", [series]), [Mark(1, (2,))])
     alone = chart_svg(chart, alone=True)
-    assert "prefers-color-scheme:dark" in alone and "&lt;Reward&gt;" in alone and "a &amp; b" in alone
+    assert (
+        "prefers-color-scheme:dark" in alone and "&lt;Reward&gt;" in alone and "a &amp; b" in alone
+    )
     assert "prefers-color-scheme" not in chart_svg(chart) and "a &amp; b" not in chart_svg(chart)
     assert "not recorded" in chart_svg(Chart(Panel("x", "y", [])))

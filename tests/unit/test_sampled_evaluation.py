@@ -44,7 +44,8 @@ def row(right: int, of: int) -> SampledProblem:
 
 
 @pytest.mark.parametrize(
-    ("k", "sizes"), [(2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12)), (32, (1, 2, 4, 8, 16, 32))]
+    ("k", "sizes"),
+    [(2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12)), (32, (1, 2, 4, 8, 16, 32))],
 )
 def test_pass_at_k_is_of_powers_of_two_up_to_k(k: int, sizes: tuple[int, ...]) -> None:
     assert SampledEvaluationSection(k=k).sizes == sizes
@@ -72,7 +73,12 @@ def test_half_right_counts_in_avg_and_not_in_pass() -> None:
 
 def test_the_table_has_answers_of_both_kinds() -> None:
     (found,) = SampledEvaluation((row(3, 10),), {}).table()
-    assert (found["right"], found["sampled"], found["different"], found["truncated"]) == (3, 10, 3, 1)
+    assert (found["right"], found["sampled"], found["different"], found["truncated"]) == (
+        3,
+        10,
+        3,
+        1,
+    )
     assert found["right response 2"] == "text 1" and found["wrong response 1"] == "text 0"
 
 
@@ -83,9 +89,7 @@ def sample(folder: Path, seed: int = 3, batch_size: int = 64, **fields: Any) -> 
     prompts = [PromptGroup(p, tokenizer.encode_prompt(p)) for p in PROBLEMS]
     whole = WHOLE.model_copy(update={"batch_size": batch_size})
     section = SampledEvaluationSection(**{"num_problems": 4, "k": 8, **fields})
-    return sample_policy(
-        engine, tokenizer, EvenLength(NoConfig()), prompts, section, whole, seed
-    )
+    return sample_policy(engine, tokenizer, EvenLength(NoConfig()), prompts, section, whole, seed)
 
 
 def test_draws_depend_on_the_seed_and_not_on_the_batch(tmp_path: Path) -> None:
