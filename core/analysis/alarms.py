@@ -207,7 +207,7 @@ def _held_out_rise(seen: Seen) -> float | None:
     rows = [row for row in seen.evaluations if key in row]
     if len(rows) < 2 or _half(rows[0]) > WIDEST:
         return None
-    return rows[-1][key] - rows[0][key]
+    return float(rows[-1][key] - rows[0][key])
 
 
 def _half(row: Row) -> float:

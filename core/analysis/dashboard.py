@@ -268,8 +268,9 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
         for plot, panel in _panels(group, history):
             names = [curve.metric for curve in plot.curves]
             chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
-            looks = {"robust": plot.robust, "smooth": plot.smooth}
-            chart = Chart(panel, chosen, len(data), span=span, **looks)
+            chart = Chart(
+                *(panel, chosen, len(data)), span=span, robust=plot.robust, smooth=plot.smooth
+            )
             charts.append(_figure(chart))
             data.append(_values(panel))
         if charts:
@@ -374,7 +375,7 @@ def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
 
 
 def _token_weights(names: Sequence[str]) -> Iterator[Plot]:
-    """A chart for each group of names: `token_weight/GROUP/REST`, those without a group together."""
+    """A chart for each GROUP of `token_weight/GROUP/REST`; those without a group share one."""
     groups: dict[str, list[str]] = {}
     for name in names:
         rest = name.removeprefix(TOKEN_WEIGHT)

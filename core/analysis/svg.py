@@ -266,10 +266,8 @@ def _axes(chart: Chart, x: Scale, y: Scale) -> list[str]:
         )
         parts.append(f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{number}</text>')
     for tick in x.ticks(8):
-        at = x(tick)
-        parts.append(
-            f'<text x="{at:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{number_text(tick)}</text>'
-        )
+        place = f'x="{x(tick):.1f}" y="{bottom + 16:.1f}" text-anchor="middle"'
+        parts.append(f"<text {place}>{number_text(tick)}</text>")
     parts.append(
         f'<line class="axis" x1="{x.start}" x2="{x.end}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>'
     )

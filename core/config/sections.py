@@ -665,8 +665,8 @@ class AlarmsSection(Section):
         default=0.1,
         gt=0,
         le=1,
-        description="eval/avg_at/k of three evaluations above the first two by at least this, while "
-        "eval/pass_at/k is no higher; needs sampled_evaluation",
+        description="eval/avg_at/k of three evaluations above the first two by at least this, "
+        "while eval/pass_at/k does not rise; needs sampled_evaluation",
     )
     clip_high: float | None = Field(
         default=0.3, gt=0, le=1, description="clip/high_frac above this"

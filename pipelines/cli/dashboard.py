@@ -15,9 +15,9 @@ EPILOG = (
     "Examples:\n\n"
     "  posttrain dashboard 3f2a9c\n\n"
     "  posttrain dashboard 3f2a9c --stage rl --out now.html\n\n"
-    "A stage that is done has the same page among its files in MLflow, plots/dashboard.html; of one "
-    "that still runs the command shows the steps so far. docs/monitoring.md says how to read it.\n\n"
-    + EPILOG_CODES
+    "A stage that is done has the same page among its files in MLflow, plots/dashboard.html; of "
+    "one that still runs the command shows the steps so far. docs/monitoring.md says how to read "
+    "it.\n\n" + EPILOG_CODES
 )
 
 

@@ -29,7 +29,6 @@ from posttrain.core.tracking.metric_names import check_names
 from posttrain.core.types import Problem, Verdict
 from posttrain.pipelines.api.planned import arithmetic
 from tests.helpers.engines import make_engine, make_setup
-from tests.helpers.pipeline import write_config
 from tests.unit.test_evaluation import PROBLEMS, EvenLength
 
 WHOLE = EvaluationSection(num_problems=6, max_response_length=12, batch_size=64)
