@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
 from posttrain.core.config.coefficients import Coefficient, CoefSchedule
+from posttrain.core.config.sampled_evaluation import SampledEvaluationSection
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -448,6 +449,11 @@ class RlStage(StageBase):
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
+    sampled_evaluation: SampledEvaluationSection | None = Field(
+        default=None,
+        description="avg@k and pass@k of sampled answers while training, {} = 8 answers to 16 "
+        "problems every 20 steps; null = never",
+    )
     checkpoint_every: int = Field(
         default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
     )
@@ -482,7 +488,8 @@ class RlStage(StageBase):
         return "problems"
 
     def max_sequences(self) -> int:
-        return self.prompts_per_step * self.num_generations
+        asked = 0 if self.sampled_evaluation is None else self.sampled_evaluation.k
+        return max(asked, self.prompts_per_step * self.num_generations)
 
     @model_validator(mode="before")
     @classmethod

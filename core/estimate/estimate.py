@@ -322,6 +322,7 @@ class Estimator:
             calls, batches = self.sampled(greedy)
             evaluation = batches * self.generate(calls[0])
         due = math.ceil(stage.steps / (stage.evaluate_every or stage.steps))
+        answering, first_answers = self._sampled_evaluation(stage)
         phases = {
             "rollout": rollout,
             "score": _reward_models(stage) * self.forward(rows, head=False),
@@ -330,8 +331,20 @@ class Estimator:
             "sync": copy,
             "sync_check": copy if stage.check_sync == "every" else 0.0,
             "evaluate": evaluation * due / stage.steps,
+            "evaluate_sampled": answering,
         }
-        return stage.steps, phases, evaluation
+        return stage.steps, phases, evaluation + first_answers
+
+    def _sampled_evaluation(self, stage: RlStage) -> tuple[float, float]:
+        """Seconds of avg@k and pass@k in a mean step, and before the first one."""
+        section = stage.sampled_evaluation
+        if section is None:
+            return 0.0, 0.0
+        limits = section.as_evaluation(self.data.config.evaluation)
+        asked = EvaluateStage(kind="evaluate", inputs=stage.inputs, evaluation=limits)
+        calls, batches = self.sampled(asked)
+        each = batches * self.generate(calls[-1])  # the first call is greedy
+        return each * math.ceil(stage.steps / section.every) / stage.steps, each
 
     def _has_reference(self, stage: StageBase) -> bool:
         """Whether a stage compares with a frozen copy of its input model."""

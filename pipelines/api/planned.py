@@ -139,6 +139,20 @@ def _given_steps(stage: RlStage) -> str:
     return f"; {1 - stage.on_policy_share:.0%} of the steps are on answers that {whose}"
 
 
+def _sampled_evaluation(stage: RlStage, data: RunData) -> str:
+    """What avg@k and pass@k ask for while training."""
+    section = stage.sampled_evaluation
+    if section is None:
+        return ""
+    limits = section.as_evaluation(data.config.evaluation)
+    problems, times = data.count("held_out", limits.num_problems), stage.steps // section.every
+    times += 1 + (stage.steps % section.every > 0)
+    return (
+        f"; avg@{section.k} and pass@k {times} times, {problems} problems x {section.k} = "
+        f"{problems * section.k} answers of at most {limits.max_response_length} tokens each"
+    )
+
+
 def arithmetic(stage: StageBase, data: RunData) -> str:
     """The batch arithmetic of a stage in words, with the counts that the run will have."""
     from posttrain.core.config.evaluation_stages import EvaluateStage
@@ -211,7 +225,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             whose = "the record's" if stage.learns_from_record else whose
             return (
                 f"{stage.prompts_per_step} of {whose} answers per step, {stage.steps} steps; the "
-                "policy samples nothing"
+                f"policy samples nothing{_sampled_evaluation(stage, data)}"
             )
         case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations
@@ -226,7 +240,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                 f"mini-batch(es) of {mini} = {stage.epochs * updates} optimizer step(s) per "
                 f"rollout; {stage.steps} steps{again if 0 < problems < prompts else ''} sample at "
                 f"most {tokens:,} tokens; {-(-mini // stage.micro_batch_size)} micro-batch(es) per "
-                f"optimizer step{_given_steps(stage)}"
+                f"optimizer step{_given_steps(stage)}{_sampled_evaluation(stage, data)}"
             )
         case TransformStage():
             problems, solutions = data.count("train", stage.num_problems), stage.num_solutions

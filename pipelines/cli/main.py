@@ -12,6 +12,7 @@ from posttrain.pipelines.cli import (
     chat,
     cluster,
     compare,
+    dashboard,
     data,
     deployments,
     doctor,
@@ -77,6 +78,7 @@ app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
 app.command("export", epilog=export.EPILOG)(export.export)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("dashboard", epilog=dashboard.EPILOG)(dashboard.dashboard)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)

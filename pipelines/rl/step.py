@@ -26,11 +26,12 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
+from posttrain.core.evaluation.sampled import SampledEvaluation, sample_policy
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
-from posttrain.core.runtime.seeding import generator
+from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,
@@ -106,6 +107,11 @@ class RlLoop:
         """Every `evaluate_every` steps, and after the last, so that the curve has both ends."""
         every = self.stage.evaluate_every
         return every > 0 and (step % every == 0 or step == self.stage.steps)
+
+    def sampled_evaluation_is_due(self, step: int) -> bool:
+        """The same of sampled answers; step 0 is before the first step."""
+        section = self.stage.sampled_evaluation
+        return section is not None and (step % section.every == 0 or step == self.stage.steps)
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether the state after `step` is kept."""
@@ -249,6 +255,25 @@ class RlLoop:
                 self.episodes,
             )
         return result, {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
+
+    def evaluate_sampled(self, step: int) -> tuple[SampledEvaluation, Metrics]:
+        """avg@k and pass@k of the engine's policy, whose draws depend on seed, step and weights."""
+        section, run = self.stage.sampled_evaluation, self.context.run
+        assert section is not None
+        seed = derive_seed(run.seed, self.context.name, "sampled_evaluation", step)
+        with self.rollouts.using_engine():
+            result = sample_policy(
+                self.engine,
+                self.tokenizer,
+                self.context.task,
+                self.held_out,
+                section,
+                run.evaluation,
+                seed,
+                lambda done: self.context.check(),
+                self.episodes,
+            )
+        return result, {}
 
     # -- state --------------------------------------------------------------------------------
 

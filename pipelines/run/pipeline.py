@@ -504,6 +504,7 @@ class Pipeline:
             announce=lambda event, payload: self.announce(event, name, payload),
             answer=answer,
             rows=self.rows,
+            run_id=self.record.folder.name,
             push=files.push,
             store=self.store.root,
         )

@@ -52,7 +52,8 @@ class StageContext(StageInputs):
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
     reinforcement learning was made of; `reported` are metrics that a warning named. `answer` is
-    what a gate was answered, `rows` the new rows of a stage that is about them.
+    what a gate was answered, `rows` the new rows of a stage that is about them, `run_id` the id by
+    which commands know the run.
     """
 
     out: Path
@@ -67,6 +68,7 @@ class StageContext(StageInputs):
     announce: Callable[[str, Mapping[str, Any]], None] = _to_nobody  # Any: JSON, an event's own
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
+    run_id: str = ""
     evidence: EvidenceKeeper | None = None
     push: Callable[[Path], None] = _nowhere
     reported: set[str] = field(default_factory=set)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from posttrain.core.analysis.dashboard import about_stage, write_dashboard
 from posttrain.core.analysis.learning_curves import learning_curves
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
@@ -77,6 +78,10 @@ def run_rl(context: StageContext) -> StageOutput:
     save_trained(context, model, loop.tokenizer, "model")
     title, record = f"{context.run.name}: {context.name}", loop.recorder
     plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
+    about = about_stage(loop.stage, loop.stage.steps)
+    plots.append(
+        write_dashboard(record.history, record.raised(), title, about, context.out / "plots")
+    )
     for path in plots:
         context.tracker.log_file(path, "plots")
     log_pages(context)
