@@ -34,6 +34,7 @@ from posttrain.pipelines.cli import (
     show,
     ui,
     validate,
+    verify,
 )
 from posttrain.pipelines.cli.commands import Commands
 from posttrain.pipelines.cli.common import EPILOG_CODES
@@ -83,6 +84,7 @@ app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")

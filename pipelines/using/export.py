@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.models.gguf_export import GgufType, write_gguf
-from posttrain.core.models.source import MODEL_PATTERNS
+from posttrain.core.models.source import MODEL_PATTERNS, NOT_THE_MODEL
 from posttrain.core.redaction import redacted
 from posttrain.core.runtime.files import put_in_place
 from posttrain.core.store.artifacts import check_free_disk
@@ -21,7 +21,6 @@ from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.using.model_card import CardFacts, Form, model_card
 from posttrain.pipelines.using.speaker import check_talks
 
-NOT_COPIED = ("source.json",)
 CARD = "README.md"
 REPOSITORY = re.compile(r"(?=.{3,96}$)[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 RESERVE_GB = 0.5
@@ -84,7 +83,7 @@ def sources(found: FoundModel, options: ExportOptions) -> list[Path]:
     if options.gguf:
         return []
     paths = {path for pattern in MODEL_PATTERNS for path in folder.glob(pattern)}
-    return sorted(path for path in paths if path.name not in NOT_COPIED)
+    return sorted(path for path in paths if path.name not in NOT_THE_MODEL)
 
 
 def check(found: FoundModel, options: ExportOptions) -> None:
