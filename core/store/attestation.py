@@ -11,14 +11,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.store.ancestry import Family, Made
-from posttrain.core.store.manifests import ATTESTATION, MANIFEST, file_digest
+from posttrain.core.store.manifests import (
+    ATTESTATION,
+    MANIFEST,
+    digests_below,
+    file_digest,
+    read_files,
+)
 
 FORMAT = "posttrain attestation"
 Outcome = Literal["equal", "differs", "not checked"]
@@ -54,12 +60,15 @@ class AttestedStage(BaseModel):
 
 
 class AttestedModel(BaseModel):
+    """`files` are those of the model in the store, of which `digest` is the sum."""
+
     model_config = ConfigDict(extra="forbid")
 
     digest: str
     kind: str
     stage: str
     identity: str
+    files: dict[str, str]
 
 
 class Verification(BaseModel):
@@ -75,8 +84,10 @@ class Verification(BaseModel):
     reached: dict[str, str]
     checks: list[dict[str, str]]
 
-    def outcomes(self) -> list[str]:
-        return [check["outcome"] for check in self.checks]
+    def counts(self) -> str:
+        """How many checks came out how, in words."""
+        found = [check["outcome"] for check in self.checks]
+        return ", ".join(f"{found.count(name)} {name}" for name in get_args(Outcome))
 
 
 class Attestation(BaseModel):
@@ -127,7 +138,13 @@ def attest(family: Family, digest: str) -> Attestation:
     made = [one.made for one in past.walk() if one.made is not None and not one.seen]
     outside = {one.role: one.digest for one in past.walk() if one.made is None}
     model = AttestedModel(
-        digest=digest, kind=past.kind, stage=past.made.stage, identity=past.made.identity
+        digest=digest,
+        kind=past.kind,
+        stage=past.made.stage,
+        identity=past.made.identity,
+        files=digests_below(
+            read_files(past.made.folder) or {}, past.made.artifacts[digest]["uri"]
+        ),
     )
     stages = list({one.identity: _stage(one) for one in made}.values())
     return Attestation(model=model, stages=stages, outside=outside)
@@ -140,7 +157,7 @@ def _stage(made: Made) -> AttestedStage:
         identity=made.identity,
         manifest=file_digest(made.folder / MANIFEST),
         code=made.code,
-        data=made.parts.get("task_data", ""),
+        data=json.loads(made.parts.get("task_data", '""')),
         inputs=made.inputs,
         plugins=made.plugins,
         artifacts={digest: row["kind"] for digest, row in made.artifacts.items()},

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,9 +29,9 @@ from posttrain.core.store.attestation import (
     rows,
 )
 from posttrain.core.store.identity import source_digest
-from posttrain.core.store.manifests import ATTESTATION, file_digest
+from posttrain.core.store.manifests import ATTESTATION, file_digest, model_digest
 from posttrain.core.store.provenance import environment
-from posttrain.pipelines.analysis.past_run import TRAINING, PastRun, open_run
+from posttrain.pipelines.analysis.past_run import TRAINING, PastRun, listed, open_run
 from posttrain.pipelines.analysis.replay_comparison import StepSource, find_steps
 from posttrain.pipelines.analysis.verify_stage import (
     StageFiles,
@@ -78,6 +79,7 @@ class Verified:
     drawn: dict[str, list[int]] = field(default_factory=dict)
     reached: dict[str, str] = field(default_factory=dict)
     attestation: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def count(self, outcome: str) -> int:
         return sum(check.outcome == outcome for check in self.checks)
@@ -97,6 +99,10 @@ class Verified:
             return f"nothing could be checked ({left} checks)"
         return f"as recorded: {equal} checks are equal{unchecked}"
 
+    def _drawn(self) -> list[str]:
+        named = [f"{listed(steps)} of {name}" for name, steps in self.drawn.items()]
+        return [f"steps drawn with --seed {self.seed}: {'; '.join(named)}"] if named else []
+
     def report(self) -> Report:
         """The table, and what `--json` prints."""
         cells = [
@@ -106,7 +112,7 @@ class Verified:
         classes = [f"{name}: steps are {CLASSES[at]} ({at})" for name, at in self.reached.items()]
         return Report(
             f"{self.model}: {self.origin}, digest {self.digest[:12]}",
-            [f"steps drawn with --seed {self.seed}: {self.drawn}", *classes] if self.drawn else [],
+            [*self.notes, *self._drawn(), *classes],
             [table("checks", cells)],
             {
                 "model": self.model,
@@ -166,6 +172,7 @@ def verify(asked: Asked, home: Path, store: Path, reporter: Reporter) -> Verifie
     verified = Verified(asked.model, digest, origin, asked.seed, checks)
     _verify_past(verified, asked, family, home, store, reporter)
     if exported is not None:
+        verified.notes += _said(exported)
         verified.checks += _against_statement(exported, attest(family, digest))
     _keep(verified, family, home)
     return verified
@@ -294,7 +301,7 @@ def _keep(verified: Verified, family: Family, home: Path) -> None:
     wanted = ("python", "torch", "transformers", "processor", "device", "CPU threads")
     verification = Verification(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        code=f"{machine['posttrain']}+{source_digest()[:12]}",
+        code=f"{version('posttrain')}+{source_digest()[:12]}",
         machine={name: machine[name] for name in wanted},
         seed=verified.seed,
         steps=verified.drawn,
@@ -328,7 +335,25 @@ def _check_exported(folder: Path, statement: Attestation, expected: str) -> Iter
             problems.append(f"{name} was changed: {now[:12]}, was {statement.files[name][:12]}")
     how = f"sha256 of every file, with {ATTESTATION}"
     yield judged(f"exported folder: {len(statement.files)} files", how, problems)
+    yield _check_attested_model(statement)
     yield judged("ancestry in the attestation", "inputs, with what stages made", _broken(statement))
+
+
+def _check_attested_model(statement: Attestation) -> Check:
+    """Whether the exported files are the model's: by the sum of their digests."""
+    model, what = statement.model, "exported model"
+    how = f"digests of its files, with digest {model.digest[:12]} of stage {model.stage}"
+    problems = []
+    if model_digest(model.files) != model.digest:
+        problems.append("the attested digests of the model's files are not those of its digest")
+    places = {Path(name).name: digest for name, digest in reversed(model.files.items())}
+    shared = [name for name in statement.files if name in places]
+    known = {*model.files.values()}
+    problems += [f"{n} is not the model's" for n in shared if statement.files[n] not in known]
+    why = "" if any(name.endswith(".safetensors") for name in shared) else (
+        "the files were converted (GGUF), so their digests are not the model's"
+    )
+    return judged(what, how, problems, why)
 
 
 def _broken(statement: Attestation) -> list[str]:
@@ -349,17 +374,28 @@ def _without_home(asked: Asked, statement: Attestation, checks: list[Check]) -> 
     """What of a downloaded folder can be known without the home that made it."""
     origin = f"exported from stage '{statement.model.stage}', whose home is not here"
     verified = Verified(asked.model, statement.model.digest, origin, asked.seed, checks)
-    here = f"{environment(torch.device('cpu'), torch.float32, '')['posttrain']}+{source_digest()[:12]}"
+    verified.notes += _said(statement)
+    here = f"{version('posttrain')}+{source_digest()[:12]}"
     why = "the home or store that made the model is not here: give its --home"
     for stage in statement.stages:
         name, how = f"stage {stage.stage}", "with the installed posttrain"
         if stage.code:
-            same = [] if stage.code == here else [f"made by {stage.code}, this is {here}"]
-            outcome = judged(f"{name}: code", how, same)
-            verified.checks.append(outcome)
+            other = "" if stage.code == here else f"made by posttrain {stage.code}, this is {here}"
+            verified.checks.append(judged(f"{name}: code", how, [], other))
         for what in ("files", "settings, data, plugins", "steps and rewards"):
             verified.checks.append(Check(f"{name}: {what}", "", "not checked", why))
     return verified
+
+
+def _said(statement: Attestation) -> list[str]:
+    """What its author says to have verified, which is no check of ours."""
+    made = statement.verification
+    if made is None:
+        return ["its author attached no verification"]
+    return [
+        f"its author attached a verification of {made.when} by posttrain {made.code}: "
+        f"{made.counts()}; this is a claim until it is made again with the home"
+    ]
 
 
 def _against_statement(exported: Attestation, here: Attestation) -> list[Check]:
@@ -373,6 +409,6 @@ def _against_statement(exported: Attestation, here: Attestation) -> list[Check]:
             continue
         fields = [n for n, v in stage.model_dump().items() if getattr(mine, n) != v]
         problems += [f"stage {stage.stage}: {name} differs" for name in fields]
-    if exported.outside != here.outside:
-        problems.append("what came from outside differs")
+    problems += ["the model differs"] if exported.model != here.model else []
+    problems += ["what came from outside differs"] if exported.outside != here.outside else []
     return [judged("ancestry in the attestation", "with the store's manifests", problems)]
