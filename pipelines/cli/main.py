@@ -19,6 +19,7 @@ from posttrain.pipelines.cli import (
     evaluate,
     export,
     forensics,
+    import_dump,
     init,
     inspect,
     plan,
@@ -82,6 +83,7 @@ app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
+app.command("import", epilog=import_dump.EPILOG)(import_dump.import_dump)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
 app.command("verify", epilog=verify.EPILOG)(verify.verify)
