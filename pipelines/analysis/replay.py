@@ -101,6 +101,8 @@ class Replay:
     run: PastRun
     reporter: Reporter
     notes: list[str] = field(default_factory=list)
+    source: StepSource | None = None
+    """The record of the stage whose step was asked for last."""
 
     def note(self, text: str) -> None:
         """Say it now, and with the result."""
@@ -114,7 +116,7 @@ class Replay:
         what is needed was not kept. Writes into a temporary folder only.
         """
         config, name = self.run.resolved.config, self.run.training_stage(stage)
-        source = find_steps(self.run, name)
+        source = self.source = find_steps(self.run, name)
         source.check_step(step, config.keep.records)
         set_threads(config.limits.num_threads)
         keep_freed_memory()

@@ -20,6 +20,7 @@ from posttrain.pipelines.cli import (
     evaluate,
     export,
     forensics,
+    import_dump,
     init,
     inspect,
     plan,
@@ -35,6 +36,7 @@ from posttrain.pipelines.cli import (
     show,
     ui,
     validate,
+    verify,
 )
 from posttrain.pipelines.cli.commands import Commands
 from posttrain.pipelines.cli.common import EPILOG_CODES
@@ -83,8 +85,10 @@ app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
+app.command("import", epilog=import_dump.EPILOG)(import_dump.import_dump)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer
 from posttrain.core.tracking.sink import StageSink
 from posttrain.core.training.checkpoint import Checkpoints
-from posttrain.core.training.step_record import StepSink
+from posttrain.core.training.step_record import StepRecorder, StepSink, problem_rows
 from posttrain.core.types import Problem, Split
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE, StageInputs, load_tokenizer
@@ -220,6 +220,13 @@ class StageContext(StageInputs):
             source=self.task.source() if made is None else f"stage {made.stage}: {made.uri}",
             of=self.task.fingerprint() if made is None else made.digest,
         )
+        if split == "train" and made is None and self.task.fingerprint():
+            self.record_rows(problem_rows(problems))
+
+    def record_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Record (place, sha256) of data rows that the stage trains on, if its steps are."""
+        if isinstance(self.steps, StepRecorder):
+            self.steps.rows(rows)
 
     def encode_prompts(
         self,

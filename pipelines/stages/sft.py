@@ -155,15 +155,18 @@ class _Gathering:
     ) -> list[int]:
         context, report, digest = self.context, SourceReport(path), hashlib.sha256()
         self.reports.append(report)
-        found = []
+        found, places = [], list[tuple[str, str]]()
         for example, row in encoded_rows(report, setting, self.tokenizer, self.stage.loss_on, rule):
             found.append(rows.add(row, example.where, prompt_key(example), number))
+            places.append((example.where, rows.content(found[-1]).hex()))
             digest.update(rows.content(found[-1]))
             if len(found) % 256 == 0:
                 context.check()
         if not found:  # because of their length, or for want of something to learn
             context.report_lengths(rule)
             report.check()
+        if split == "train":
+            context.record_rows(places)
         context.reporter.say(f"{context.name}: {report.line}")
         if report.warning:
             context.warn(f"{context.name}: {report.warning}")
