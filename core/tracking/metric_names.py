@@ -420,12 +420,12 @@ METRICS: dict[str, Metric] = {
     "token_weight/length_slope": Metric(
         "slope", "of ln(mean |weight| of a response) over ln(its tokens); -1: twice as long, half"
     ),
-    "token_weight/share/positive": Metric("fraction", "of the |weight|, where the advantage is > 0"),
-    "token_weight/share/negative": Metric("fraction", "of the |weight|, where the advantage is < 0"),
+    "token_weight/share/positive": Metric("fraction", "of the |weight|, advantage above 0"),
+    "token_weight/share/negative": Metric("fraction", "of the |weight|, advantage below 0"),
     "token_weight/share/bounded": Metric("fraction", "of the |weight|, where a bound acts (clip)"),
-    "token_weight/share/short": Metric("fraction", "of the |weight|, shortest third of responses"),
-    "token_weight/share/medium": Metric("fraction", "of the |weight|, middle third by length"),
-    "token_weight/share/long": Metric("fraction", "of the |weight|, longest third of responses"),
+    "token_weight/share/short": Metric("fraction", "of the |weight|, lower third of the lengths"),
+    "token_weight/share/medium": Metric("fraction", "of the |weight|, middle third of the lengths"),
+    "token_weight/share/long": Metric("fraction", "of the |weight|, upper third of the lengths"),
     "token_weight/share/early": Metric("fraction", "of the |weight|, first third of each response"),
     "token_weight/share/middle": Metric("fraction", "of the |weight|, middle third of each"),
     "token_weight/share/late": Metric("fraction", "of the |weight|, last third of each response"),

@@ -224,7 +224,9 @@ class Learner:
         own, draw = MetricSums(), generator(self.settings.seed, "trust_region", *place)
         heard = self._listener(mini)
 
-        def record(loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor) -> None:
+        def record(
+            loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
+        ) -> None:
             record_micro(own, loss, out, micro, rows)
             if heard is not None:
                 heard.listen(loss, rows)

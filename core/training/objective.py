@@ -157,8 +157,8 @@ class MicroLoss:
 
     `parts` are shares of each term; `tokens` are [B, T] or [B] values with the mask of that shape
     over which they are averaged. `pulls` are sums of |d policy terms / d logprobs| over the tokens
-    whose advantage is above 0 (`POSITIVE_PULL`) and below 0 (`NEGATIVE_PULL`). `logprobs` [B, T] are
-    those that it was computed from, with gradient.
+    whose advantage is above 0 (`POSITIVE_PULL`) and below 0 (`NEGATIVE_PULL`). `logprobs` [B, T],
+    with gradient, are those that it was computed from.
     """
 
     total: Tensor

@@ -34,7 +34,7 @@ class HeardWeights:
         self.bounded = torch.zeros_like(mini.rollout_logprobs)
 
     def listen(self, loss: MicroLoss, rows: Tensor) -> None:
-        """Note the gradient that will arrive at the log-probs [n, T] of the mini-batch's `rows` [n].
+        """Note the gradient that will arrive at the log-probs [n, T] of `rows` [n].
 
         To be called between the loss and its backward pass: who asks for gradients before, as the
         objective itself does, is not heard.
@@ -114,16 +114,20 @@ def _parts(batch: RolloutBatch, tokens: Tensor, bounded: Tensor) -> dict[str, Te
 
 
 def length_thirds(tokens: Tensor) -> Tensor:
-    """0, 1 or 2 for the shorter, middle and longer third of the rows [B] with tokens; else -1.
+    """0, 1 or 2: the third of the lengths' range in which each row [B] is; -1 if it is empty.
 
-    Rows of one length are in one third, that of the middle of their ranks.
+    The range goes from the shortest row with tokens to the longest. Rows that are all of one length
+    are in the middle.
     """
     lengths = tokens.sum(dim=1)
-    ranked = lengths[lengths > 0].sort().values
-    below = torch.searchsorted(ranked, lengths)
-    upto = torch.searchsorted(ranked, lengths, right=True)
-    thirds = (3 * (below + upto) / (2 * max(1, len(ranked)))).long().clamp(max=2)
-    return torch.where(lengths > 0, thirds, -1)
+    some = lengths > 0
+    if not some.any():
+        return torch.full_like(lengths, -1)
+    least, most = lengths[some].min(), lengths.max()
+    thirds = torch.ones_like(lengths)
+    if most > least:
+        thirds = (3 * (lengths - least) // (most - least)).clamp(0, 2)
+    return torch.where(some, thirds, -1)
 
 
 def length_slope(size: Tensor, tokens: Tensor) -> float | None:

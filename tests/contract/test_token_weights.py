@@ -70,9 +70,7 @@ def test_what_is_heard_is_what_autograd_finds(
     for rows in parts:
         logprobs = now[rows].clone().requires_grad_()
         micro = mini.select(rows)
-        found = objective.loss(
-            logprobs, mini.column("entropy")[rows], micro, prepared.rows(rows)
-        )
+        found = objective.loss(logprobs, mini.column("entropy")[rows], micro, prepared.rows(rows))
         heard.listen(found, rows)
         found.total.backward()  # type: ignore[no-untyped-call]
     wanted = autograds(build_loss(entry.name, fields_of(entry)), plugin, mini, now)
@@ -244,8 +242,9 @@ def test_what_does_not_exist_is_left_out() -> None:
     )
 
 
-def test_rows_of_one_length_are_in_one_third() -> None:
-    lengths = torch.tensor([5, 0, 1, 1, 1, 9])
-    tokens = torch.arange(9)[None, :] < lengths[:, None]
-    assert length_thirds(tokens).tolist() == [2, -1, 0, 0, 0, 2]
+def test_thirds_are_of_the_range_of_lengths() -> None:
+    lengths = torch.tensor([5, 0, 1, 1, 3, 10, 7, 6])
+    tokens = torch.arange(10)[None, :] < lengths[:, None]
+    assert length_thirds(tokens).tolist() == [1, -1, 0, 0, 0, 2, 2, 1]
+    assert length_thirds(torch.zeros(2, 3).bool()).tolist() == [-1, -1]
     assert length_thirds(torch.ones(4, 3).bool()).tolist() == [1, 1, 1, 1]
