@@ -32,8 +32,8 @@ class GradientQuality:
     """One variant. None where its gradient is 0.
 
     `alignment` is the mean cosine of a batch's gradient with the policy gradient: what a step of
-    fixed length gains at first. `direction` is the cosine of the mean gradient with it, and `bias`
-    the part of the mean gradient at right angles to it, sqrt(1 - direction^2). `noise` is the
+    fixed length gains at first. `direction` is the cosine of the mean gradient with it, corrected
+    for the noise of both by what the halves agree in (Spearman; 1 at most), and `bias` the part of the mean gradient at right angles to it, sqrt(1 - direction^2). `noise` is the
     variance of a batch's gradient over the squared length of the mean, `snr` its inverse, and
     `tokens_for_snr_1` how many tokens a batch needs for as much signal as noise.
     """
@@ -189,6 +189,19 @@ def _cosines(halves: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.cat(found)
 
 
+def _direction(means: Sequence[Tensor], references: Sequence[Tensor]) -> float | None:
+    """Cosine of a mean gradient with the policy gradient, had neither noise; None if all is noise.
+
+    `references` are those of the other half. Source: Spearman 1904, correction for attenuation.
+    """
+    seen = [_cosine(mean, reference) for mean, reference in zip(means, references, strict=True)]
+    agree = [_cosine(*means), _cosine(*references)]
+    known = [cosine for cosine in (*seen, *agree) if cosine is not None]
+    if len(known) < 4 or min(known[2:]) <= 0:
+        return None
+    return bounded((known[0] + known[1]) / 2 / math.sqrt(known[2] * known[3]))
+
+
 def _quality(
     label: str,
     halves: Sequence[tuple[Tensor, Tensor]],
@@ -203,9 +216,7 @@ def _quality(
         float((gradients - mean).square().sum(dim=1).mean())
         for (gradients, _), mean in zip(halves, means, strict=True)
     ) / len(means)
-    seen = [_cosine(mean, reference) for mean, (_, reference) in zip(means, halves, strict=True)]
-    known = [cosine for cosine in seen if cosine is not None]
-    direction = sum(known) / len(known) if known else None
+    direction = _direction(means, [reference for _, reference in halves])
     return GradientQuality(
         label,
         alignment=float(cosines.mean()),

@@ -135,8 +135,9 @@ def _notes(
 
 _ABOUT = (
     "the best aligned first. alignment: mean cosine of a batch's gradient with the policy gradient "
-    "of the other half of the pool; direction: the same of the mean gradient, and bias = "
-    "sqrt(1 - direction^2); noise: variance of a batch's gradient over |mean|^2; snr = 1 / noise; "
+    "of the other half of the pool; direction: the same of the mean gradient, corrected for the "
+    "noise of both, and bias = sqrt(1 - direction^2); noise: variance of a batch's gradient over "
+    "|mean|^2; snr = 1 / noise; "
     "tokens: how many a batch needs for snr 1"
 )
 
