@@ -464,6 +464,10 @@ class RlStage(StageBase):
         description="warn when k3 between engine and trainer (nats) exceeds it",
     )
 
+    token_weights: bool = Field(
+        default=True,
+        description="measure the gradient weights of tokens, token_weight/*, at each step",
+    )
     check_sync: Literal["every", "first", "never"] = Field(
         default="every",
         description="which weight syncs are followed by a check that the engine has the trainer's "

@@ -75,10 +75,11 @@ def compare_algorithms(
     """
     found = run.evidence(stage)
     check_step(found, step)
-    if not (wanted.algorithms or wanted.losses or wanted.aggregators or wanted.clips):
+    if not wanted.any:
         raise ConfigError(
             "--step compares algorithms, and none was named: add --algorithm NAME (several times "
-            "for several), --loss, --aggregation or --clip"
+            "for several), --advantage, --loss, --aggregation or --clip, or --frozen to rank "
+            "all aggregators"
         )
     evidence = with_logprobs(read_unchanged(found, step))
     built = build_variants(run, found.stage, wanted, evidence.kl_coef)
@@ -143,7 +144,7 @@ def _notes(frozen: FrozenStep, resampled: bool) -> list[str]:
 def _gradients(
     run: PastRun, stage: str, frozen: FrozenStep, variants: Sequence[Variant]
 ) -> ModelGradients:
-    model, source, exact = _start_model(run, stage, frozen.step)
+    model, source, exact = start_model(run, stage, frozen.step)
     found = {variant.label: parameter_gradient(model, frozen, variant) for variant in variants}
     return ModelGradients(
         source,
@@ -154,7 +155,7 @@ def _gradients(
     )
 
 
-def _start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, str, bool]:
+def start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, str, bool]:
     """The policy nearest to the start of `step`, where it is from, and whether it is exactly that.
 
     It is the stage's input, a checkpoint, or the trained model. Raises `ResourceError` when the

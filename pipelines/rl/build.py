@@ -283,6 +283,7 @@ def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
         micro_batch_size=stage.micro_batch_size,
         max_tokens=stage.max_tokens_per_microbatch,
         skip_idle_rows=stage.skip_idle_rows,
+        token_weights=stage.token_weights,
         temperature=stage.generation.temperature,
         seed=derive_seed(context.run.seed, context.name, "learner"),
         cut=Cut(stage.generation.top_k, stage.generation.top_p),
