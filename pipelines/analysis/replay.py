@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
-from posttrain.core.contracts import StageOutput
 from posttrain.core.errors import RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
@@ -32,22 +31,10 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
+from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.cluster import joined_cluster, on_this_machine
-from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
-from posttrain.pipelines.stages.preference import run_preference
-from posttrain.pipelines.stages.process_reward_model import run_process_reward_model
-from posttrain.pipelines.stages.reward_model import run_reward_model
-from posttrain.pipelines.stages.rl import opened_loop
-from posttrain.pipelines.stages.sft import run_sft
-
-_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
-    "sft": run_sft,
-    "reward_model": run_reward_model,
-    "process_reward_model": run_process_reward_model,
-    "preference": run_preference,
-}
 
 
 @dataclass
@@ -84,14 +71,6 @@ class ReplayResult:
             "notes": self.notes,
             "steps": [asdict(compared) for compared in self.steps],
         }
-
-
-class ReplayContext(StageContext):
-    """A stage's context that reports to nobody: listeners and MLflow know these steps already."""
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, no more."""
-        self.reporter.step_done(self.name, step, metrics)
 
 
 @dataclass
@@ -137,7 +116,7 @@ class Replay:
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
                 joined = joined_cluster(made.run, Path(folder))
                 with joined, closing(engines), suppress(Reached):
-                    _compute(made, step)
+                    take_steps_again(made, step)
         finally:
             engines.close()
         if not result.steps or result.steps[-1].step != step:
@@ -221,26 +200,3 @@ def _bring_episodes(source: StepSource, folder: Path) -> None:
     kept = source.folder.parent / episode_log.FOLDER
     if kept.is_dir():
         shutil.copytree(kept, folder / episode_log.FOLDER)
-
-
-def _compute(context: ReplayContext, until: int) -> None:
-    """The stage's steps up to `until`, which its sink ends."""
-    kind = context.stage.kind
-    if kind in _RUNNERS:
-        _RUNNERS[kind](context)
-        return
-    with opened_loop(context) as loop:
-        context.started(until)
-        record = loop.recorder
-        for step in range(loop.first_step, until + 1):
-            record.begin_step(step)
-            for due in loop.rollouts_due(step):
-                loop.rollouts.sample(due)
-            rollout = loop.rollouts.sample(step)  # which may have waited since an earlier step
-            if record.run(loop.take, rollout):
-                scored = record.run(loop.score_rewards, rollout)
-                ready = record.run(loop.compute_advantages, scored)
-                record.updated(record.run(loop.update_policy, ready))
-            record.run(loop.sync_weights, step)
-            record.run(loop.check_sync, f"the sync of step {step}")
-            record.end_step(step)
