@@ -9,9 +9,10 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
-from posttrain.core.errors import RunError
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.rollout import episode_log
@@ -33,6 +34,7 @@ from posttrain.pipelines.analysis.replay_comparison import (
 )
 from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.cluster import joined_cluster, on_this_machine
+from posttrain.pipelines.run.forks import find_parent
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
 
@@ -93,6 +95,7 @@ class Replay:
         what is needed was not kept. Writes into a temporary folder only.
         """
         config, name = self.run.resolved.config, self.run.training_stage(stage)
+        self._refuse_shared(name, step)
         source = find_steps(self.run, name)
         source.check_step(step, config.keep.records)
         set_threads(config.limits.num_threads)
@@ -122,6 +125,18 @@ class Replay:
         if not result.steps or result.steps[-1].step != step:
             raise RunError(f"the stage ended before step {step}: its data or its config differ")
         return result
+
+    def _refuse_shared(self, name: str, step: int) -> None:
+        """Steps that a fork shares were taken by another run, with its settings."""
+        section = self.run.resolved.config.stages[name]
+        fork = section.fork if isinstance(section, StepStage) else None
+        if fork is not None and step <= fork.step:
+            whose = find_parent(fork, self.run.home).record.run_id[:12]
+            raise ConfigError(
+                f"--step {step}: the first {fork.step} steps of stage '{name}' are those of run "
+                f"{whose}, which this run was forked from; replay them there: posttrain replay "
+                f"{whose} --step {step} --stage {name}"
+            )
 
     def _tell(self, compared: ComparedStep) -> None:
         self.reporter.say(step_line(compared))

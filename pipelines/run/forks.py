@@ -156,7 +156,7 @@ def _makers(name: str, config: RunConfig) -> dict[str, Mapping[str, object] | No
     source = config.stages[name].inputs.get("model", BASE_MODEL)
     while source != BASE_MODEL and source not in found:
         stage = config.stages[source]
-        without = {"checkpoint_every", *stage.without_effect}
+        without = {"fork", "checkpoint_every", *stage.without_effect}
         found[source] = stage.model_dump(mode="json", exclude=without)
         source = stage.inputs.get("model", BASE_MODEL)
     found[source] = None
