@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
+from posttrain.core.config.base import Component, Section, distinct_names, one_or_many
 from posttrain.core.config.coefficients import Coefficient, CoefSchedule
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.sampled_evaluation import SampledEvaluationSection
 from posttrain.core.config.sections import (
     EnvironmentComponent,
@@ -288,7 +289,7 @@ class CorrectionSection(Section):
     )
 
 
-class RlStage(StageBase):
+class RlStage(StepStage):
     """Reinforcement learning: rollout, score, advantages, update, repeated. Reads `model`.
 
     With an input `dataset` the training problems are those of a `transform` stage.
@@ -297,7 +298,6 @@ class RlStage(StageBase):
     reads = {"model": "model"}
     may_read = {"dataset": "dataset"}
     makes = "model"
-    takes_steps = True
 
     kind: Literal["rl"]
     algorithm: Component = Component(name="grpo")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
-from posttrain.core.contracts import StageOutput
-from posttrain.core.errors import RunError
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.rollout import episode_log
@@ -32,22 +32,11 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
+from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.cluster import joined_cluster, on_this_machine
-from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.run.forks import find_parent
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
-from posttrain.pipelines.stages.preference import run_preference
-from posttrain.pipelines.stages.process_reward_model import run_process_reward_model
-from posttrain.pipelines.stages.reward_model import run_reward_model
-from posttrain.pipelines.stages.rl import opened_loop
-from posttrain.pipelines.stages.sft import run_sft
-
-_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
-    "sft": run_sft,
-    "reward_model": run_reward_model,
-    "process_reward_model": run_process_reward_model,
-    "preference": run_preference,
-}
 
 
 @dataclass
@@ -86,14 +75,6 @@ class ReplayResult:
         }
 
 
-class ReplayContext(StageContext):
-    """A stage's context that reports to nobody: listeners and MLflow know these steps already."""
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, no more."""
-        self.reporter.step_done(self.name, step, metrics)
-
-
 @dataclass
 class Replay:
     """A replay of one step of a run; `notes` are what a reader of the result must know first."""
@@ -116,6 +97,7 @@ class Replay:
         what is needed was not kept. Writes into a temporary folder only.
         """
         config, name = self.run.resolved.config, self.run.training_stage(stage)
+        self._refuse_shared(name, step)
         source = self.source = find_steps(self.run, name)
         source.check_step(step, config.keep.records)
         set_threads(config.limits.num_threads)
@@ -139,12 +121,24 @@ class Replay:
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
                 joined = joined_cluster(made.run, Path(folder))
                 with joined, closing(engines), suppress(Reached):
-                    _compute(made, step)
+                    take_steps_again(made, step)
         finally:
             engines.close()
         if not result.steps or result.steps[-1].step != step:
             raise RunError(f"the stage ended before step {step}: its data or its config differ")
         return result
+
+    def _refuse_shared(self, name: str, step: int) -> None:
+        """Steps that a fork shares were taken by another run, with its settings."""
+        section = self.run.resolved.config.stages[name]
+        fork = section.fork if isinstance(section, StepStage) else None
+        if fork is not None and step <= fork.step:
+            whose = find_parent(fork, self.run.home).record.run_id[:12]
+            raise ConfigError(
+                f"--step {step}: the first {fork.step} steps of stage '{name}' are those of run "
+                f"{whose}, which this run was forked from; replay them there: posttrain replay "
+                f"{whose} --step {step} --stage {name}"
+            )
 
     def _tell(self, compared: ComparedStep) -> None:
         self.reporter.say(step_line(compared))
@@ -223,26 +217,3 @@ def _bring_episodes(source: StepSource, folder: Path) -> None:
     kept = source.folder.parent / episode_log.FOLDER
     if kept.is_dir():
         shutil.copytree(kept, folder / episode_log.FOLDER)
-
-
-def _compute(context: ReplayContext, until: int) -> None:
-    """The stage's steps up to `until`, which its sink ends."""
-    kind = context.stage.kind
-    if kind in _RUNNERS:
-        _RUNNERS[kind](context)
-        return
-    with opened_loop(context) as loop:
-        context.started(until)
-        record = loop.recorder
-        for step in range(loop.first_step, until + 1):
-            record.begin_step(step)
-            for due in loop.rollouts_due(step):
-                loop.rollouts.sample(due)
-            rollout = loop.rollouts.sample(step)  # which may have waited since an earlier step
-            if record.run(loop.take, rollout):
-                scored = record.run(loop.score_rewards, rollout)
-                ready = record.run(loop.compute_advantages, scored)
-                record.updated(record.run(loop.update_policy, ready))
-            record.run(loop.sync_weights, step)
-            record.run(loop.check_sync, f"the sync of step {step}")
-            record.end_step(step)

@@ -23,6 +23,7 @@ from posttrain.pipelines.run.checks import (
     resolve_configs,
     shared_store,
 )
+from posttrain.pipelines.run.forks import check_forks
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -213,6 +214,7 @@ def run_configs(
     """
     resolved, manager = resolve_configs(configs, overrides, plugins)
     check_inputs(resolved, manager)
+    check_forks(resolved.config, home)
     from posttrain.pipelines.run.execute import RunOptions, execute
 
     with reporting() as (reporter, ask):

@@ -81,11 +81,13 @@ def planned(
     Reads only; a model is not downloaded.
     """
     from posttrain.core.estimate.tokens import RunData
+    from posttrain.pipelines.run.forks import check_forks
     from posttrain.pipelines.run.placement import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
     from posttrain.pipelines.run.store import described
 
+    check_forks(resolved.config, home)
     begun = look(resolved, manager, home, store=store)
     config, order = begun.resolved.config, begun.resolved.order
     plans = plan_stages(begun.resolved, home, manager, store, begun.rows_digest)
@@ -116,6 +118,8 @@ def stage_rows(
         cached, reason = status.get(name, (False, Reason("unknown")))
         with faults_of_plugin(name, stage, "describe"):
             words = arithmetic(stage, data)
+        if (fork := getattr(stage, "fork", None)) is not None:
+            words += f"; the first {fork.step} steps are shared, and are not computed"
         rows.append(
             {
                 "stage": name,

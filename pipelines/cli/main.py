@@ -20,6 +20,7 @@ from posttrain.pipelines.cli import (
     evaluate,
     export,
     forensics,
+    fork,
     import_dump,
     init,
     inspect,
@@ -79,6 +80,7 @@ app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
 app.command("export", epilog=export.EPILOG)(export.export)
+app.command("fork", epilog=fork.EPILOG)(fork.fork)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("dashboard", epilog=dashboard.EPILOG)(dashboard.dashboard)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)

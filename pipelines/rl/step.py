@@ -36,7 +36,9 @@ from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,
     load_checkpoint,
+    optimizers_in,
     save_checkpoint,
+    step_of,
 )
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
@@ -59,6 +61,13 @@ class Stateful(Protocol):
 
     def load_state(self, state: Any) -> None:  # Any: what `state` gave
         """Continue from `state`."""
+
+
+def load_parts(parts: Mapping[str, Stateful], state: LoopState, *, forked: bool) -> None:
+    """Let each part go on from a checkpoint; at a fork, one that is new begins as it is."""
+    for name, part in parts.items():
+        if name in state.parts or not forked:
+            part.load_state(state.parts[name])
 
 
 @dataclass
@@ -312,15 +321,18 @@ class RlLoop:
 
     def resume(self, folder: Path) -> None:
         """Continue where the checkpoint in `folder` was written."""
+        forked = self.context.begins_fork_at(step_of(folder))
+        reference = self.learner.stored_reference
+        if forked and "reference" not in optimizers_in(folder):
+            reference = None  # one that begins to move with the fork, from the input model
         state = load_checkpoint(
             folder,
             self.learner.stored,
             critic=None if self.critic is None else self.critic.stored,
-            reference=self.learner.stored_reference,
+            reference=reference,
             prm=None if self.prm is None else self.prm.stored,
         )
-        for name, part in self._stateful().items():
-            part.load_state(state.parts[name])
+        load_parts(self._stateful(), state, forked=forked)
         self.recorder.continue_from(state.history)
         self.first_step = state.step + 1
         self.sync_weights(state.step)

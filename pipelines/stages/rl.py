@@ -152,7 +152,7 @@ def build_stream(
     if stage.schedule != "streaming":
         return None
     plays = played_one_by_one(context, stage, tokenizer, episodes)
-    seed = derive_seed(context.run.seed, context.name, "rollout")
+    seed = derive_seed(context.draw_seed, context.name, "rollout")
     most = stage.prompts_per_step * (1 + stage.max_staleness)
     stretch = stage.stretch_tokens or STRETCH_TOKENS
     submitting = Submitting(engine, stretch, use.together)

@@ -114,6 +114,8 @@ class _Gathering:
         else:
             passes = epochs_of(pools, self._weights(), context.run.seed, context.name)
             plan = size.plan(passes, steps=stage.steps, epochs=stage.epochs)
+        if context.fork is not None:
+            plan = Plan.of(context.in_order([plan[step] for step in range(len(plan))]))
         self._record(rows, pools, held_out, plan)
         return SftData(rows, plan, held_out, self.reports)
 
