@@ -75,8 +75,7 @@ def values() -> dict[str, str]:
         for beta in DPO_BETAS
     ]
     effective = [
-        [f"{rate:.0%}", f"{deviation(rate):.3f}", f"{0.04 * deviation(rate):.4f}"]
-        for rate in RATES
+        [f"{rate:.0%}", f"{deviation(rate):.3f}", f"{0.04 * deviation(rate):.4f}"] for rate in RATES
     ]
     return {
         "reached": _table(["beta", *(f"from {rate:.0%}" for rate in RATES)], reached),

@@ -101,9 +101,7 @@ def charts() -> dict[str, Chart]:
     for lam in LAMBDAS:
         shares = reach(lam, 1001).flip(0)[1:]
         kept = [(n, float(v)) for n, v in enumerate(shares, 1) if v >= 1e-4]
-        lines.append(
-            Series(f"lambda {lam:g}", "", [n for n, _ in kept], [v for _, v in kept])
-        )
+        lines.append(Series(f"lambda {lam:g}", "", [n for n, _ in kept], [v for _, v in kept]))
     panel = Panel("Share of a reward that reaches a token before it", "share", lines)
     x = "tokens between them"
     return {"gae-lambda": Chart(panel, x=x, log_x=True, log_y=True, smooth=False, width=680)}

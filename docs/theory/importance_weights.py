@@ -89,9 +89,7 @@ def values() -> dict[str, str]:
 
 
 def charts() -> dict[str, Chart]:
-    lines = [
-        Series(f"KL {kl:g}", "", COUNTS, [wrong_sign(kl, n) for n in COUNTS]) for kl in KLS
-    ]
+    lines = [Series(f"KL {kl:g}", "", COUNTS, [wrong_sign(kl, n) for n in COUNTS]) for kl in KLS]
     panel = Panel("Estimates with the wrong sign", "share of estimates", lines)
     x = "weighted responses N"
     return {"importance-weights": Chart(panel, x=x, log_x=True, smooth=False, width=680)}

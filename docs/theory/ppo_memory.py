@@ -88,13 +88,9 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
 
 def values() -> dict[str, str]:
     labels = [f"{parameters(size) / 1e9:.1f} B" for size in SIZES]
-    totals = [
-        [name, *(f"{held(memory(size)[name]):.0f}" for size in SIZES)] for name in METHODS
-    ]
+    totals = [[name, *(f"{held(memory(size)[name]):.0f}" for size in SIZES)] for name in METHODS]
     largest = memory(SIZES[-1])
-    parts = [
-        [name, *(f"{largest[name].get(part, 0.0):.0f}" for part in PARTS)] for name in METHODS
-    ]
+    parts = [[name, *(f"{largest[name].get(part, 0.0):.0f}" for part in PARTS)] for name in METHODS]
     ratio = held(largest["PPO"]) / held(largest["GRPO without KL"])
     return {
         "totals": _table(["GB held", *labels], totals),
