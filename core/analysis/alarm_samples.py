@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from posttrain.core.analysis.alarms import Raised
 
 SHOWN = 5
 """Rows that an alarm names."""
@@ -120,6 +122,12 @@ PICKS: Mapping[str, Callable[[StepSamples], Picked]] = {
     "ess_seq": _longest,
 }
 """The rows of a step's samples that show an alarm; `diversity_lost` is about other answers."""
+
+
+def with_samples(alarm: Raised, microscope: str = "") -> Raised:
+    """The alarm with where to look, where the step's samples are not at hand: no rows."""
+    shown = look_at(alarm.name, StepSamples(alarm.steps[0]), microscope)
+    return replace(alarm, text=f"{alarm.text}. Look at {shown}")
 
 
 def look_at(name: str, samples: StepSamples, microscope: str = "") -> str:

@@ -6,6 +6,7 @@ in the section `alarms` of the config.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def _rises(seen: Seen, name: str, count: int) -> bool:
     was, now = _last(seen, name, count, count), _last(seen, name, count)
     if len(was) < count or len(now) < count:
         return False
-    error = ((statistics.variance(was) + statistics.variance(now)) / count) ** 0.5
+    error = math.sqrt((statistics.variance(was) + statistics.variance(now)) / count)
     return statistics.fmean(now) - statistics.fmean(was) > error
 
 

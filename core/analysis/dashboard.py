@@ -263,7 +263,7 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
     last = max((row["step"] for row in history), default=0.0)
     span = (0.0, max(1.0, last))
     parts, data = list[str](), list[object]()
-    for group in _groups(history):
+    for group in groups_of(dict.fromkeys(name for row in history for name in row)):
         charts = []
         for plot, panel in _panels(group, history):
             names = [curve.metric for curve in plot.curves]
@@ -320,9 +320,8 @@ border-radius:10px;font-size:13px}#step:empty{display:none}
 # --- which charts ---------------------------------------------------------------------------------
 
 
-def _groups(history: Rows) -> Iterator[Group]:
-    """The groups, with the plots whose metrics depend on the stage."""
-    names = dict.fromkeys(name for row in history for name in row)
+def groups_of(names: Mapping[str, None]) -> Iterator[Group]:
+    """The groups, with the plots that depend on which metrics a stage has."""
     for group in GROUPS:
         if group.title == GROUPS[0].title:
             first, *others = group.plots

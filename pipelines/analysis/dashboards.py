@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.core.analysis.alarm_samples import with_samples
 from posttrain.core.analysis.alarms import raised_in
 from posttrain.core.analysis.dashboard import about_stage, dashboard_page
 from posttrain.core.analysis.report import Report, table
@@ -32,12 +33,14 @@ def dashboard_of(run: PastRun, wanted: str | None) -> Report:
         KlController, stage.kl.controller.name, stage.kl.controller.fields()
     )
     target = controller.target()
-    raised = raised_in(
+    found_alarms = raised_in(
         history,
         run.resolved.config.alarms,
         None if target is None else (f"kl/ref_{target[0]}", target[1]),
         stage.mismatch_alarm,
     )
+    look = f"posttrain inspect {run.short_id} --stage {name} --step "
+    raised = [with_samples(alarm, f"{look}{alarm.steps[0]}") for alarm in found_alarms]
     done = max(found)
     title = f"{run.resolved.config.name}: {name}, run {run.short_id}"
     rows = [

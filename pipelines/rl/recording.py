@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from posttrain.core.analysis.alarm_samples import StepSamples, look_at
+from posttrain.core.analysis.alarm_samples import StepSamples, look_at, with_samples
 from posttrain.core.analysis.alarms import METRIC, Raised, Seen, judge, raised_in
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
@@ -95,6 +95,7 @@ class Recorder:
     metrics: Metrics = field(default_factory=dict)
     _step_began: float = 0.0
     _at_k: Metrics = field(default_factory=dict)
+    _raised: dict[str, str] = field(default_factory=dict)
     _trained_on: RolloutBatch | None = None
     _samples: StepSamples = field(default_factory=lambda: StepSamples(0))
 
@@ -265,7 +266,8 @@ class Recorder:
         for name, text in texts.items():
             if not any(row.get(METRIC + name) for row in self.history):
                 shown = look_at(name, self._samples, self._microscope(step))
-                raise_alarm(self.context, name, step, f"{text}. Look at {shown}")
+                self._raised[name] = f"{text}. Look at {shown}"
+                raise_alarm(self.context, name, step, self._raised[name])
         return {METRIC + name: 1.0 for name in texts}
 
     @property
@@ -283,7 +285,9 @@ class Recorder:
     def raised(self) -> list[Raised]:
         """All alarms of the stage so far, those before an interruption too."""
         limits, history = self.context.run.alarms, self.history
-        return raised_in(history, limits, self._kl_target, self.stage.mismatch_alarm)
+        found = raised_in(history, limits, self._kl_target, self.stage.mismatch_alarm)
+        again = [with_samples(alarm, self._microscope(alarm.steps[0])) for alarm in found]
+        return [replace(a, text=self._raised.get(a.name, a.text)) for a in again]
 
 
 def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:

@@ -106,7 +106,8 @@ def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
     config = pipeline.config
     pages, yours = links(pipeline.result(0.0)), ""
     yield ["run", pipeline.tracker.run_id]
-    for name, title in (("mlflow", "in MLflow"), ("prefect", "in Prefect")):
+    titles = {"mlflow": "in MLflow", "curves": "curves in MLflow", "prefect": "in Prefect"}
+    for name, title in titles.items():
         if name in pages:
             yield [title, Link(pages[name])]
             yours = yours or opened_by(pages, pipeline.home)

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.core.analysis.dashboard import about_stage, write_dashboard
 from posttrain.core.analysis.learning_curves import learning_curves
+from posttrain.core.analysis.mlflow_view import rl_view
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
@@ -29,6 +30,7 @@ from posttrain.core.rollout.streaming import GroupStream
 from posttrain.core.rollout.submitting import STRETCH_TOKENS, Submitting
 from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.tracking import shared_view
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
 from posttrain.core.training.implicit_prm import ProcessRewards
@@ -69,6 +71,8 @@ def run_rl(context: StageContext) -> StageOutput:
 
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
+        view = rl_view(loop.stage, loop.recorder.reward_names)
+        context.tracker.share_view(shared_view.name_of(loop.stage.kind), view)
         run_steps(context.name, loop)
         model = loop.learner.model  # before ranks end that trained it
         loop.learner.stored.close()
