@@ -41,11 +41,13 @@ CLASSES = {
     CLOSE: "same tokens, masks and rewards; log-probs within 0.01, other numbers within 1 %",
     APART: "further apart than that",
 }
-_WHOLE = ("prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids")
-_WHOLE += ("lengths", "labels", "rewards")
+_WHOLE = {"prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids"}
+_WHOLE |= {"lengths", "labels", "rewards"}
 _LOGPROBS, _SHARE = 0.01, 0.01
-_OF_MACHINE = ("torch", "transformers", "machine", "processor", "device", "precision")
-_OF_MACHINE += ("CPU threads", "engine", "python")
+_OF_MACHINE = (
+    *("torch", "transformers", "machine", "processor", "device", "precision"),
+    *("CPU threads", "engine", "python"),
+)
 
 
 # --- the records with one another ----------------------------------------------------------------
@@ -101,7 +103,9 @@ def check_final_weights(stage: StageFiles, source: StepSource) -> Check | None:
     total = sum(tensor.numel() for tensor in saved.values())
     read = sum(min(tensor.numel(), 16_384) for tensor in saved.values())
     how = f"digests of step {source.last_step}, which cover {100 * read / max(1, total):.0f} %"
-    problems = [f"{name} is not as recorded" for name in names if found[name] != record.weights[name]]
+    problems = [
+        f"{name} is not as recorded" for name in names if found[name] != record.weights[name]
+    ]
     return stage.check(what, how, problems, "" if names else "no recorded weight is in the model")
 
 
@@ -162,7 +166,9 @@ def _result(
         return Recomputed(stage.check(_what(steps), how, []), reached, seen)
     if reached == CLOSE and elsewhere:
         detail = f"within the class '{CLOSE}' ({CLASSES[CLOSE]}), since {'; '.join(notes)}"
-        return Recomputed(Check(f"{stage.place}: {_what(steps)}", how, "equal", detail), CLOSE, seen)
+        return Recomputed(
+            Check(f"{stage.place}: {_what(steps)}", how, "equal", detail), CLOSE, seen
+        )
     if elsewhere and _other_samples(differences):
         why = (
             "this machine samples other tokens, so nothing after them can be compared: verify on a "
@@ -312,6 +318,8 @@ class _Rescored:
         problems = [text for texts in self.problems.values() for text in texts]
         count = sum(self.compared.values())
         yield stage.check(
-            f"rewards ({count} scores)", how, problems, "" if count else "no score could be compared"
+            f"rewards ({count} scores)",
+            how,
+            problems,
+            "" if count else "no score could be compared",
         )
-

@@ -208,9 +208,7 @@ def test_a_changed_reward_in_the_record_is_named(made: Path, home: Path) -> None
     assert f"step {STEP}, response {ROW}: sum is" in said
 
 
-def test_a_reward_changed_with_every_digest_is_refuted_by_computing(
-    made: Path, home: Path
-) -> None:
+def test_a_reward_changed_with_every_digest_is_refuted_by_computing(made: Path, home: Path) -> None:
     """Values, evidence, scores, the step's line and the manifest all tell the new story."""
     folder = stage_folder(home, "rl")
 
@@ -237,7 +235,9 @@ def test_a_reward_changed_with_every_digest_is_refuted_by_computing(
     rewrite_manifest(folder)
     found = different(checked(run_id(made), home))
     assert "stage rl: 22 files" not in found and "stage rl: record of 4 steps" not in found
-    assert f"step {STEP}: rewards (16), max abs difference 1" in found["stage rl: 4 steps recomputed"]
+    assert (
+        f"step {STEP}: rewards (16), max abs difference 1" in found["stage rl: 4 steps recomputed"]
+    )
     assert f"first at [{ROW}]" in found["stage rl: 4 steps recomputed"]
     (said,) = [text for what, text in found.items() if what.startswith("stage rl: rewards")]
     assert f"step {STEP}, response {ROW}: accuracy is" in said
@@ -281,15 +281,17 @@ def test_a_changed_exported_folder_is_found(made: Path, home: Path, tmp_path: Pa
     published = file_digest(out / ATTESTATION)
     assert checked(str(out), nowhere, 0, published[:20]).count("differs") == 0
     flip(out / "model.safetensors")
-    assert "model.safetensors was changed" in different(checked(str(out), nowhere))[
-        "exported folder: 7 files"
-    ]
+    assert (
+        "model.safetensors was changed"
+        in different(checked(str(out), nowhere))["exported folder: 7 files"]
+    )
     statement: Any = json.loads((out / ATTESTATION).read_text())
     statement["files"]["model.safetensors"] = file_digest(out / "model.safetensors")
     (out / ATTESTATION).write_text(json.dumps(statement))
-    assert "model.safetensors is not the model's" in different(checked(str(out), nowhere))[
-        "exported model"
-    ]
+    assert (
+        "model.safetensors is not the model's"
+        in different(checked(str(out), nowhere))["exported model"]
+    )
     files = statement["model"]["files"]
     files["model.safetensors"] = statement["files"]["model.safetensors"]
     old, statement["model"]["digest"] = statement["model"]["digest"], model_digest(files)
