@@ -42,6 +42,8 @@ from posttrain.pipelines.stages.reward_model import run_reward_model
 from posttrain.pipelines.stages.rl import opened_loop
 from posttrain.pipelines.stages.sft import run_sft
 
+CHANGED = "not as it was when the step was taken"
+"""Begins the note of what of the machine, the code and the plugins is another."""
 _RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
     "sft": run_sft,
     "reward_model": run_reward_model,
@@ -156,7 +158,7 @@ class Replay:
         here = with_plugins(found, origins(self.run.resolved.plugins[source.stage]))
         changed = differences(source.recorded[step].environment, here)
         if changed:
-            self.note("not as it was when the step was taken: " + "; ".join(changed))
+            self.note(f"{CHANGED}: {'; '.join(changed)}")
         if not source.is_unchanged():
             self.note(f"the record {source.folder} was changed after the run")
         if engine != "transformers":

@@ -26,7 +26,7 @@ from posttrain.core.training.digests import block_digests, tensor_digest
 from posttrain.core.training.step_record import POLICY, StepRecord, rollout_tensors, values_path
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.past_run import PastRun, listed
-from posttrain.pipelines.analysis.replay import Replay
+from posttrain.pipelines.analysis.replay import CHANGED, Replay
 from posttrain.pipelines.analysis.replay_comparison import (
     ComparedStep,
     Difference,
@@ -44,10 +44,7 @@ CLASSES = {
 _WHOLE = {"prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids"}
 _WHOLE |= {"lengths", "labels", "rewards"}
 _LOGPROBS, _SHARE = 0.01, 0.01
-_OF_MACHINE = (
-    *("torch", "transformers", "machine", "processor", "device", "precision"),
-    *("CPU threads", "engine", "python"),
-)
+_OF_MACHINE = ("torch", "transformers", "processor", "device", "precision", "CPU threads")
 
 
 # --- the records with one another ----------------------------------------------------------------
@@ -139,14 +136,14 @@ def recompute(stage: StageFiles, run: PastRun, steps: list[int], reporter: Repor
     except PosttrainError as error:
         return Recomputed(stage.not_checked(_what(steps), how, str(error)))
     assert source is not None
-    return _result(stage, source, steps, [compared[step] for step in sorted(compared)], notes, how)
+    return judge(stage, source, steps, [compared[step] for step in sorted(compared)], notes, how)
 
 
 def _what(steps: Sequence[int]) -> str:
     return f"{len(steps)} step{'s' if len(steps) != 1 else ''} recomputed"
 
 
-def _result(
+def judge(
     stage: StageFiles,
     source: StepSource,
     steps: list[int],
@@ -154,7 +151,7 @@ def _result(
     notes: list[str],
     how: str,
 ) -> Recomputed:
-    elsewhere = any(text.startswith("not as it was") for text in notes) and _machine(notes)
+    elsewhere = _machine(notes)
     seen = [one.step for one in compared]
     reached = EXACT
     for one in compared:
@@ -180,8 +177,10 @@ def _result(
 
 
 def _machine(notes: list[str]) -> bool:
-    """Whether something of the machine, its libraries or its engine is not as it was."""
-    return any(f"{name} " in note for note in notes for name in _OF_MACHINE)
+    """Whether the processor, its use or the libraries are not as they were."""
+    changed = [note.partition(": ")[2] for note in notes if note.startswith(CHANGED)]
+    facts = [fact for text in changed for fact in text.split("; ")]
+    return any(fact.startswith(tuple(f"{name} " for name in _OF_MACHINE)) for fact in facts)
 
 
 def _other_samples(differences: Sequence[Difference]) -> bool:
