@@ -63,6 +63,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps(row | {"completion": row["answer"]}) + "\n" for row in rows]
     (folder / "train.jsonl").write_text("".join(lines[:60]))
     (folder / "held.jsonl").write_text("".join(lines[60:]))
+    chats = [{"prompt": row["prompt"], "completion": f"It is {row['answer']}"} for row in rows]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (folder / "odd.py").write_text(REWARD)
     config = tiny_config(make_tiny_model(folder / "model"))
     paths = {"path": str(folder / "train.jsonl"), "held_out_path": str(folder / "held.jsonl")}
@@ -71,6 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = config["stages"]
     stages["rl"] |= {"rewards": rewards, "inputs": {"model": "sft"}}
     stages["rl"] |= {"checkpoint_every": 0, "evaluate_every": 0}
+    stages["sft"]["data"] = [str(folder / "chats.jsonl")]
     config["stages"] = {name: stages[name] for name in ("sft", "rl")}
     home = prepared(folder / "home")
     done = run_command(
@@ -84,9 +87,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def home(made: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the home to be changed; the data are put back afterwards."""
-    data = (made / "train.jsonl").read_bytes()
+    data = {name: (made / name).read_bytes() for name in ("train.jsonl", "chats.jsonl")}
     yield shutil.copytree(made / "home", tmp_path / "home")
-    (made / "train.jsonl").write_bytes(data)
+    for name, content in data.items():
+        (made / name).write_bytes(content)
 
 
 def run_id(made: Path) -> str:
@@ -255,6 +259,17 @@ def test_a_changed_row_of_data_is_named(made: Path, home: Path) -> None:
     assert "the task's data changed" in found["stage rl: data (1)"]
     (said,) = [text for what, text in found.items() if what.startswith("stage rl: 16 rows")]
     assert said == f"row {place} changed"
+
+
+def test_a_changed_row_of_supervised_data_is_named(made: Path, home: Path) -> None:
+    lines = (made / "chats.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace("It is", "It was")
+    (made / "chats.jsonl").write_text("".join(lines))
+    found = different(checked(run_id(made), home, 0))
+    assert "the content of data.0.path changed" in next(
+        text for what, text in found.items() if what.startswith("stage sft: data")
+    )
+    assert found["stage sft: 64 rows of data"] == f"row {made / 'chats.jsonl'}:7 changed"
 
 
 def test_a_changed_line_of_a_plugin_is_named(made: Path, home: Path) -> None:
