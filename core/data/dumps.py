@@ -83,7 +83,7 @@ class Dump:
 def read_dump(path: Path, weights: Mapping[str, float] | None = None) -> Dump:
     """The dump in a file or folder; `weights` are TRL's `reward_weights` by column, 1 if absent.
 
-    Raises `DataError` for what is no dump of either trainer.
+    Raises `DataError` for anything but a dump of these trainers.
     """
     files = _files(path)
     format: Format = "trl" if files[0].suffix == ".parquet" else "verl"
@@ -165,7 +165,8 @@ def _object(line: bytes, where: str) -> dict[str, Any]:  # Any: JSON
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where} is not JSON ({error}): the file was cut or is no dump of verl; leave it out"
+            f"{where} is not JSON ({error}): the file was cut, or verl did not write it; leave it "
+            "out"
         ) from error
     if not isinstance(found, dict):
         raise DataError(f"{where} is not an object, expected {_WRITES['verl']}")

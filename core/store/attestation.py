@@ -26,7 +26,6 @@ from posttrain.core.store.manifests import (
     read_files,
 )
 
-FORMAT = "posttrain attestation"
 Outcome = Literal["equal", "differs", "not checked"]
 
 
@@ -95,7 +94,7 @@ class Attestation(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal["posttrain attestation"] = FORMAT
+    format: Literal["posttrain attestation"] = "posttrain attestation"
     version: Literal[1] = 1
     model: AttestedModel
     stages: list[AttestedStage]
@@ -119,7 +118,7 @@ def kept_at(home: Path, digest: str) -> Path:
 
 
 def read_attestation(path: Path) -> Attestation:
-    """Raises `ResourceError` for a file that is no attestation."""
+    """Raises `ResourceError` for any other file."""
     try:
         read_json(path, Attestation)
         return Attestation.model_validate_json(path.read_bytes())
@@ -142,9 +141,7 @@ def attest(family: Family, digest: str) -> Attestation:
         kind=past.kind,
         stage=past.made.stage,
         identity=past.made.identity,
-        files=digests_below(
-            read_files(past.made.folder) or {}, past.made.artifacts[digest]["uri"]
-        ),
+        files=digests_below(read_files(past.made.folder) or {}, past.made.artifacts[digest]["uri"]),
     )
     stages = list({one.identity: _stage(one) for one in made}.values())
     return Attestation(model=model, stages=stages, outside=outside)

@@ -147,7 +147,6 @@ class StepRecorder:
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
-
     def rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """Note (place, sha256) of data rows that the stage reads; a row of one place counts once.
 

@@ -120,9 +120,11 @@ def _parts(dump: Dump, options: ImportOptions, data: str, model: str) -> dict[st
     """What decides the result, as of a stage's identity."""
     given = {f"import {name}": json.dumps(getattr(options, name)) for name in options.__slots__}
     weights = json.dumps([row.total for rows in dump.steps.values() for row in rows])
-    return {"imported": dump.format, "dump": data, "input model": model} | given | {
-        "rewards": combine_digests({"totals": weights})
-    }
+    return (
+        {"imported": dump.format, "dump": data, "input model": model}
+        | given
+        | {"rewards": combine_digests({"totals": weights})}
+    )
 
 
 def _write_problems(folder: Path, dump: Dump) -> Path:
@@ -167,16 +169,20 @@ def _config(
                 "prompts_per_step": prompts,
                 "num_generations": group,
                 "generation": {"max_response_length": 1 << 16, "temperature": options.temperature},
-                "rewards": ["accuracy"],  # stands for the dump's, of which only the scores are known
+                "rewards": [
+                    "accuracy"
+                ],  # stands for the dump's, of which only the scores are known
                 "kl": {"controller": {"name": "fixed", "coef": 0.0}},
             }
         },
     }
     try:
-        config = validated(raw, {}, manager)
+        config = validated(raw, lambda path: "the dump's config", manager)
         return resolve(LoadedConfig(config, raw, (), {}), manager)
     except ConfigError as error:
-        raise ConfigError(f"--algorithm {options.algorithm} cannot be used here: {error}") from error
+        raise ConfigError(
+            f"--algorithm {options.algorithm} cannot be used here: {error}"
+        ) from error
 
 
 def _sizes(dump: Dump) -> tuple[int, int]:
@@ -314,8 +320,8 @@ class _Making:
         for messages in _readings(row.prompt):
             problem = replace(_problem(row), messages=messages)
             ids = tuple(self.tokenizer.encode_prompt(problem))
-            plain = self.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
-            if plain.strip() == row.prompt.strip():
+            plain = self.tokenizer.tokenizer.decode(list(ids), skip_special_tokens=True)
+            if str(plain).strip() == row.prompt.strip():
                 return ids
         self.counts[
             "prompts whose special tokens the dump left out and the model's chat template does "
@@ -398,4 +404,3 @@ def _readings(text: str) -> list[tuple[Message, ...]]:
 
 def _score(value: float | None) -> Score:
     return Score(None, "unscored", "NaN or null in the dump") if value is None else Score(value)
-

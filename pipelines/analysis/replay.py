@@ -38,6 +38,9 @@ from posttrain.pipelines.run.forks import find_parent
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
 
+CHANGED = "not as it was when the step was taken"
+"""Begins the note of what of the machine, the code and the plugins is another."""
+
 
 @dataclass
 class ReplayResult:
@@ -150,7 +153,7 @@ class Replay:
         here = with_plugins(found, origins(self.run.resolved.plugins[source.stage]))
         changed = differences(source.recorded[step].environment, here)
         if changed:
-            self.note("not as it was when the step was taken: " + "; ".join(changed))
+            self.note(f"{CHANGED}: {'; '.join(changed)}")
         if not source.is_unchanged():
             self.note(f"the record {source.folder} was changed after the run")
         if engine != "transformers":

@@ -160,7 +160,9 @@ def verify(asked: Asked, home: Path, store: Path, reporter: Reporter) -> Verifie
         digest, origin = exported.model.digest, f"exported from stage '{exported.model.stage}'"
     else:
         if asked.expected:
-            raise ConfigError(f"--expect is for an exported folder with {ATTESTATION}; leave it out")
+            raise ConfigError(
+                f"--expect is for an exported folder with {ATTESTATION}; leave it out"
+            )
         found = find_model(asked.model, home, store, compare=False)
         digest, origin, checks = found.digest, found.origin, []
         if not family.knows(digest):
@@ -321,7 +323,9 @@ def _check_exported(folder: Path, statement: Attestation, expected: str) -> Iter
     found = file_digest(folder / ATTESTATION)
     what, how = ATTESTATION, "sha256, with what its author published"
     if expected:
-        wrong = [] if found.startswith(expected.lower()) else [f"it is {found[:16]}, not {expected}"]
+        wrong = (
+            [] if found.startswith(expected.lower()) else [f"it is {found[:16]}, not {expected}"]
+        )
         yield judged(what, how, wrong)
     else:
         why = f"it is not signed: compare {found[:16]} with what its author published (--expect)"
@@ -350,8 +354,10 @@ def _check_attested_model(statement: Attestation) -> Check:
     shared = [name for name in statement.files if name in places]
     known = {*model.files.values()}
     problems += [f"{n} is not the model's" for n in shared if statement.files[n] not in known]
-    why = "" if any(name.endswith(".safetensors") for name in shared) else (
-        "the files were converted (GGUF), so their digests are not the model's"
+    why = (
+        ""
+        if any(name.endswith(".safetensors") for name in shared)
+        else ("the files were converted (GGUF), so their digests are not the model's")
     )
     return judged(what, how, problems, why)
 
@@ -388,7 +394,7 @@ def _without_home(asked: Asked, statement: Attestation, checks: list[Check]) -> 
 
 
 def _said(statement: Attestation) -> list[str]:
-    """What its author says to have verified, which is no check of ours."""
+    """What its author says to have verified, which is not checked here."""
     made = statement.verification
     if made is None:
         return ["its author attached no verification"]

@@ -26,7 +26,7 @@ from posttrain.core.training.digests import block_digests, tensor_digest
 from posttrain.core.training.step_record import POLICY, StepRecord, rollout_tensors, values_path
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.past_run import PastRun, listed
-from posttrain.pipelines.analysis.replay import Replay
+from posttrain.pipelines.analysis.replay import CHANGED, Replay
 from posttrain.pipelines.analysis.replay_comparison import (
     ComparedStep,
     Difference,
@@ -41,11 +41,10 @@ CLASSES = {
     CLOSE: "same tokens, masks and rewards; log-probs within 0.01, other numbers within 1 %",
     APART: "further apart than that",
 }
-_WHOLE = ("prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids")
-_WHOLE += ("lengths", "labels", "rewards")
+_WHOLE = {"prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids"}
+_WHOLE |= {"lengths", "labels", "rewards"}
 _LOGPROBS, _SHARE = 0.01, 0.01
-_OF_MACHINE = ("torch", "transformers", "machine", "processor", "device", "precision")
-_OF_MACHINE += ("CPU threads", "engine", "python")
+_OF_MACHINE = ("torch", "transformers", "processor", "device", "precision", "CPU threads")
 
 
 # --- the records with one another ----------------------------------------------------------------
@@ -101,7 +100,9 @@ def check_final_weights(stage: StageFiles, source: StepSource) -> Check | None:
     total = sum(tensor.numel() for tensor in saved.values())
     read = sum(min(tensor.numel(), 16_384) for tensor in saved.values())
     how = f"digests of step {source.last_step}, which cover {100 * read / max(1, total):.0f} %"
-    problems = [f"{name} is not as recorded" for name in names if found[name] != record.weights[name]]
+    problems = [
+        f"{name} is not as recorded" for name in names if found[name] != record.weights[name]
+    ]
     return stage.check(what, how, problems, "" if names else "no recorded weight is in the model")
 
 
@@ -135,14 +136,14 @@ def recompute(stage: StageFiles, run: PastRun, steps: list[int], reporter: Repor
     except PosttrainError as error:
         return Recomputed(stage.not_checked(_what(steps), how, str(error)))
     assert source is not None
-    return _result(stage, source, steps, [compared[step] for step in sorted(compared)], notes, how)
+    return judge(stage, source, steps, [compared[step] for step in sorted(compared)], notes, how)
 
 
 def _what(steps: Sequence[int]) -> str:
     return f"{len(steps)} step{'s' if len(steps) != 1 else ''} recomputed"
 
 
-def _result(
+def judge(
     stage: StageFiles,
     source: StepSource,
     steps: list[int],
@@ -150,7 +151,7 @@ def _result(
     notes: list[str],
     how: str,
 ) -> Recomputed:
-    elsewhere = any(text.startswith("not as it was") for text in notes) and _machine(notes)
+    elsewhere = _machine(notes)
     seen = [one.step for one in compared]
     reached = EXACT
     for one in compared:
@@ -162,7 +163,9 @@ def _result(
         return Recomputed(stage.check(_what(steps), how, []), reached, seen)
     if reached == CLOSE and elsewhere:
         detail = f"within the class '{CLOSE}' ({CLASSES[CLOSE]}), since {'; '.join(notes)}"
-        return Recomputed(Check(f"{stage.place}: {_what(steps)}", how, "equal", detail), CLOSE, seen)
+        return Recomputed(
+            Check(f"{stage.place}: {_what(steps)}", how, "equal", detail), CLOSE, seen
+        )
     if elsewhere and _other_samples(differences):
         why = (
             "this machine samples other tokens, so nothing after them can be compared: verify on a "
@@ -174,8 +177,10 @@ def _result(
 
 
 def _machine(notes: list[str]) -> bool:
-    """Whether something of the machine, its libraries or its engine is not as it was."""
-    return any(f"{name} " in note for note in notes for name in _OF_MACHINE)
+    """Whether the processor, its use or the libraries are not as they were."""
+    changed = [note.partition(": ")[2] for note in notes if note.startswith(CHANGED)]
+    facts = [fact for text in changed for fact in text.split("; ")]
+    return any(fact.startswith(tuple(f"{name} " for name in _OF_MACHINE)) for fact in facts)
 
 
 def _other_samples(differences: Sequence[Difference]) -> bool:
@@ -312,6 +317,8 @@ class _Rescored:
         problems = [text for texts in self.problems.values() for text in texts]
         count = sum(self.compared.values())
         yield stage.check(
-            f"rewards ({count} scores)", how, problems, "" if count else "no score could be compared"
+            f"rewards ({count} scores)",
+            how,
+            problems,
+            "" if count else "no score could be compared",
         )
-

@@ -20,7 +20,8 @@ EPILOG = (
     "README.md in the folder is the model card: base model, training, data, results with their "
     "intervals, licences, config. Without --adapter a LoRA model is exported merged. --gguf is for "
     "models of the types llama, qwen2 and qwen3. --hub makes a private repository unless --public "
-    "is given. attestation.json has the digests that `posttrain verify DIR` compares.\n\n" + EPILOG_CODES
+    "is given. attestation.json has the digests that `posttrain verify DIR` compares.\n\n"
+    + EPILOG_CODES
 )
 
 
@@ -67,6 +68,7 @@ def export(
     ] = False,
 ) -> Result:
     """Write a model to a folder with a model card made from its run, and upload it."""
+    from posttrain.core.store.manifests import ATTESTATION
     from posttrain.pipelines.run.model_reference import find_model
     from posttrain.pipelines.using import export as exporting
 
@@ -92,7 +94,7 @@ def export(
         planned = [path.name for path in exporting.sources(found, options)]
         planned += [*map(options.gguf_name, options.gguf), exporting.CARD]
         if exporting.attestation_of(found, context.home, context.store) is not None:
-            planned.append(exporting.ATTESTATION)
+            planned.append(ATTESTATION)
         say(f"would write to {options.out}: {', '.join(planned)}")
         if hub is not None:
             say(f"would upload them to {hub}, {'public' if public else 'private'}")

@@ -38,7 +38,9 @@ def import_dump(
     ],
     algorithm: Annotated[
         str,
-        typer.Option("--algorithm", help="Preset for the loss, and for advantages not in the dump."),
+        typer.Option(
+            "--algorithm", help="Preset for the loss, and for advantages not in the dump."
+        ),
     ] = "grpo",
     match: Annotated[
         str,

@@ -63,6 +63,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps(row | {"completion": row["answer"]}) + "\n" for row in rows]
     (folder / "train.jsonl").write_text("".join(lines[:60]))
     (folder / "held.jsonl").write_text("".join(lines[60:]))
+    chats = [{"prompt": row["prompt"], "completion": f"It is {row['answer']}"} for row in rows]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (folder / "odd.py").write_text(REWARD)
     config = tiny_config(make_tiny_model(folder / "model"))
     paths = {"path": str(folder / "train.jsonl"), "held_out_path": str(folder / "held.jsonl")}
@@ -71,6 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = config["stages"]
     stages["rl"] |= {"rewards": rewards, "inputs": {"model": "sft"}}
     stages["rl"] |= {"checkpoint_every": 0, "evaluate_every": 0}
+    stages["sft"]["data"] = [str(folder / "chats.jsonl")]
     config["stages"] = {name: stages[name] for name in ("sft", "rl")}
     home = prepared(folder / "home")
     done = run_command(
@@ -84,9 +87,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def home(made: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the home to be changed; the data are put back afterwards."""
-    data = (made / "train.jsonl").read_bytes()
+    data = {name: (made / name).read_bytes() for name in ("train.jsonl", "chats.jsonl")}
     yield shutil.copytree(made / "home", tmp_path / "home")
-    (made / "train.jsonl").write_bytes(data)
+    for name, content in data.items():
+        (made / name).write_bytes(content)
 
 
 def run_id(made: Path) -> str:
@@ -208,9 +212,7 @@ def test_a_changed_reward_in_the_record_is_named(made: Path, home: Path) -> None
     assert f"step {STEP}, response {ROW}: sum is" in said
 
 
-def test_a_reward_changed_with_every_digest_is_refuted_by_computing(
-    made: Path, home: Path
-) -> None:
+def test_a_reward_changed_with_every_digest_is_refuted_by_computing(made: Path, home: Path) -> None:
     """Values, evidence, scores, the step's line and the manifest all tell the new story."""
     folder = stage_folder(home, "rl")
 
@@ -237,7 +239,9 @@ def test_a_reward_changed_with_every_digest_is_refuted_by_computing(
     rewrite_manifest(folder)
     found = different(checked(run_id(made), home))
     assert "stage rl: 22 files" not in found and "stage rl: record of 4 steps" not in found
-    assert f"step {STEP}: rewards (16), max abs difference 1" in found["stage rl: 4 steps recomputed"]
+    assert (
+        f"step {STEP}: rewards (16), max abs difference 1" in found["stage rl: 4 steps recomputed"]
+    )
     assert f"first at [{ROW}]" in found["stage rl: 4 steps recomputed"]
     (said,) = [text for what, text in found.items() if what.startswith("stage rl: rewards")]
     assert f"step {STEP}, response {ROW}: accuracy is" in said
@@ -255,6 +259,17 @@ def test_a_changed_row_of_data_is_named(made: Path, home: Path) -> None:
     assert "the task's data changed" in found["stage rl: data (1)"]
     (said,) = [text for what, text in found.items() if what.startswith("stage rl: 16 rows")]
     assert said == f"row {place} changed"
+
+
+def test_a_changed_row_of_supervised_data_is_named(made: Path, home: Path) -> None:
+    lines = (made / "chats.jsonl").read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace("It is", "It was")
+    (made / "chats.jsonl").write_text("".join(lines))
+    found = different(checked(run_id(made), home, 0))
+    assert "the content of data.0.path changed" in next(
+        text for what, text in found.items() if what.startswith("stage sft: data")
+    )
+    assert found["stage sft: 64 rows of data"] == f"row {made / 'chats.jsonl'}:7 changed"
 
 
 def test_a_changed_line_of_a_plugin_is_named(made: Path, home: Path) -> None:
@@ -281,15 +296,17 @@ def test_a_changed_exported_folder_is_found(made: Path, home: Path, tmp_path: Pa
     published = file_digest(out / ATTESTATION)
     assert checked(str(out), nowhere, 0, published[:20]).count("differs") == 0
     flip(out / "model.safetensors")
-    assert "model.safetensors was changed" in different(checked(str(out), nowhere))[
-        "exported folder: 7 files"
-    ]
+    assert (
+        "model.safetensors was changed"
+        in different(checked(str(out), nowhere))["exported folder: 7 files"]
+    )
     statement: Any = json.loads((out / ATTESTATION).read_text())
     statement["files"]["model.safetensors"] = file_digest(out / "model.safetensors")
     (out / ATTESTATION).write_text(json.dumps(statement))
-    assert "model.safetensors is not the model's" in different(checked(str(out), nowhere))[
-        "exported model"
-    ]
+    assert (
+        "model.safetensors is not the model's"
+        in different(checked(str(out), nowhere))["exported model"]
+    )
     files = statement["model"]["files"]
     files["model.safetensors"] = statement["files"]["model.safetensors"]
     old, statement["model"]["digest"] = statement["model"]["digest"], model_digest(files)

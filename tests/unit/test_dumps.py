@@ -145,11 +145,22 @@ def test_the_tools_read_a_dump_of_verl(home: Path) -> None:
     patterns = command(home, "forensics", run["run_id"])["patterns"]
     assert {p["subject"] for p in patterns} == {"score", "acc", "total", "responses"}
     scored = command(home, "rescore", run["run_id"], "--reward", "accuracy")
-    assert scored["before"]["score"]["mean"] == pytest.approx(scored["after"]["accuracy"]["mean"], abs=0.05)
+    assert scored["before"]["score"]["mean"] == pytest.approx(
+        scored["after"]["accuracy"]["mean"], abs=0.05
+    )
     assert scored["before"]["score"]["unscored"] == 1
     step = command(home, "inspect", run["run_id"], "--step", "1")
     assert len(step["samples"]) == 12 and step["top_tokens"]
-    pairs = ("compare", run["run_id"], "--step", "2", "--algorithm", "dr_grpo", "--no-kl", "--model")
+    pairs = (
+        "compare",
+        run["run_id"],
+        "--step",
+        "2",
+        "--algorithm",
+        "dr_grpo",
+        "--no-kl",
+        "--model",
+    )
     found = command(home, *pairs)
     norms = found["gradients"]["norms"]
     assert norms["as run"] > 0, "bfloat16 models too"
