@@ -33,9 +33,10 @@ class GradientQuality:
 
     `alignment` is the mean cosine of a batch's gradient with the policy gradient: what a step of
     fixed length gains at first. `direction` is the cosine of the mean gradient with it, corrected
-    for the noise of both by what the halves agree in (Spearman; 1 at most), and `bias` the part of the mean gradient at right angles to it, sqrt(1 - direction^2). `noise` is the
-    variance of a batch's gradient over the squared length of the mean, `snr` its inverse, and
-    `tokens_for_snr_1` how many tokens a batch needs for as much signal as noise.
+    for the noise of both by what the halves agree in (Spearman; 1 at most), and `bias` the part of
+    the mean gradient at right angles to it, sqrt(1 - direction^2). `noise` is the variance of a
+    batch's gradient over the squared length of the mean, `snr` its inverse, and `tokens_for_snr_1`
+    how many tokens a batch needs for as much signal as noise.
     """
 
     label: str

@@ -84,15 +84,32 @@ def compare(
         ),
     ] = False,
     pool: Annotated[
-        int, typer.Option("--pool", min=1, help="Of --frozen: recorded steps, from --step on.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--pool",
+            min=1,
+            help="Of --frozen: recorded steps, from --step on.  \\[default: 8]",
+            show_default=False,
+        ),
+    ] = None,
     batches: Annotated[
-        int, typer.Option("--batches", min=8, help="Of --frozen: batches drawn from the pool.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--batches",
+            min=8,
+            help="Of --frozen: batches drawn from the pool.  \\[default: 64]",
+            show_default=False,
+        ),
+    ] = None,
     directions: Annotated[
-        int,
-        typer.Option("--directions", min=8, help="Of --frozen: random directions of gradients."),
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--directions",
+            min=8,
+            help="Of --frozen: random directions of gradients.  \\[default: 128]",
+            show_default=False,
+        ),
+    ] = None,
     stage: StageOption = None,
     out: OutOption = None,
 ) -> Result:
@@ -113,12 +130,14 @@ def compare(
         advantages=[parse_spec("--advantage", text) for text in advantage or ()],
     )
     _check(runs, step, wanted, model, frozen)
+    if not frozen and (pool or batches or directions):
+        raise ConfigError("--pool, --batches and --directions are of --frozen: add it")
     if frozen:
         from posttrain.core.models.quiet import quiet_libraries
         from posttrain.pipelines.analysis.frozen_ranking import Ranking, rank_frozen
 
         quiet_libraries()
-        how = Ranking(step, pool, batches, directions)
+        how = Ranking(step, pool or 8, batches or 64, directions or 128)
         report = rank_frozen(open_run(runs[0], context), stage, wanted, how)
     elif step is None:
         from posttrain.pipelines.analysis.runs import compare_runs

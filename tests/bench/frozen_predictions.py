@@ -6,7 +6,7 @@ times. A pair of variants is a hit if the one predicted to learn faster has more
 over the steps and the repetitions. Prints one JSON line.
 
 python tests/bench/frozen_predictions.py                          # 3 seeds, 2 starts each
-python tests/bench/frozen_predictions.py --seeds 0 --starts 15 --repeats 1
+python tests/bench/frozen_predictions.py --seeds 0 --starts 20 --repeats 1
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "advantage opo": {"advantage": "opo"},
     "advantage raw": {"advantage": "raw"},
     "advantage max_rl": {"advantage": "max_rl"},
-    "advantage reinforce_baseline": {"advantage": "reinforce_baseline"},
 }
 OWN = {"aggregator": "token-mean", "advantage": "rloo"}
 POOL = 40
@@ -131,9 +130,9 @@ def main() -> None:
     """All starts, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--starts", nargs="*", type=int, default=[0, 15], help="steps before")
+    parser.add_argument("--starts", nargs="*", type=int, default=[6, 20], help="steps before")
     parser.add_argument("--steps", type=int, default=25, help="of each real run")
-    parser.add_argument("--repeats", type=int, default=3, help="real runs of each variant")
+    parser.add_argument("--repeats", type=int, default=2, help="real runs of each variant")
     parser.add_argument("--pairs", type=Path, help="write every pair into this file")
     options = parser.parse_args()
     pairs: list[dict[str, Any]] = []
