@@ -126,7 +126,15 @@ class ForkStart:
             before, now = parent.stage, self.stage
             leave = [place for place in optimizers_in(source) if not _needs(place, now)]
             own.parent.mkdir(exist_ok=True)
-            copy_checkpoint(source, own, change=lambda p: carried(p, before, now), without=leave)
+            try:
+                copy_checkpoint(
+                    source, own, change=lambda p: carried(p, before, now), without=leave
+                )
+            except FileNotFoundError as error:  # its run goes on, and keeps newer ones instead
+                raise ResourceError(
+                    f"{parent.shown} has just removed its checkpoint after step {fork.step}, for "
+                    "newer ones: set keep.every there, or fork at a later step"
+                ) from error
         copy_checkpoint(own, step_folder(self.root, fork.step))
         self.reporter.say(
             f"{self.name}: its first {fork.step} steps are those of run "
@@ -167,11 +175,11 @@ class ForkStart:
         found, fork = nearest_checkpoint(self.parent, self.home), self.parent.fork
         if step_of(found) == fork.step:
             return found
-        steps = f"{step_of(found) + 1} to {fork.step}"
+        begun = step_of(found)
+        steps = f"steps {begun + 1} to {fork.step} are" if begun + 1 < fork.step else "this step is"
         self.reporter.say(
             f"{self.name}: run {self.parent.record.run_id[:12]} has a checkpoint after step "
-            f"{step_of(found)} and none after {fork.step}: steps {steps} are computed again with "
-            "its settings"
+            f"{begun} and none after {fork.step}: {steps} computed again with its settings"
         )
         folder = self._parents / f"{BETWEEN}{self.identity[:16]}"
         shutil.rmtree(folder, ignore_errors=True)
