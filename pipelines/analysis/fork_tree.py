@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def _steps(home: Path, stage: str, record: RunRecord, config: RunConfig) -> int:
     return steps if isinstance(steps, int) else 0
 
 
-def _result(config: RunConfig, results: Mapping[str, StageResult]) -> str:
+def _result(config: RunConfig, results: dict[str, StageResult]) -> str:
     """The last accuracy that was measured, and the reward or loss of the last steps."""
     parts = []
     for made in reversed(results.values()):

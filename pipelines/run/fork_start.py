@@ -42,7 +42,6 @@ from posttrain.core.training.checkpoint import (
     copy_checkpoint,
     history_of,
     optimizers_in,
-    starting_points,
     step_folder,
     step_of,
 )
@@ -50,33 +49,18 @@ from posttrain.core.training.step_record import StepTensors, read_record, record
 from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.cluster import on_this_machine
-from posttrain.pipelines.run.forks import Parent, check_settings, find_parent
+from posttrain.pipelines.run.forks import (
+    Parent,
+    check_settings,
+    find_parent,
+    nearest_checkpoint,
+)
 from posttrain.pipelines.run.past_inputs import inputs_read
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS, checkpoint_folder
 
 BETWEEN = ".between-"
 """How the folder begins in which steps between a checkpoint and a fork are computed again."""
-
-
-def nearest_checkpoint(parent: Parent, home: Path) -> Path:
-    """The newest whole checkpoint at or before the fork; raises `ResourceError` for none."""
-    fork = parent.fork
-    found = starting_points(checkpoint_folder(home, fork.name, fork.identity))
-    for folder in found:
-        if step_of(folder) <= fork.step:
-            with suppress(DamagedCheckpoint):
-                check_whole(folder)
-                return folder
-    steps = sorted({step_of(folder) for folder in found})
-    there = f"of steps {', '.join(map(str, steps))}" if steps else "of no step"
-    first = f"fork after step {steps[0]} or later, or " if steps else ""
-    raise ResourceError(
-        f"{parent.shown} cannot be forked after step {fork.step}: it keeps checkpoints {there}; "
-        f"{first}run its config with keep.every set, such as `posttrain run "
-        f"{parent.record.config} --no-cache --set keep.every=10`, and fork that run (while a stage "
-        "runs, checkpoint_every makes them as well)"
-    )
 
 
 @dataclass
