@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         RunError,
     )
     from posttrain.core.store.approval import ApprovalNeeded
-    from posttrain.pipelines.api.calls import compare, load, plan, run, validate
+    from posttrain.pipelines.api.calls import compare, fork, load, plan, run, validate
     from posttrain.pipelines.api.planned import Plan
     from posttrain.pipelines.api.run import Run
     from posttrain.pipelines.api.validated import Validation
@@ -42,6 +42,7 @@ __all__ = [
     "RunError",
     "Validation",
     "compare",
+    "fork",
     "load",
     "plan",
     "run",
@@ -62,6 +63,7 @@ _PLACES = {
     "RunError": _ERRORS,
     "Validation": "posttrain.pipelines.api.validated",
     "compare": _CALLS,
+    "fork": _CALLS,
     "load": _CALLS,
     "plan": _CALLS,
     "run": _CALLS,

@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.distill_stage import RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.preference_stages import (
     PAIR_PROMPTS_PER_CALL,
@@ -90,6 +91,8 @@ class Estimator:
             calls, batches = self.sampled(stage)
             engine_runs = engine_runs or bool(calls)
             steps, phases, once = self._time(stage, batches * sum(map(self.generate, calls)))
+            if isinstance(stage, StepStage) and stage.fork is not None:
+                steps = max(0, steps - stage.fork.step)  # those it shares are not computed
             left = more = 0.0
             if isinstance(stage, Training):
                 models, keep = self._models(stage), self.data.config.keep

@@ -85,7 +85,7 @@ def compare_algorithms(
     built = build_variants(run, found.stage, wanted, evidence.kl_coef)
     there, config = run.stage_inputs(found.stage, run.resolved, {}), run.rl_stage(found.stage)
     set_threads(run.resolved.config.limits.num_threads)
-    frozen = freeze(evidence, update_settings(there, config))
+    frozen = freeze(evidence, update_settings(there, config, step))
     results = [evaluate(frozen, variant) for variant in built.variants]
     made = _Comparison(
         evidence,

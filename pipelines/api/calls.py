@@ -1,4 +1,4 @@
-"""What `import posttrain` offers to call: `run`, `validate`, `plan`, `load`, `compare`.
+"""What `import posttrain` offers to call: `run`, `fork`, `validate`, `plan`, `load`, `compare`.
 
 The commands of the same names call the same functions below. Importing this loads nothing heavy.
 """
@@ -115,6 +115,42 @@ def run(
     if result.run_id:
         record = find_run(places[0], result.run_id)
     return Run(PastRun(record, resolved, manager, places[0], ArtifactStore(places[1])), result)
+
+
+def fork(
+    of: Run | str,
+    *,
+    step: int | None = None,
+    stage: str | None = None,
+    overrides: Overrides = (),
+    seed: int | None = None,
+    home: Folder = None,
+    store: Folder = None,
+    plugins: Sequence[type[Plugin[Any]]] = (),
+    progress: bool = True,
+) -> Run:
+    """A run that shares the first `step` steps of another one's stage and goes on from there.
+
+    `of` is that run, or its id, of this home. `overrides` change its settings for what comes after
+    the step; without any the fork ends in the same weights. Without `step` the run is forked before
+    the `stage`. `seed` changes what is drawn after the step. Other arguments are those of `run`.
+
+    Raises `ConfigError` for a change that cannot go on from those steps, and `ResourceError` where
+    no checkpoint was kept.
+    """
+    from posttrain.pipelines.api.fork import make_fork
+
+    name = of if isinstance(of, str) else of.id
+    places, sets = _places(home, store), as_overrides(overrides)
+    made = make_fork(name, places[0], step=step, stage=stage, overrides=sets, seed=seed)
+    return run(
+        made.config,
+        overrides=sets,
+        home=places[0],
+        store=store,
+        plugins=plugins,
+        progress=progress,
+    )
 
 
 def validate(

@@ -26,7 +26,7 @@ EPILOG = (
     "  posttrain fork 3f2a9c --step 40 --set stages.rl.policy_loss=gspo\n\n"
     "  posttrain fork 3f2a9c --step 40 --set stages.rl.steps=80 --dry-run\n\n"
     "  posttrain fork 3f2a9c --step 40 --seeds 3      (three runs that sample otherwise)\n\n"
-    "  posttrain fork 3f2a9c --stage rl --set stages.rl.steps=80      (all of rl anew)\n\n"
+    "  posttrain fork 3f2a9c --stage rl --set stages.rl.steps=80      (all of rl again)\n\n"
     "  posttrain fork --tree\n\n"
     "The run that is forked needs a checkpoint at the step, or before it: its config says "
     "keep.every: 10, or checkpoint_every while the stage runs. The same command after an "

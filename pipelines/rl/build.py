@@ -275,8 +275,11 @@ def output_recording(
     return partial(record_outputs, engine, model, learner.reference)
 
 
-def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
-    """How the stage cuts up a rollout batch."""
+def update_settings(
+    context: StageInputs, stage: RlStage, step: int | None = None
+) -> UpdateSettings:
+    """How the stage cuts up a rollout batch: of steps to come, or of a past `step`."""
+    seed = context.draw_seed if step is None else context.drew_with(step)
     return UpdateSettings(
         epochs=stage.epochs,
         num_mini_batches=stage.num_mini_batches,
@@ -285,7 +288,7 @@ def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
         skip_idle_rows=stage.skip_idle_rows,
         token_weights=stage.token_weights,
         temperature=stage.generation.temperature,
-        seed=derive_seed(context.draw_seed, context.name, "learner"),
+        seed=derive_seed(seed, context.name, "learner"),
         cut=Cut(stage.generation.top_k, stage.generation.top_p),
     )
 

@@ -1,4 +1,4 @@
-"""Steps of a past stage taken again, from what it read: nobody is told of them."""
+"""Steps of a past stage taken again, from what it read: nothing of them is recorded."""
 
 from __future__ import annotations
 

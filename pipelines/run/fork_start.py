@@ -42,7 +42,6 @@ from posttrain.core.training.checkpoint import (
     copy_checkpoint,
     history_of,
     optimizers_in,
-    starting_points,
     step_folder,
     step_of,
 )
@@ -50,33 +49,18 @@ from posttrain.core.training.step_record import StepTensors, read_record, record
 from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.checks import resolve_configs
 from posttrain.pipelines.run.cluster import on_this_machine
-from posttrain.pipelines.run.forks import Parent, check_settings, find_parent
+from posttrain.pipelines.run.forks import (
+    Parent,
+    check_settings,
+    find_parent,
+    nearest_checkpoint,
+)
 from posttrain.pipelines.run.past_inputs import inputs_read
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS, checkpoint_folder
 
 BETWEEN = ".between-"
 """How the folder begins in which steps between a checkpoint and a fork are computed again."""
-
-
-def nearest_checkpoint(parent: Parent, home: Path) -> Path:
-    """The newest whole checkpoint at or before the fork; raises `ResourceError` for none."""
-    fork = parent.fork
-    found = starting_points(checkpoint_folder(home, fork.name, fork.identity))
-    for folder in found:
-        if step_of(folder) <= fork.step:
-            with suppress(DamagedCheckpoint):
-                check_whole(folder)
-                return folder
-    steps = sorted({step_of(folder) for folder in found})
-    there = f"of steps {', '.join(map(str, steps))}" if steps else "of no step"
-    first = f"fork after step {steps[0]} or later, or " if steps else ""
-    raise ResourceError(
-        f"{parent.shown} cannot be forked after step {fork.step}: it keeps checkpoints {there}; "
-        f"{first}run its config with keep.every set, such as `posttrain run "
-        f"{parent.record.config} --no-cache --set keep.every=10`, and fork that run (while a stage "
-        "runs, checkpoint_every makes them as well)"
-    )
 
 
 @dataclass
@@ -126,7 +110,15 @@ class ForkStart:
             before, now = parent.stage, self.stage
             leave = [place for place in optimizers_in(source) if not _needs(place, now)]
             own.parent.mkdir(exist_ok=True)
-            copy_checkpoint(source, own, change=lambda p: carried(p, before, now), without=leave)
+            try:
+                copy_checkpoint(
+                    source, own, change=lambda p: carried(p, before, now), without=leave
+                )
+            except FileNotFoundError as error:  # its run goes on, and keeps newer ones instead
+                raise ResourceError(
+                    f"{parent.shown} has just removed its checkpoint after step {fork.step}, for "
+                    "newer ones: set keep.every there, or fork at a later step"
+                ) from error
         copy_checkpoint(own, step_folder(self.root, fork.step))
         self.reporter.say(
             f"{self.name}: its first {fork.step} steps are those of run "
@@ -167,11 +159,11 @@ class ForkStart:
         found, fork = nearest_checkpoint(self.parent, self.home), self.parent.fork
         if step_of(found) == fork.step:
             return found
-        steps = f"{step_of(found) + 1} to {fork.step}"
+        begun = step_of(found)
+        steps = f"steps {begun + 1} to {fork.step} are" if begun + 1 < fork.step else "this step is"
         self.reporter.say(
             f"{self.name}: run {self.parent.record.run_id[:12]} has a checkpoint after step "
-            f"{step_of(found)} and none after {fork.step}: steps {steps} are computed again with "
-            "its settings"
+            f"{begun} and none after {fork.step}: {steps} computed again with its settings"
         )
         folder = self._parents / f"{BETWEEN}{self.identity[:16]}"
         shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,6 @@ def find_parent(fork: ForkSection, home: Path) -> Parent:
 
 def check_forks(config: RunConfig, home: Path) -> None:
     """Raise where a stage cannot go on from the steps that it is to share."""
-    from posttrain.pipelines.run.fork_start import nearest_checkpoint  # it imports torch
-
     for name, stage in config.stages.items():
         if isinstance(stage, StepStage) and stage.fork is not None:
             parent = find_parent(stage.fork, home)
@@ -114,8 +113,8 @@ def _check_trained(place: str, now: Any, before: Any) -> None:  # Any: sections 
     _same(f"{place}.lora", now.lora, before.lora, NEW_RUN)
     _same(f"{place}.optimizer.name", now.optimizer.name, before.optimizer.name, NEW_RUN)
     for field in ("moments", "rounding"):
-        values = [getattr(each.optimizer, field, None) for each in (now, before)]
-        _same(f"{place}.optimizer.{field}", *values, NEW_RUN)
+        own, other = (getattr(each.optimizer, field, None) for each in (now, before))
+        _same(f"{place}.optimizer.{field}", own, other, NEW_RUN)
 
 
 def _check_part(
@@ -161,3 +160,32 @@ def _makers(name: str, config: RunConfig) -> dict[str, Mapping[str, object] | No
         source = stage.inputs.get("model", BASE_MODEL)
     found[source] = None
     return found
+
+
+def nearest_checkpoint(parent: Parent, home: Path) -> Path:
+    """The newest whole checkpoint at or before the fork; raises `ResourceError` for none."""
+    # They import torch, which a plan of a run without forks does not wait for.
+    from posttrain.core.training.checkpoint import (
+        DamagedCheckpoint,
+        check_whole,
+        starting_points,
+        step_of,
+    )
+    from posttrain.pipelines.stage.files import checkpoint_folder
+
+    fork = parent.fork
+    found = starting_points(checkpoint_folder(home, fork.name, fork.identity))
+    for folder in found:
+        if step_of(folder) <= fork.step:
+            with suppress(DamagedCheckpoint):
+                check_whole(folder)
+                return folder
+    steps = sorted({step_of(folder) for folder in found})
+    there = f"of steps {', '.join(map(str, steps))}" if steps else "of no step"
+    first = f"fork after step {steps[0]} or later, or " if steps else ""
+    raise ResourceError(
+        f"{parent.shown} cannot be forked after step {fork.step}: it keeps checkpoints {there}; "
+        f"{first}run its config with keep.every set, such as `posttrain run "
+        f"{parent.record.config} --no-cache --set keep.every=10`, and fork that run (while a stage "
+        "runs, checkpoint_every makes them as well)"
+    )

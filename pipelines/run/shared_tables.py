@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ def fork_tags(run: str, stage: str, step: int | None) -> dict[str, str]:
 
 def share_tables(uri: str, parent: Parent, tracker: StageTracker) -> str:
     """Give the stage's run the tables of the shared steps; a sentence where that failed."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         client, known = MlflowClient(tracking_uri=uri), set[str]()
         for run in _stage_runs(client, parent):

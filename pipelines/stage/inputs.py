@@ -212,6 +212,11 @@ class StageInputs:
             return self.run.seed
         return derive_seed(self.run.seed, "fork", self.fork.seed)
 
+    def drew_with(self, step: int) -> int:
+        """The seed of what a past step drew: one that a fork shares, with the run's."""
+        shared = self.fork is not None and step <= self.fork.step
+        return self.run.seed if shared else self.draw_seed
+
     def in_order(self, batches: Sequence[BatchT]) -> list[BatchT]:
         """The batches of all steps: a fork with a seed of its own takes later ones in another
         order.

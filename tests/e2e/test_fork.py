@@ -10,9 +10,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+import posttrain
 from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.killer import WHERE, install
-from tests.helpers.pipeline import Finished, prepared, run_command, write_config
+from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 MEASURED = ("time/", "memory/", "throughput/")
@@ -67,6 +68,82 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 FORKS = {"sft": 9, "rm": 3, "prm": 2, "dpo": 3, "online": 5, "student": 3, "ppo": 3, "rl": 3}
 """Steps with a checkpoint, and steps between two, which are computed again."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run in `home`; the checkpoint of every second step stays. Its id is in `run`."""
+    folder = tmp_path_factory.mktemp("small")
+    made = tiny_config(make_tiny_model(folder / "model"))
+    stages = made["stages"]
+    stages["rl"] |= {"rewards": ["accuracy"], "inputs": {"model": "sft"}, "steps": 6}
+    stages["rl"] |= {"reward_whiten": "running", "checkpoint_every": 0, "evaluate_every": 3}
+    stages["evaluate"]["inputs"] = {"model": "rl"}
+    made["stages"] = {name: stages[name] for name in ("sft", "rl", "evaluate")}
+    made["keep"] = {"every": 2}
+    path, home = write_config(folder / "run.yaml", made), prepared(folder / "home")
+    done = run_command("run", str(path), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    (folder / "whole.json").write_text(json.dumps(done.result))
+    return folder
+
+
+def test_an_unchanged_fork_is_killed_goes_on_and_ends_as_its_parent(small: Path) -> None:
+    whole = Finished(0, "", json.loads((small / "whole.json").read_text()))
+    run = whole.result["run_id"]
+    variables = {"PYTHONPATH": install(small / "killer"), WHERE: "rl:5"}
+    killed = fork(small, run, "--step", "3", "--plain", variables=variables)
+    assert killed.code == -9, killed.text
+    assert "none after 3: this step is computed again with its settings" in killed.text
+    done = fork(small, run, "--step", "3", "--plain")
+    assert done.code == 0, done.text
+    assert "[rl] step 3/" not in done.text, "shared steps are not computed"
+    assert digests(done) == digests(whole)
+    status = {name: stage["status"] for name, stage in done.result["stages"].items()}
+    assert status == {"sft": "cached", "rl": "resumed", "evaluate": "cached"}
+    assert history(done, "rl") == history(whole, "rl")
+    client = MlflowClient(done.result["mlflow_uri"])
+    of, stage = client.get_run(done.result["run_id"]), done.result["stages"]["rl"]
+    assert of.data.tags["posttrain.forked_from"] == run
+    assert f"[{run[:12]}](http" in of.data.tags["mlflow.note.content"]
+    tables = [
+        Path(file.path).name
+        for file in client.list_artifacts(stage["mlflow_run_id"], "tables/samples")
+    ]
+    assert {f"step-{step:06d}.json" for step in (1, 2, 3)} <= set(tables)
+    card = (small / "home" / "runs" / done.result["run_id"] / "run_card.html").read_text()
+    assert f"run {run[:12]}, after step 3 of stage rl" in card
+    refused = run_command(
+        "replay", done.result["run_id"], "--step", "2", "--home", str(small / "home")
+    )
+    assert refused.code == 2 and f"posttrain replay {run[:12]} --step 2" in refused.text
+
+
+def test_changed_forks_forks_of_forks_and_seeds_from_python(small: Path) -> None:
+    home = small / "home"
+    whole = json.loads((small / "whole.json").read_text())
+    calls = {"home": home, "progress": False}
+    longer = {"stages.rl.policy_loss": "gspo", "stages.rl.steps": 7}
+    changed = posttrain.fork(whole["run_id"], step=4, overrides=longer, **calls)
+    rows = changed.metrics("rl")
+    assert list(rows.index) == list(range(8)), "the curve is whole"
+    before = posttrain.load(whole["run_id"], home=home).metrics("rl")
+    loss = "loss/total"
+    assert rows[loss][1:4].equals(before[loss][1:4]) and rows[loss][5] != before[loss][5]
+    again = posttrain.fork(changed, step=6, **calls)
+    assert again.artifacts["rl/model"].digest == changed.artifacts["rl/model"].digest
+    seeds = [posttrain.fork(whole["run_id"], step=4, seed=seed, **calls) for seed in (1, 2)]
+    made = {run.artifacts["rl/model"].digest for run in (*seeds, changed)}
+    assert len(made) == 3 and whole["stages"]["rl"]["artifacts"][0]["digest"] not in made
+    assert {run.stages["sft"].status for run in seeds} == {"cached"}
+    drawn = [run.samples("rl", 5)["response"].tolist() for run in seeds]
+    assert drawn[0] != drawn[1] and seeds[0].samples("rl", 4).equals(seeds[1].samples("rl", 4))
+    report = posttrain.compare(*seeds)
+    assert report.values["groups"][0]["seeds"] == [1, 2], "one group, two seeds"
+    planned = posttrain.plan(changed.config, home=home, estimates=False)
+    assert planned.todo == ()
+    with pytest.raises(posttrain.ResourceError, match="keeps checkpoints of steps 2, .*keep.every"):
+        posttrain.fork(whole["run_id"], step=1, **calls)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +206,7 @@ def history(run: Finished, stage: str) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.slow
 def test_unchanged_forks_of_every_kind_are_bit_identical_also_after_a_kill(
     folder: Path, whole: Finished
 ) -> None:
