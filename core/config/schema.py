@@ -41,6 +41,7 @@ from posttrain.core.config.sections import (
     RegistryName,
 )
 from posttrain.core.config.sft_stage import SftStage
+from posttrain.core.config.variants import VariantsSection
 from posttrain.core.contracts.stage import StageName
 
 if TYPE_CHECKING:
@@ -208,6 +209,9 @@ class RunConfig(Section):
     )
     keep: KeepSection = KeepSection()
     alarms: AlarmsSection = AlarmsSection()
+    variants: VariantsSection | None = Field(
+        default=None, description="versions of this config that `posttrain sweep` compares"
+    )
     plugin_files: dict[str, str] = Field(
         default={},
         description="short name -> path of each file that plugins are named in (FILE.py:CLASS); "

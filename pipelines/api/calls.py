@@ -5,7 +5,6 @@ The commands of the same names call the same functions below. Importing this loa
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -280,23 +279,12 @@ def as_overrides(overrides: Overrides) -> list[str]:
         )
     if not isinstance(overrides, Mapping):
         return list(overrides)
+    from posttrain.core.config.loading import override_of
+
     try:
-        return [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
+        return [override_of(key, value) for key, value in overrides.items()]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"overrides: {error}; give numbers, texts, lists and mappings") from error
-
-
-def _as_yaml(value: object) -> str:
-    """The value as YAML on one line."""
-    import yaml
-
-    plain = json.loads(json.dumps(_plain(value)))  # numbers of numpy too
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").strip()
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _places(home: Folder, store: Folder) -> tuple[Path, Path]:
