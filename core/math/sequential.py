@@ -11,9 +11,9 @@ nonnegative supermartingale: it ever reaches 1/a with chance a at most (Ville 19
     low_n = the m where K_n(m) = 2/a,    high_n = the same of -d, negated,
 
 hold the mean for all n at once with chance 1 - a: a confidence sequence. Betting on bounded means:
-Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 86 (2024),
-arXiv:2010.09686, section 4; mixing over bets instead of adapting them makes K independent of the
-order of the pairs.
+Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS B 86
+(2024), arXiv:2010.09686, section 4; mixing over bets instead of adapting them makes K independent
+of the order of the pairs.
 
 Looks at *the same* problems after more training are not new pairs: they repeat one another. Then
 look k spends a / (k (k + 1)) of the error, which adds up to a over all looks, whatever they have in
@@ -75,9 +75,7 @@ def first_decision(
     return first + 1, 1 if above[first] else -1
 
 
-def behind_at_look(
-    differences: Sequence[float], look: int, confidence: float = CONFIDENCE
-) -> bool:
+def behind_at_look(differences: Sequence[float], look: int, confidence: float = CONFIDENCE) -> bool:
     """Whether the mean is below 0, as far as look number `look` (from 1) can say.
 
     Over all looks, at the same problems or at others, the chance of being wrong once is at most

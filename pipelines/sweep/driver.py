@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from posttrain.core.errors import PosttrainError
 from posttrain.core.runtime.reporter import Reporter, SilentReporter
 from posttrain.core.store.artifacts import ArtifactStore
 from posttrain.core.store.manifests import MANIFEST
 from posttrain.core.store.run_record import find_run
-from posttrain.core.errors import PosttrainError
 from posttrain.pipelines.sweep.branches import Branch, Sweep
 from posttrain.pipelines.sweep.record import (
     BranchRecord,
@@ -29,7 +29,6 @@ from posttrain.pipelines.sweep.record import (
 from posttrain.pipelines.sweep.workers import Json, Messages, Worker
 
 DONE = ("finished", "stopped", "pruned")
-MAX_STEPS_SHOWN = 10**9
 
 
 class Judge(Protocol):
@@ -39,7 +38,9 @@ class Judge(Protocol):
         """Why the variant of `branch` is stopped, after a new evaluation; empty if it goes on."""
 
 
-def _nobody(event: str, branch: Branch) -> None: ...
+def steps_of(branch: Branch, stage: str) -> int:
+    """The optimizer steps of a stage, 0 of one that takes none or does not say how many."""
+    return int(getattr(branch.resolved.config.stages[stage], "steps", 0) or 0)
 
 
 @dataclass
@@ -130,10 +131,9 @@ class Driver:
         found = self.of(branch)
         found.status, found.reason, found.reused = "running", "", []
         write_record(self.folder, self.record)
-        stages = branch.resolved.config.stages
         self._steps[branch.key] = {}
-        total = sum(int(getattr(stage, "steps", 0) or 0) for stage in stages.values())
-        self.reporter.stage_started(branch.label, f"{len(stages)} stages", total)
+        total = sum(steps_of(branch, stage) for stage in branch.stages)
+        self.reporter.stage_started(branch.label, f"{len(branch.stages)} stages", total)
         tags = {
             **self.tags,
             "posttrain.sweep": self.sweep.name,
@@ -141,9 +141,7 @@ class Driver:
         }
         worker.run(branch, self.sweep.configs, self.home, self.store_name, tags)
 
-    def _handle(
-        self, worker: Worker, branch: Branch, message: Json, waiting: list[Branch]
-    ) -> None:
+    def _handle(self, worker: Worker, branch: Branch, message: Json, waiting: list[Branch]) -> None:
         found, event = self.of(branch), message["event"]
         if event == "opened":
             found.run_id = message["run_id"]
@@ -164,6 +162,8 @@ class Driver:
 
     def _stepped(self, branch: Branch, message: Json) -> None:
         steps = self._steps[branch.key]
+        if not steps_of(branch, message["stage"]):
+            return
         steps[message["stage"]] = message["step"]
         self.of(branch).step = message["step"]
         self.reporter.step_done(branch.label, sum(steps.values()), message["metrics"])
@@ -176,8 +176,7 @@ class Driver:
             found.computed[stage] = found.computed.get(stage, 0.0) + message["seconds"]
         if status not in ("failed", "killed"):
             worker.pending.discard(branch.stages.get(stage, ""))
-            whole = int(getattr(branch.resolved.config.stages[stage], "steps", 0) or 0)
-            self._steps[branch.key][stage] = whole
+            self._steps[branch.key][stage] = steps_of(branch, stage)
 
     def _judged(self, branch: Branch, message: Json, waiting: list[Branch]) -> None:
         """Stop the variant of a branch with all its seeds, if that is decided."""
