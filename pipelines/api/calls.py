@@ -1,4 +1,4 @@
-"""What `import posttrain` offers to call: `run`, `validate`, `plan`, `load`, `compare`.
+"""What `import posttrain` offers to call: `run`, `sweep`, `validate`, `plan`, `load`, `compare`.
 
 The commands of the same names call the same functions below. Importing this loads nothing heavy.
 """
@@ -127,11 +127,15 @@ def validate(
 
     Arguments are those of `run`. Raises `PosttrainError` for what is wrong.
     """
-    resolved, manager = resolve_configs(as_configs(config), as_overrides(overrides), plugins)
+    configs, sets, places = as_configs(config), as_overrides(overrides), _places(home, store)
+    resolved, manager = resolve_configs(configs, sets, plugins)
     from posttrain.pipelines.api.validated import validated
+    from posttrain.pipelines.sweep.branches import checked_variants
 
     with as_guest():
-        return validated(resolved, manager, *_places(home, store))
+        found = validated(resolved, manager, *places)
+        checked_variants(resolved, configs, sets, places[0], plugins)
+        return found
 
 
 def plan(
@@ -155,6 +159,40 @@ def plan(
     with as_guest():
         places = _places(home, store)
         return planned(resolved, manager, *places, device=device, estimates=estimates)
+
+
+def sweep(
+    config: Config,
+    *,
+    overrides: Overrides = (),
+    home: Folder = None,
+    store: Folder = None,
+    parallel: int = 1,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] = (),
+    stop_early: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Run the variants of a config and compare them, as `posttrain sweep` does.
+
+    `parallel` is the number of processes, `seeds` stand for those of the section `variants`, `only`
+    names the variants to run next to the base; with `stop_early` one that falls behind the base is
+    stopped. The report's `values` have a row for each variant and each run, failed ones with their
+    reasons. Other arguments are those of `run`. The same call continues an interrupted sweep.
+    """
+    from posttrain.pipelines.sweep.sweeping import SweepOptions, run_sweep
+
+    chosen = None if seeds is None else tuple(seeds)
+    options = SweepOptions(*_places(home, store), parallel, chosen, tuple(only), stop_early)
+
+    @contextmanager
+    def shown() -> Iterator[Reporter]:
+        with _reporting(progress=progress) as (reporter, _):
+            yield reporter
+
+    with as_guest():
+        configs, sets = as_configs(config), as_overrides(overrides)
+        return run_sweep(configs, sets, options, shown).report
 
 
 def load(run: str, *, home: Folder = None, store: Folder = None) -> Run:

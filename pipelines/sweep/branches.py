@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.config.loading import LoadedConfig, load_config, override_of
 from posttrain.core.config.positions import OVERRIDE
-from posttrain.core.config.variants import AS_IT_IS, Settings, VariantsSection
+from posttrain.core.config.variants import Settings, VariantsSection
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
 from posttrain.pipelines.run.checks import check_inputs, resolve_configs
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import ResolvedRun
+    from posttrain.core.contracts import Plugin
     from posttrain.core.plugin_manager import PluginManager
 
 Configs = Sequence[Path | Mapping[str, object]]
@@ -110,6 +111,23 @@ def sweep_of(
     return Sweep(
         name, section, configs, sets, chosen, base, settings, tuple(branches), measure, loaded
     )
+
+
+def checked_variants(
+    resolved: ResolvedRun,
+    configs: Configs,
+    overrides: Sequence[str] | None,
+    home: Path,
+    plugins: Sequence[type[Plugin[Any]]] = (),
+) -> Sweep | None:
+    """The sweep of a config that has variants, each of them checked; None of one without.
+
+    `plugins` that only this process knows are not in the processes of a sweep: a config that needs
+    some is not checked.
+    """
+    if resolved.config.variants is None or plugins:
+        return None
+    return sweep_of(configs, overrides, home=home)
 
 
 def _chosen(section: VariantsSection, only: Sequence[str]) -> dict[str, Settings]:
@@ -262,13 +280,3 @@ def known_stages(resolved: ResolvedRun, manager: PluginManager, home: Path) -> d
         found[name] = f"{name} {identity_of(parts)}"
     del found[BASE_MODEL]
     return found
-
-
-def settings_of_trial(number: int) -> str:
-    """The name of a trial of a search."""
-    return f"trial {number}"
-
-
-def is_search(sweep: Sweep) -> bool:
-    """Whether variants are found on the way."""
-    return sweep.section.search is not None and AS_IT_IS in sweep.settings
