@@ -58,7 +58,12 @@ def planned_sweep(
         raise ConfigError(
             f"--parallel is {options.parallel}, expected 1 to {MOST_PARALLEL} processes"
         )
-    return sweep_of(configs, overrides, seeds=options.seeds, only=options.only, home=options.home)
+    found = sweep_of(configs, overrides, seeds=options.seeds, only=options.only, home=options.home)
+    if found.section.search is not None:
+        from posttrain.pipelines.sweep.search import require_optuna
+
+        require_optuna()
+    return found
 
 
 def run_sweep(
