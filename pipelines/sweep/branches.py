@@ -48,8 +48,10 @@ class Branch:
 
     @property
     def key(self) -> str:
-        """What it is found by in a sweep's record: the stages it consists of."""
-        return hashlib.sha256(json.dumps(self.stages).encode()).hexdigest()[:16]
+        """What it is found by in a sweep's record: its name, its stages, and its config."""
+        config = self.resolved.config.model_dump(mode="json", exclude={"description", "variants"})
+        text = json.dumps([self.variant, dict(self.stages), config], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,13 @@ def test_seeds_of_the_command_line() -> None:
             parse_seeds(text)
 
 
+def test_branches_of_equal_stages_are_kept_apart(model: Path) -> None:
+    room = {"limits.min_free_gb": 2}
+    found = swept(model, {"named": {"a": {}, "b": {}, "c": {"set": room}}})
+    assert len({branch.key for branch in found.branches}) == 3
+    assert found.distinct() == 3
+
+
 # --- effects ---------------------------------------------------------------------------------
 
 
