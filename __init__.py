@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         RunError,
     )
     from posttrain.core.store.approval import ApprovalNeeded
-    from posttrain.pipelines.api.calls import compare, fork, load, plan, run, validate
+    from posttrain.pipelines.api.calls import compare, fork, load, plan, run, sweep, validate
     from posttrain.pipelines.api.planned import Plan
     from posttrain.pipelines.api.run import Run
     from posttrain.pipelines.api.validated import Validation
@@ -46,6 +46,7 @@ __all__ = [
     "load",
     "plan",
     "run",
+    "sweep",
     "validate",
 ]
 
@@ -67,6 +68,7 @@ _PLACES = {
     "load": _CALLS,
     "plan": _CALLS,
     "run": _CALLS,
+    "sweep": _CALLS,
     "validate": _CALLS,
 }
 

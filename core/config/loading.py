@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -330,6 +331,20 @@ def _indexed(parts: Loc, raw: object) -> Loc:
             raw = raw.get(part) if isinstance(raw, dict) else None
         found.append(part)
     return tuple(found)
+
+
+_END = "...\n"
+"""What YAML writes after a bare value."""
+
+
+def override_of(path: str, value: object) -> str:
+    """`a.b=c` as `--set` takes it; the value keeps its type: `1e-05` is a text in YAML 1.1.
+
+    Raises `TypeError` or `ValueError` for what JSON cannot hold.
+    """
+    plain = json.loads(json.dumps(str(value) if isinstance(value, Path) else value))
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+    return f"{path}={text.removesuffix(_END).strip()}"
 
 
 def _is_index(part: str) -> bool:

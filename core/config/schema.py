@@ -42,6 +42,7 @@ from posttrain.core.config.sections import (
     RegistryName,
 )
 from posttrain.core.config.sft_stage import SftStage
+from posttrain.core.config.variants import VariantsSection
 from posttrain.core.contracts.stage import StageName
 
 if TYPE_CHECKING:
@@ -212,6 +213,9 @@ class RunConfig(Section):
         default=None, description="the run that this one was forked from; `posttrain fork` sets it"
     )
     alarms: AlarmsSection = AlarmsSection()
+    variants: VariantsSection | None = Field(
+        default=None, description="versions of this config that `posttrain sweep` compares"
+    )
     plugin_files: dict[str, str] = Field(
         default={},
         description="short name -> path of each file that plugins are named in (FILE.py:CLASS); "

@@ -65,7 +65,9 @@ MAIN_METRICS = (
     "pref/held_out_pair_accuracy",
 )
 """Those that are compared, where any of the runs has them."""
-SAME_EXPERIMENT = ("seed", "name", "run_name", "description", "keep", "limits", "forked_from")
+SAME_EXPERIMENT = (
+    *("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants"),
+)
 """Top-level keys in which runs of one experiment may differ: the draw, names, what is kept."""
 
 
@@ -277,7 +279,7 @@ def compare_runs(runs: Sequence[PastRun], stage: str | None) -> Report:
     return Report(
         f"{len(ordered)} runs in {len(groups)} group(s)",
         notes,
-        [*_tables(groups, changed, tests, metrics), *_pictures(groups, metrics)],
+        [*_tables(groups, changed, tests, metrics), *pictures(groups, metrics)],
         {
             "groups": [_group_values(group, metrics) for group in groups],
             "runs": [_run_values(run, metrics) for run in ordered],
@@ -482,7 +484,8 @@ def _ends(metric: str, group: str, points: Sequence[Point]) -> Row:
     }
 
 
-def _pictures(groups: Sequence[Group], metrics: Sequence[str]) -> list[Picture]:
+def pictures(groups: Sequence[Group], metrics: Sequence[str]) -> list[Picture]:
+    """The curves of each metric, the mean of each group with its interval as a band."""
     from posttrain.core.analysis.pictures import Panel, Series, curves
 
     def drawn(group: Group, points: Sequence[Point]) -> Series:

@@ -35,6 +35,7 @@ from posttrain.pipelines.cli import (
     serve_model,
     services,
     show,
+    sweep,
     ui,
     validate,
     verify,
@@ -74,6 +75,7 @@ def posttrain(
 
 app.command("init", epilog=init.EPILOG)(init.init)
 app.command("run", epilog=run.EPILOG)(run.run)
+app.command("sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)

@@ -194,6 +194,7 @@ class Recorder:
         if found["eval/greedy_accuracy"] > best:
             self.context.announce(EVAL_IMPROVED, {"step": step, "before": best, **found})
         self.evaluations.append({"step": float(step), **found})
+        self.context.evaluated(step, result)
         self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
         followed = tracked_rows(self.context.checkpoints, step, result.rows)
         self.context.tracker.log_table("held_out_over_time", None, followed)

@@ -22,6 +22,7 @@ from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
 from posttrain.core.contracts import StageOutput, Task
 from posttrain.core.errors import ApprovalRefused, ResourceError, RunError
+from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
@@ -192,6 +193,7 @@ class Pipeline:
     results: dict[str, StageResult] = field(default_factory=dict)
     stop_requested: threading.Event = field(default_factory=threading.Event)
     stop_came: Callable[[], bool] = never
+    evaluated: Callable[[str, int, Evaluation], None] = lambda stage, step, result: None
     watchdog: Watchdog = field(init=False)
     prefect_flow_run_id: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -573,6 +575,7 @@ class Pipeline:
             rows=self.rows,
             run_id=self.record.folder.name,
             push=files.push,
+            evaluated=partial(self.evaluated, name),
             store=self.store.root,
         )
 

@@ -43,11 +43,16 @@ def _nowhere(checkpoint: Path) -> None:
     """Where checkpoints stay on this machine."""
 
 
+def _unseen(step: int, result: Evaluation) -> None:
+    """Where nobody looks at evaluations while a stage trains."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext(StageInputs):
     """Everything a stage may use. `out` is its private folder.
 
-    `push` gives a checkpoint to other machines, where there is a way.
+    `push` gives a checkpoint to other machines, where there is a way. `evaluated` is told of each
+    evaluation on held-out problems while the stage trains.
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
@@ -71,6 +76,7 @@ class StageContext(StageInputs):
     run_id: str = ""
     evidence: EvidenceKeeper | None = None
     push: Callable[[Path], None] = _nowhere
+    evaluated: Callable[[int, Evaluation], None] = _unseen
     reported: set[str] = field(default_factory=set)
 
     @property
