@@ -78,7 +78,7 @@ def test_the_tiny_random_model_is_made_once_offline_and_is_the_same_everywhere(
     assert obtain(section, tmp_path / "elsewhere").digest == base.digest
     assert [path.name for path in tmp_path.glob("*")] == [base.path.name, "elsewhere"]
     found = find_model(section, tmp_path)
-    assert found is not None and found.shape.parameters == PARAMETERS_OF_TINY
+    assert found is not None and 80_000 < found.shape.total < 90_000
 
 
 def test_the_bundled_model_is_converted_once_to_safetensors(
