@@ -360,7 +360,8 @@ def shipped_folder() -> Path:
 def shipped_configs() -> dict[str, Path]:
     """The configurations that come with the package, by name: `quickstart`, `recipes/dapo`."""
     folder = shipped_folder()
-    found = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]
+    kinds = ("*.yaml", "recipes/*.yaml", "ablations/*.yaml")
+    found = [path for kind in kinds for path in sorted(folder.glob(kind))]
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
 
 

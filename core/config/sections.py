@@ -162,7 +162,7 @@ class ModelSection(Section):
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
         description="hub id, a directory with config.json and *.safetensors, a registered model "
         "(models:/NAME@champion, models:/NAME/3), or what a run of this home made (RUN, RUN/STAGE "
-        "or runs:/RUN/STAGE)",
+        "or runs:/RUN/STAGE); posttrain/tiny-random: a random model of characters, made offline",
     )
     until_registered: str | None = Field(
         default=None,
