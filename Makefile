@@ -112,6 +112,7 @@ docs: $(VENV)/.installed-docs ## build the documentation site in build/site; dea
 	$(BIN)/python docs/generate_plugins.py
 	$(BIN)/python docs/generate_peers.py
 	$(BIN)/python docs/generate_microscope.py
+	$(BIN)/python docs/generate_theory.py
 	$(BIN)/python docs/build_site.py
 
 bench: install ## measure what orchestration and tracking cost per RL step

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         RunError,
     )
     from posttrain.core.store.approval import ApprovalNeeded
-    from posttrain.pipelines.api.calls import compare, load, plan, run, validate
+    from posttrain.pipelines.api.calls import compare, fork, load, plan, run, sweep, validate
     from posttrain.pipelines.api.planned import Plan
     from posttrain.pipelines.api.run import Run
     from posttrain.pipelines.api.validated import Validation
@@ -42,9 +42,11 @@ __all__ = [
     "RunError",
     "Validation",
     "compare",
+    "fork",
     "load",
     "plan",
     "run",
+    "sweep",
     "validate",
 ]
 
@@ -62,9 +64,11 @@ _PLACES = {
     "RunError": _ERRORS,
     "Validation": "posttrain.pipelines.api.validated",
     "compare": _CALLS,
+    "fork": _CALLS,
     "load": _CALLS,
     "plan": _CALLS,
     "run": _CALLS,
+    "sweep": _CALLS,
     "validate": _CALLS,
 }
 

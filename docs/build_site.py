@@ -27,7 +27,7 @@ ELSEWHERE = {
     "docs/README.md": "pages.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
-KEPT = (".md", ".png", ".html", ".yaml", ".css")
+KEPT = (".md", ".png", ".html", ".yaml", ".css", ".svg")
 
 
 def places() -> dict[Path, Path]:

@@ -60,7 +60,8 @@ class FrozenMini:
 class FrozenStep:
     """`logprobs` [B, T] are those the update computed its loss from, `read` [B] where it did.
 
-    Rows that it did not read (their advantages were 0) have the old policy's log-probs. `entropy`
+    Rows that it did not read (their advantages were 0) have the old policy's log-probs, or the
+    engine's where the update would have computed these. `entropy`
     [B, T] is None where it is not known of every row.
     """
 
@@ -90,7 +91,12 @@ def freeze(evidence: StepEvidence, settings: UpdateSettings) -> FrozenStep:
     """
     batch, tokens = evidence.batch, evidence.batch.mask.bool()
     read = (evidence.seen_by >= 0)[:, None] & tokens
-    old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    old = batch.rollout_logprobs
+    if batch.old_logprobs is not None:
+        # The only update left idle rows out, and their log-probs 0: the engine's stand for them.
+        empty = (evidence.seen_by < 0) & (masked(batch.old_logprobs, tokens) == 0).all(dim=1)
+        old = torch.where(empty[:, None], old.to(batch.old_logprobs), batch.old_logprobs)
+        batch = batch.with_columns(old_logprobs=old)
     known = bool((read == tokens).all()) or batch.entropy is not None
     entropy = torch.zeros_like(evidence.seen_entropy) if batch.entropy is None else batch.entropy
     return FrozenStep(

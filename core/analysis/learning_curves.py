@@ -121,17 +121,17 @@ def learning_panels(history: Rows, evaluations: Rows) -> list[Panel]:
             ("clip/high_frac", "upper bound", ORANGE),
             ("clip/low_frac", "lower bound", BLUE),
         ),
-        *(panel for panel in _occasional_panels(history) if panel.series),
+        *occasional_panels(history),
     ]
 
 
-def _occasional_panels(history: Rows) -> list[Panel]:
-    """Of samplers that remember, teachers, and what environments write."""
+def occasional_panels(history: Rows) -> list[Panel]:
+    """Of samplers that remember, teachers, and what environments write; those with any value."""
     bands = (("below", SKY), ("inside", GREEN), ("above", ORANGE))
     known = [(f"curriculum/known_frac/{band}", f"{band} the band", c) for band, c in bands]
     rates = [(f"curriculum/pass_rate/{band}", f"{band} the band", c) for band, c in bands]
     shares = _of_tasks("progress/share/", history)
-    return [
+    panels = [
         _panel(
             "Curriculum: problems by pass rate",
             "fraction",
@@ -168,6 +168,7 @@ def _occasional_panels(history: Rows) -> list[Panel]:
             ("observed/nll", "negative log-prob", BLUE),
         ),
     ]
+    return [panel for panel in panels if panel.series]
 
 
 def _of_tasks(prefix: str, history: Rows) -> list[tuple[str, str, str]]:

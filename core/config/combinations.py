@@ -11,6 +11,7 @@ from posttrain.core.config.given_answers_checks import check_given_answers
 from posttrain.core.config.loading import LoadedConfig
 from posttrain.core.config.positions import dotted
 from posttrain.core.config.rl_stage import TOTAL, RlStage, reward_labels
+from posttrain.core.config.sampled_evaluation import SampledEvaluationSection
 from posttrain.core.config.sections import (
     EvaluationSection,
     GenerationSection,
@@ -160,6 +161,19 @@ def check_room(
             (*place, "max_response_length"),
             f"{section.max_response_length} tokens of response leave no room for a prompt in "
             f"model.max_model_len {limit}; raise that, or shorten the response",
+        )
+
+
+def check_sampled_evaluation(
+    name: str, section: SampledEvaluationSection, loaded: LoadedConfig
+) -> Iterable[str]:
+    """More problems than the evaluation has, of which they are the first ones."""
+    most = loaded.config.evaluation.num_problems
+    if section.num_problems > most:
+        yield loaded.problem(
+            ("stages", name, "sampled_evaluation", "num_problems"),
+            f"{section.num_problems} problems are more than the {most} of "
+            f"evaluation.num_problems, whose first ones they are; raise that, or ask for {most}",
         )
 
 

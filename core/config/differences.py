@@ -32,6 +32,7 @@ _NOT_SETTINGS = (
     "keep",
     "alarms",
     "plugin_files",
+    "forked_from",
 )
 
 

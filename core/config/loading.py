@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -332,6 +333,20 @@ def _indexed(parts: Loc, raw: object) -> Loc:
     return tuple(found)
 
 
+_END = "...\n"
+"""What YAML writes after a bare value."""
+
+
+def override_of(path: str, value: object) -> str:
+    """`a.b=c` as `--set` takes it; the value keeps its type: `1e-05` is a text in YAML 1.1.
+
+    Raises `TypeError` or `ValueError` for what JSON cannot hold.
+    """
+    plain = json.loads(json.dumps(str(value) if isinstance(value, Path) else value))
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+    return f"{path}={text.removesuffix(_END).strip()}"
+
+
 def _is_index(part: str) -> bool:
     """Whether `part` is a list's index: `²` is a digit of Unicode too, and no number to `int`."""
     return part.isascii() and part.isdigit() and len(part) < 10
@@ -345,7 +360,8 @@ def shipped_folder() -> Path:
 def shipped_configs() -> dict[str, Path]:
     """The configurations that come with the package, by name: `quickstart`, `recipes/dapo`."""
     folder = shipped_folder()
-    found = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("recipes/*.yaml"))]
+    kinds = ("*.yaml", "recipes/*.yaml", "ablations/*.yaml")
+    found = [path for kind in kinds for path in sorted(folder.glob(kind))]
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
 
 

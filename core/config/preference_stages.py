@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from posttrain.core.config.base import TASK_DATA, Component, Section, StageBase, one_or_many
+from posttrain.core.config.base import TASK_DATA, Component, Section, one_or_many
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.sections import (
     GenerationSection,
     LoraSection,
@@ -22,12 +23,11 @@ PREFIXES_PER_CALL = 64
 """Beginnings of answers that are gone on from at once."""
 
 
-class JudgedAnswersStage(StageBase):
+class JudgedAnswersStage(StepStage):
     """What stages that learn from judged answers share: how their rows are cut and batched."""
 
     reads = {"model": "model"}
     sections = ("seed", "task", "engine", "model")
-    takes_steps = True
 
     generation: GenerationSection = GenerationSection()
     held_out_fraction: float = Field(

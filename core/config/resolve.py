@@ -397,8 +397,10 @@ def _check_stage(name: str, stage: StageBase, loaded: LoadedConfig) -> Iterable[
         own = loaded.config.stages[name]
         where = (*place, "evaluation") if getattr(own, "evaluation", None) else ("evaluation",)
         yield from combinations.check_room(stage.evaluation, where, loaded)
-    if isinstance(stage, RlStage) and stage.evaluate_every:
+    if isinstance(stage, RlStage) and (stage.evaluate_every or stage.sampled_evaluation):
         yield from combinations.check_room(loaded.config.evaluation, ("evaluation",), loaded)
+    if isinstance(stage, RlStage) and stage.sampled_evaluation is not None:
+        yield from combinations.check_sampled_evaluation(name, stage.sampled_evaluation, loaded)
     if not isinstance(stage, RlStage):
         return
     if stage.rewards and not stage.teachers and all(r.weight == 0 for r in stage.rewards):

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from posttrain.core.config.base import Component, Section, StageBase, distinct_names, one_or_many
+from posttrain.core.config.base import Component, Section, distinct_names, one_or_many
 from posttrain.core.config.coefficients import Coefficient, CoefSchedule
+from posttrain.core.config.fork_section import StepStage
+from posttrain.core.config.sampled_evaluation import SampledEvaluationSection
 from posttrain.core.config.sections import (
     EnvironmentComponent,
     GenerationSection,
@@ -287,7 +289,7 @@ class CorrectionSection(Section):
     )
 
 
-class RlStage(StageBase):
+class RlStage(StepStage):
     """Reinforcement learning: rollout, score, advantages, update, repeated. Reads `model`.
 
     With an input `dataset` the training problems are those of a `transform` stage.
@@ -296,7 +298,6 @@ class RlStage(StageBase):
     reads = {"model": "model"}
     may_read = {"dataset": "dataset"}
     makes = "model"
-    takes_steps = True
 
     kind: Literal["rl"]
     algorithm: Component = Component(name="grpo")
@@ -448,6 +449,11 @@ class RlStage(StageBase):
         default=None, description="train a LoRA adapter, {} = rank 16; null = all weights"
     )
     evaluate_every: int = Field(default=10, ge=0, description="steps; 0 = never")
+    sampled_evaluation: SampledEvaluationSection | None = Field(
+        default=None,
+        description="avg@k and pass@k of sampled answers while training, {} = 8 answers to 16 "
+        "problems every 20 steps; null = never",
+    )
     checkpoint_every: int = Field(
         default=0, ge=0, description="steps; 0 = by time alone, keep.checkpoint_minutes"
     )
@@ -458,6 +464,10 @@ class RlStage(StageBase):
         description="warn when k3 between engine and trainer (nats) exceeds it",
     )
 
+    token_weights: bool = Field(
+        default=True,
+        description="measure the gradient weights of tokens, token_weight/*, at each step",
+    )
     check_sync: Literal["every", "first", "never"] = Field(
         default="every",
         description="which weight syncs are followed by a check that the engine has the trainer's "
@@ -482,7 +492,8 @@ class RlStage(StageBase):
         return "problems"
 
     def max_sequences(self) -> int:
-        return self.prompts_per_step * self.num_generations
+        asked = 0 if self.sampled_evaluation is None else self.sampled_evaluation.k
+        return max(asked, self.prompts_per_step * self.num_generations)
 
     @model_validator(mode="before")
     @classmethod

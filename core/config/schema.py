@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
 from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.fork_section import ForkedFromSection
 from posttrain.core.config.gate_stages import ApproveStage, NewDataStage, PromoteStage
 from posttrain.core.config.preference_stages import (
     PreferenceStage,
@@ -41,6 +42,7 @@ from posttrain.core.config.sections import (
     RegistryName,
 )
 from posttrain.core.config.sft_stage import SftStage
+from posttrain.core.config.variants import VariantsSection
 from posttrain.core.contracts.stage import StageName
 
 if TYPE_CHECKING:
@@ -207,7 +209,13 @@ class RunConfig(Section):
         "this machine",
     )
     keep: KeepSection = KeepSection()
+    forked_from: ForkedFromSection | None = Field(
+        default=None, description="the run that this one was forked from; `posttrain fork` sets it"
+    )
     alarms: AlarmsSection = AlarmsSection()
+    variants: VariantsSection | None = Field(
+        default=None, description="versions of this config that `posttrain sweep` compares"
+    )
     plugin_files: dict[str, str] = Field(
         default={},
         description="short name -> path of each file that plugins are named in (FILE.py:CLASS); "
@@ -277,6 +285,11 @@ class RunConfig(Section):
         return alone if self.cluster is None else f"{alone} and remove the section cluster"
 
     def title(self, day: datetime.date) -> str:
-        return self.run_name.format(
+        title = self.run_name.format(
             name=self.name, seed=self.seed, task=self.task.shown, date=day.isoformat()
         )
+        origin = self.forked_from
+        if origin is None:
+            return title
+        step = "" if origin.step is None else f" step {origin.step}"
+        return f"{title} fork of {origin.run[:8]} {origin.stage}{step}"

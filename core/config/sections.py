@@ -162,7 +162,7 @@ class ModelSection(Section):
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
         description="hub id, a directory with config.json and *.safetensors, a registered model "
         "(models:/NAME@champion, models:/NAME/3), or what a run of this home made (RUN, RUN/STAGE "
-        "or runs:/RUN/STAGE)",
+        "or runs:/RUN/STAGE); posttrain/tiny-random: a random model of characters, made offline",
     )
     until_registered: str | None = Field(
         default=None,
@@ -612,7 +612,14 @@ class AlarmsSection(Section):
     entropy_collapse: float | None = Field(
         default=0.1,
         gt=0,
-        description="entropy/mean below this share of what it was at the first step",
+        description="entropy/mean below this share of what it was at the first step, while "
+        "reward/mean does not rise and the problems are not solved",
+    )
+    entropy_rise: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="entropy/mean of the last five steps above this many times that of the first "
+        "five, and by at least 0.5 nats",
     )
     truncated: float | None = Field(
         default=0.3, gt=0, le=1, description="resp_len/truncated_frac above this"
@@ -621,6 +628,26 @@ class AlarmsSection(Section):
         default=3.0,
         gt=1,
         description="resp_len/mean above this many times what it was at the first step",
+    )
+    length_stalled: float | None = Field(
+        default=1.5,
+        gt=1,
+        description="resp_len/mean had grown to this many times the first five steps', and neither "
+        "it nor reward/mean rose in the last 20; the problems are not solved",
+    )
+    length_shrinks: float | None = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="resp_len/mean of the last five steps below this share of the first five's, "
+        "reward/mean above, and accuracy no higher",
+    )
+    held_out_flat: float | None = Field(
+        default=0.5,
+        gt=0,
+        description="reward/mean above its first five steps by more than this many standard "
+        "deviations of a response's reward, while the mean held-out accuracy of three "
+        "evaluations is at most 0.02 above the first",
     )
     overoptimised: bool = Field(
         default=True,
@@ -632,6 +659,20 @@ class AlarmsSection(Section):
         gt=0,
         le=1,
         description="group/zero_adv_frac at least this in each of the last three steps",
+    )
+    signal_fades: float | None = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="group/zero_adv_frac at least this over the last ten steps, and more than at "
+        "first; the problems are not solved",
+    )
+    diversity_lost: float | None = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="eval/avg_at/k of three evaluations above the first two by at least this, "
+        "while eval/pass_at/k does not rise; needs sampled_evaluation",
     )
     clip_high: float | None = Field(
         default=0.3, gt=0, le=1, description="clip/high_frac above this"
@@ -653,6 +694,7 @@ class AlarmsSection(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="sampling/duplicate_frac above this while most groups are not all correct",
+        description="sampling/duplicate_frac less acc/mean above this, while most groups are not "
+        "all correct",
     )
     ess_seq: float | None = Field(default=0.3, gt=0, le=1, description="ess/seq below this")

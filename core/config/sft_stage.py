@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.core.config.base import Section, StageBase
+from posttrain.core.config.base import Section
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.sections import (
     LoraSection,
     OptimizerField,
@@ -48,7 +49,7 @@ class EarlyStopping(Section):
     )
 
 
-class SftStage(StageBase):
+class SftStage(StepStage):
     """Supervised fine-tuning on conversations, texts or worked answers. Reads `model`.
 
     Exactly one of `steps` and `epochs` is set, and one of `batch_size` and `max_tokens_per_batch`;
@@ -59,7 +60,6 @@ class SftStage(StageBase):
     may_read = {"dataset": "dataset"}
     makes = "model"
     sections = ("seed", "task", "model")
-    takes_steps = True
 
     kind: Literal["sft"]
     data: tuple[DataSource, ...] | None = Field(
@@ -154,6 +154,10 @@ class SftStage(StageBase):
         for name in ("early_stopping", "keep_best"):
             if getattr(self, name) not in (None, False) and not self.evaluate_every:
                 raise ValueError(f"{name} needs evaluate_every, such as 50 steps; set it")
+        if self.keep_best and self.fork is not None:
+            raise ValueError(
+                "the best weights of the steps before a fork are not kept; set keep_best: false"
+            )
         if self.evaluate_every and not self.measures:
             raise ValueError(
                 "evaluate_every needs held-out rows; set held_out_fraction, such as 0.05, or "

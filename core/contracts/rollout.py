@@ -130,6 +130,8 @@ class Reward(Plugin[ConfigT]):
     others was clipped."""
     gives_steps: ClassVar[bool] = False
     """Whether its scores carry `steps`, which process-supervised advantages read."""
+    deterministic: ClassVar[bool] = True
+    """Whether it gives a response the same score again, on any machine: `verify` asks it again."""
     is_verdict: ClassVar[bool] = False
     """Whether its score is the task's verdict itself, which is also the column `acc`."""
 

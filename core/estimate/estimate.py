@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.distill_stage import RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.gate_stages import PromoteStage
 from posttrain.core.config.preference_stages import (
     PAIR_PROMPTS_PER_CALL,
@@ -90,6 +91,8 @@ class Estimator:
             calls, batches = self.sampled(stage)
             engine_runs = engine_runs or bool(calls)
             steps, phases, once = self._time(stage, batches * sum(map(self.generate, calls)))
+            if isinstance(stage, StepStage) and stage.fork is not None:
+                steps = max(0, steps - stage.fork.step)  # those it shares are not computed
             left = more = 0.0
             if isinstance(stage, Training):
                 models, keep = self._models(stage), self.data.config.keep
@@ -322,6 +325,7 @@ class Estimator:
             calls, batches = self.sampled(greedy)
             evaluation = batches * self.generate(calls[0])
         due = math.ceil(stage.steps / (stage.evaluate_every or stage.steps))
+        answering, first_answers = self._sampled_evaluation(stage)
         phases = {
             "rollout": rollout,
             "score": _reward_models(stage) * self.forward(rows, head=False),
@@ -330,8 +334,20 @@ class Estimator:
             "sync": copy,
             "sync_check": copy if stage.check_sync == "every" else 0.0,
             "evaluate": evaluation * due / stage.steps,
+            "evaluate_sampled": answering,
         }
-        return stage.steps, phases, evaluation
+        return stage.steps, phases, evaluation + first_answers
+
+    def _sampled_evaluation(self, stage: RlStage) -> tuple[float, float]:
+        """Seconds of avg@k and pass@k in a mean step, and before the first one."""
+        section = stage.sampled_evaluation
+        if section is None:
+            return 0.0, 0.0
+        limits = section.as_evaluation(self.data.config.evaluation)
+        asked = EvaluateStage(kind="evaluate", inputs=stage.inputs, evaluation=limits)
+        calls, batches = self.sampled(asked)
+        each = batches * self.generate(calls[-1])  # the first call is greedy
+        return each * math.ceil(stage.steps / section.every) / stage.steps, each
 
     def _has_reference(self, stage: StageBase) -> bool:
         """Whether a stage compares with a frozen copy of its input model."""

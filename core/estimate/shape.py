@@ -17,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.config.sections import LoraSection, ModelSection
-from posttrain.core.models.source import BUNDLED_ID, bundled_gguf, converted_folder
+from posttrain.core.models.source import (
+    BUNDLED_ID,
+    TINY_ID,
+    bundled_gguf,
+    converted_folder,
+    tiny_folder,
+)
 from posttrain.core.store.manifests import file_digest
 
 
@@ -122,6 +128,8 @@ def find_model(section: ModelSection, cache: Path) -> KnownModel | None:
 
 def _places(section: ModelSection, cache: Path) -> list[tuple[str | Path, dict[str, Any]]]:
     """Where the configuration may be: the source itself, or the bundled GGUF."""
+    if section.source == TINY_ID:
+        return [(tiny_folder(cache), {})]
     path, gguf = Path(section.source).expanduser(), bundled_gguf()
     options = {} if path.is_dir() else {"revision": section.revision}
     places = [(path if path.is_dir() else section.source, options)]

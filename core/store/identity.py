@@ -241,6 +241,11 @@ def _differ(
             yield from _leaves(path, before.get(root, _NOTHING), now.get(root, _NOTHING))
 
 
+def settings_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The settings in which two configs differ; fields of another plugin are no change."""
+    return list(_differ(before, now, "", lambda _: True))
+
+
 def _leaves(path: str, before: object, now: object) -> Iterator[Change]:
     """The smallest places below `path` that hold something else."""
     if before == now:

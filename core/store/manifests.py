@@ -17,6 +17,8 @@ MANIFEST = "manifest.json"
 ADAPTER = "adapter"
 """Where the adapter of a trained model lies, in the model's folder."""
 ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
+ATTESTATION = "attestation.json"
+"""What an exported model says of its own origin; no part of the model."""
 
 
 def file_digest(path: Path) -> str:

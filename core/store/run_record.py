@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Mapping
@@ -78,6 +79,15 @@ def find_run(home: Path, wanted: str) -> RunRecord:
         f"no run '{wanted}' in {home} ({known}); `posttrain run` prints the id of a run, and --home"
         " says where it was"
     )
+
+
+def runs_of(home: Path) -> list[RunRecord]:
+    """All runs of a home, the oldest first; those whose record cannot be read are left out."""
+    found = []
+    for path in (home / "runs").glob(f"*/{RECORD}"):
+        with contextlib.suppress(RunError):
+            found.append(_read(path.parent))
+    return sorted(found, key=lambda run: (run.began, run.folder.stat().st_ctime_ns))
 
 
 def _read(folder: Path) -> RunRecord:

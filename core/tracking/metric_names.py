@@ -283,6 +283,7 @@ METRICS: dict[str, Metric] = {
     "eval/sampled_accuracy": Metric("fraction", "mean sampled held-out accuracy"),
     "eval/sampled_low": Metric("fraction", "lower 95 % bound of the sampled accuracy"),
     "eval/sampled_high": Metric("fraction", "upper 95 % bound of the sampled accuracy"),
+    "eval/sampled_problems": Metric("count", "held-out problems with sampled answers, in training"),
     "eval/num_problems": Metric("count", "held-out problems evaluated"),
     "eval/gain": Metric("fraction", "accuracy minus the baseline's, same problems"),
     "eval/gain_low": Metric("fraction", "lower 95 % bound of the gain"),
@@ -396,6 +397,7 @@ METRICS: dict[str, Metric] = {
     "time/sync_s": Metric("s", "giving the engine the new weights"),
     "time/sync_check_s": Metric("s", "checking that the engine has them"),
     "time/evaluate_s": Metric("s", "evaluating on held-out problems"),
+    "time/evaluate_sampled_s": Metric("s", "sampling answers for avg@k and pass@k"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint"),
     "time/record_s": Metric("s", "recording the step for a replay"),
     "time/tracking_s": Metric("s", "handing measurements to the tracker"),
@@ -407,6 +409,28 @@ METRICS: dict[str, Metric] = {
     "tokens/total": Metric("tokens", "prompt and response tokens of the step"),
     "memory/rank_peak_gb": Metric("GB", "peak memory of the learner's first rank"),
     "memory/peak_gb": Metric("GB", "peak memory of the process or the device"),
+    # d loss / d log-prob of each token of an optimizer step; means over the step's optimizer steps
+    "token_weight/max": Metric("loss/nat", "largest |d loss / d log-prob| of a token in the step"),
+    "token_weight/p99": Metric("loss/nat", "99 % of the tokens with a weight have at most this"),
+    "token_weight/p50": Metric("loss/nat", "median |weight| of the tokens with a weight"),
+    "token_weight/peak": Metric("ratio", "largest |weight| over the mean of those not 0"),
+    "token_weight/zero_frac": Metric("fraction", "tokens that take loss and have weight 0"),
+    "token_weight/effective": Metric("tokens", "(sum |w|)^2 / sum w^2, the effective number"),
+    "token_weight/effective_frac": Metric(
+        "fraction", "effective number of tokens, of those that take loss"
+    ),
+    "token_weight/length_slope": Metric(
+        "slope", "of ln(mean |weight| of a response) over ln(its tokens); -1: twice as long, half"
+    ),
+    "token_weight/share/positive": Metric("fraction", "of the |weight|, advantage above 0"),
+    "token_weight/share/negative": Metric("fraction", "of the |weight|, advantage below 0"),
+    "token_weight/share/bounded": Metric("fraction", "of the |weight|, where a bound acts (clip)"),
+    "token_weight/share/short": Metric("fraction", "of the |weight|, lower third of the lengths"),
+    "token_weight/share/medium": Metric("fraction", "of the |weight|, middle third of the lengths"),
+    "token_weight/share/long": Metric("fraction", "of the |weight|, upper third of the lengths"),
+    "token_weight/share/early": Metric("fraction", "of the |weight|, first third of each response"),
+    "token_weight/share/middle": Metric("fraction", "of the |weight|, middle third of each"),
+    "token_weight/share/late": Metric("fraction", "of the |weight|, last third of each response"),
 }
 
 PREFIXES: dict[str, Metric] = {
@@ -429,6 +453,10 @@ PREFIXES: dict[str, Metric] = {
     "loss/coef/": Metric("factor", "coefficient of a term of the loss, where it moves by step"),
     "eval/pass_at/": Metric("fraction", "problems solved in k samples, unbiased"),
     "eval/pass_at_se/": Metric("fraction", "standard error of it over problems"),
+    "eval/pass_at_low/": Metric("fraction", "lower 95 % bound of it over problems"),
+    "eval/pass_at_high/": Metric("fraction", "upper 95 % bound of it over problems"),
+    "eval/avg_at_low/": Metric("fraction", "lower 95 % bound of avg@k over problems"),
+    "eval/avg_at_high/": Metric("fraction", "upper 95 % bound of avg@k over problems"),
     "eval/avg_at/": Metric("fraction", "mean verdict of the first k samples"),
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right"),

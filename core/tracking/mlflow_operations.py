@@ -32,6 +32,8 @@ from posttrain.core.tracking import mlflow_store as store
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_run import TracedResponse, write_trace
 from posttrain.core.tracking.registry import how_to_load
+from posttrain.core.tracking.shared_view import TAG as VIEW_TAG
+from posttrain.core.tracking.shared_view import packed
 from posttrain.core.tracking.spool import PENDING, Operation
 from posttrain.core.tracking.tables import logged_tables_tag, table_json
 from posttrain.core.tracking.writer import unreachable
@@ -54,6 +56,7 @@ class Sender:
             "rows": self._rows,
             "tags": self._tags,
             "name": self._name,
+            "view": self._view,
             "text": self._text,
             "file": self._file,
             "table": self._table,
@@ -105,6 +108,16 @@ class Sender:
 
     def _name(self, operation: Operation, again: bool) -> None:
         self.client.update_run(operation["run"], name=operation["name"])
+
+    def _view(self, operation: Operation, again: bool) -> None:
+        """A layout of charts: training goes on where a server does not take it."""
+        name, state = operation["name"], packed(operation["state"])
+        try:
+            self.client.set_experiment_tag(self.experiment_id, f"{VIEW_TAG}{name}", state)
+        except MlflowException as error:
+            if unreachable(error):
+                raise
+            logger.warning("MLflow's view '%s' could not be saved: %s", name, error)
 
     def _text(self, operation: Operation, again: bool) -> None:
         self.client.log_text(operation["run"], operation["text"], operation["path"])

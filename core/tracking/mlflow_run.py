@@ -77,6 +77,10 @@ class MlflowRun:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         self._submit("tags", "tags", tags=dict(tags))
 
+    def share_view(self, name: str, state: str) -> None:
+        """Save a layout of charts of the experiment, JSON as MLflow's page makes it."""
+        self._submit("view", f"the view {name}", name=name, state=state)
+
     def rename(self, name: str) -> None:
         """Give the run another name on MLflow's pages."""
         self._submit("name", "a run's name", name=name)

@@ -40,6 +40,9 @@ class StageSink(Protocol):
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Tags of the stage."""
 
+    def share_view(self, name: str, state: str) -> None:
+        """A layout of charts of the experiment."""
+
 
 class NotTracked:
     """Keeps nothing: what is computed again is on record already."""
@@ -59,3 +62,4 @@ class NotTracked:
     ) -> None: ...
     def log_file(self, path: Path, folder: str = "") -> None: ...
     def set_tags(self, tags: Mapping[str, str]) -> None: ...
+    def share_view(self, name: str, state: str) -> None: ...

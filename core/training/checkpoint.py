@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,13 @@ from safetensors.torch import load_file
 
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.errors import RunError
-from posttrain.core.runtime.files import WrongContent, of_shape, put_in_place, read_json
+from posttrain.core.runtime.files import (
+    WrongContent,
+    link_or_copy,
+    of_shape,
+    put_in_place,
+    read_json,
+)
 from posttrain.core.store.manifests import file_digest
 from posttrain.core.store.remote import StoreAway
 
@@ -132,6 +138,43 @@ def load_checkpoint(
     for place, one in wanted.items():
         one.read(folder / place / _TENSORS, saved[place]["step_count"])
     return LoopState(**{part.name: record[part.name] for part in fields(LoopState)})
+
+
+def copy_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,  # Any: JSON
+    without: Collection[str] = (),
+    history: Sequence[Mapping[str, float]] | None = None,
+) -> None:
+    """Make `target` a checkpoint of the same tensors, whose files are shared where the disk can.
+
+    Its parts are what `change` makes of those there, and the optimizers in the folders `without`
+    are left out. `history` takes the place of the metrics there. `source` must be whole.
+    """
+    record, partial = _read_record(source), _partial(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    kept = {place: one for place, one in record["optimizers"].items() if place not in without}
+    for name in (name for one in kept.values() for name in one["sha256"]):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(source / name, partial / name)
+    changed = {**record, "parts": dict(change(record["parts"])), "optimizers": kept}
+    if history is not None:
+        changed["history"] = [dict(row) for row in history]
+    (partial / _STATE).write_text(json.dumps(changed))
+    put_in_place(partial, target)
+
+
+def optimizers_in(folder: Path) -> list[str]:
+    """The folders of the optimizers in a checkpoint: `.`, `critic`, `reference`, ..."""
+    return list(_read_record(folder)["optimizers"])
+
+
+def history_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step that a checkpoint has behind it."""
+    found: list[dict[str, float]] = _read_record(folder)["history"]
+    return found
 
 
 def _by_place(

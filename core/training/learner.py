@@ -9,7 +9,6 @@ reads were filled before, by `columns.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,12 +38,13 @@ from posttrain.core.training.forward import (
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.natural_gradient import NaturalGradient
-from posttrain.core.training.objective import Distilled, Objective, PreparedMini
+from posttrain.core.training.objective import Distilled, MicroLoss, Objective, PreparedMini
 from posttrain.core.training.optim import MasterOptimizer, StoredOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 from posttrain.core.training.sft import PtxTerm
 from posttrain.core.training.splitting import mini_batches
 from posttrain.core.training.text_distillation import text_distillation
+from posttrain.core.training.token_weights import HeardWeights
 from posttrain.core.training.updates import (
     Check,
     KlGuard,
@@ -159,11 +159,13 @@ class Learner:
         `place` is the rollout batch's step and the update's number on it; `of_batch` are the
         mini-batch's rows in that batch.
         """
-        own = MetricSums()
+        own, heard = MetricSums(), self._listener(mini)
         idle = self.settings.idle_rows(self.objective, mini, kl_coef)
-        seen = self._accumulate(mini, prepared, kl_coef, own, idle, check, done.products)
+        seen = self._accumulate(mini, prepared, kl_coef, own, idle, check, done.products, heard)
         done.forget_products()
         own = self.ranks.merge(own)
+        if heard is not None:
+            heard.record(own, self.ranks)
         own.add_scalar("train/idle_rows", float((idle & mini.mask.any(dim=1)).sum()))
         if done.first_logprobs is None:
             done.first_logprobs = seen.logprobs
@@ -188,6 +190,10 @@ class Learner:
         if not report.non_finite:
             self._stepped(own)
         return True
+
+    def _listener(self, mini: RolloutBatch) -> HeardWeights | None:
+        """What hears the weights of the tokens of `mini`, if they are measured."""
+        return HeardWeights(mini) if self.settings.token_weights else None
 
     def _note_entropy(self, own: MetricSums) -> None:
         """Record the coefficient that a controller gave the entropy bonus of this step."""
@@ -216,8 +222,18 @@ class Learner:
         """
         assert self.trust_region is not None
         own, draw = MetricSums(), generator(self.settings.seed, "trust_region", *place)
-        record = partial(record_micro, own)
+        heard = self._listener(mini)
+
+        def record(
+            loss: MicroLoss, out: ResponseForward, micro: RolloutBatch, rows: Tensor
+        ) -> None:
+            record_micro(own, loss, out, micro, rows)
+            if heard is not None:
+                heard.listen(loss, rows)
+
         taken = self.trust_region.step(mini, self.objective, prepared, draw, check, record)
+        if heard is not None:
+            heard.record(own)
         done.saw(of_batch, mini.column("old_logprobs"), mini.entropy, place[1])
         if wrong := not_finite(own.mean("loss/total", default=0.0), taken["grad/norm"]):
             suspects = of_batch[sorted(own.suspects)] if own.suspects else of_batch
@@ -313,6 +329,7 @@ class Learner:
         idle: Tensor,
         check: Check = no_check,
         products: SampledOutputs | None = None,
+        heard: HeardWeights | None = None,
     ) -> ResponseForward:
         """Forward and backward over the micro-batches of one mini-batch, without its `idle` rows.
 
@@ -365,6 +382,8 @@ class Learner:
             )
             if counts:
                 record_micro(sums, loss, out, micro, rows)
+                if heard is not None:
+                    heard.listen(loss, rows)
                 sums.add_scalar("train/reused_rows", float(len(rows) * out.reused))
             share = loss.total if counts else 0.0 * loss.total
             share.backward()  # type: ignore[no-untyped-call]

@@ -33,6 +33,10 @@ class MetricSums:
         self._min[f"{prefix}/min"] = min(low, self._min.get(f"{prefix}/min", low))
         self._max[f"{prefix}/max"] = max(high, self._max.get(f"{prefix}/max", high))
 
+    def add_largest(self, name: str, value: float) -> None:
+        """Track the largest of the values given."""
+        self._max[name] = max(value, self._max.get(name, value))
+
     def add_scalar(self, name: str, value: Tensor | float) -> None:
         """Add a micro-batch's share of a quantity that sums over micro-batches (a loss)."""
         self._sums[name] = self._sums.get(name, 0.0) + float(value)

@@ -136,13 +136,9 @@ class Fisher:
     def _products(self, part: WeightedTokens, tangents: dict[str, Tensor]) -> Iterator[Tensor]:
         chosen = part.weights > 0
         hidden_dot = self._tangent_states(part.batch, chosen, tangents)
-        head_dot, bias_dot = (
-            next((tangents[n] for n, p in self._named.items() if p is part), None)
-            for part in (self._head.weight, self._head.bias)
-        )
         hidden: Tensor = self._states(part.batch, chosen)
         grad_hidden, grad_head, grad_bias = self._through_softmax(
-            hidden.detach(), hidden_dot, (head_dot, bias_dot), part.weights[chosen].to(hidden)
+            hidden.detach(), hidden_dot, self._head_dots(tangents), part.weights[chosen].to(hidden)
         )
         params = list(self._named.values())
         grads: Sequence[Tensor | None] = [None] * len(params)
@@ -153,6 +149,31 @@ class Fisher:
             if param is self._head.weight:
                 found = found + grad_head
             yield found + grad_bias if param is self._head.bias else found
+
+    @torch.no_grad()
+    def logprob_slopes(self, batch: RolloutBatch, chosen: Tensor, vector: Tensor) -> Tensor:
+        """Derivative [N] along `vector` [D] of the log-probs of the tokens `chosen` [B, T]."""
+        tangents = dict(zip(self._named, self._flat.split(vector), strict=True))
+        hidden_dot = self._tangent_states(batch, chosen, tangents)
+        hidden: Tensor = self._states(batch, chosen)
+        ids = batch.response_ids[chosen].to(hidden.device)
+        found = hidden.new_empty(hidden.shape[0])
+        for start in range(0, hidden.shape[0], _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            probs, _, change = self._logit_slopes(
+                hidden[rows], hidden_dot[rows], self._head_dots(tangents)
+            )
+            centred = change - (probs * change).sum(dim=-1, keepdim=True)
+            found[rows] = centred.gather(1, ids[rows, None])[:, 0]
+        return found
+
+    def _head_dots(self, tangents: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """The tangents of the head's weight and bias, where these are trained."""
+        weight, bias = (
+            next((tangents[n] for n, p in self._named.items() if p is part), None)
+            for part in (self._head.weight, self._head.bias)
+        )
+        return weight, bias
 
     @torch.no_grad()
     def _tangent_states(
@@ -187,16 +208,7 @@ class Fisher:
         grad_bias: Tensor | float = 0.0
         for start in range(0, hidden.shape[0], _CHUNK):
             rows = slice(start, start + _CHUNK)
-            logits, slope = _with_slope(head, hidden[rows], self.temperature)
-            raw_dot = (
-                hidden_dot[rows] if head.weight is None else hidden_dot[rows] @ head.weight.t()
-            )
-            if head_dots[0] is not None:
-                raw_dot = raw_dot + hidden[rows] @ head_dots[0].t()
-            if head_dots[1] is not None:
-                raw_dot = raw_dot + head_dots[1]
-            logits_dot = slope * raw_dot
-            probs = torch.softmax(logits, dim=-1)
+            probs, slope, logits_dot = self._logit_slopes(hidden[rows], hidden_dot[rows], head_dots)
             centred = logits_dot - (probs * logits_dot).sum(dim=-1, keepdim=True)
             q = slope * weights[rows, None] * probs * centred
             if head.weight is None:
@@ -206,6 +218,20 @@ class Fisher:
             grad_head = grad_head + q.t() @ hidden[rows]
             grad_bias = grad_bias + q.sum(dim=0)
         return grad_hidden, grad_head, grad_bias
+
+    def _logit_slopes(
+        self, hidden: Tensor, hidden_dot: Tensor, head_dots: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor | float, Tensor]:
+        """Probabilities [N, V], slope of the logits by what the head's layer gives, and tangents
+        [N, V] of the logits, for states [N, H] with tangents."""
+        head = self._head.detached()
+        logits, slope = _with_slope(head, hidden, self.temperature)
+        raw_dot = hidden_dot if head.weight is None else hidden_dot @ head.weight.t()
+        if head_dots[0] is not None:
+            raw_dot = raw_dot + hidden @ head_dots[0].t()
+        if head_dots[1] is not None:
+            raw_dot = raw_dot + head_dots[1]
+        return torch.softmax(logits, dim=-1), slope, slope * raw_dot
 
 
 def _with_slope(

@@ -157,7 +157,8 @@ class MicroLoss:
 
     `parts` are shares of each term; `tokens` are [B, T] or [B] values with the mask of that shape
     over which they are averaged. `pulls` are sums of |d policy terms / d logprobs| over the tokens
-    whose advantage is above 0 (`POSITIVE_PULL`) and below 0 (`NEGATIVE_PULL`).
+    whose advantage is above 0 (`POSITIVE_PULL`) and below 0 (`NEGATIVE_PULL`). `logprobs` [B, T],
+    with gradient, are those that it was computed from.
     """
 
     total: Tensor
@@ -165,6 +166,7 @@ class MicroLoss:
     tokens: Mapping[str, tuple[Tensor, Tensor]]
     ratio: Tensor | None = None
     pulls: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +425,8 @@ class Objective:
             parts["loss/distillation"] = value.detach()
             tokens |= {name: (column, where) for name, column in distilled.metrics.items()}
             total = total + value
-        return MicroLoss(total, parts, tokens, None if ratio is None else ratio.detach(), pulls)
+        shown = None if ratio is None else ratio.detach()
+        return MicroLoss(total, parts, tokens, shown, pulls, logprobs)
 
     def _observed_loss(
         self, term: LossTerm, logprobs: Tensor, micro: RolloutBatch, prepared: PreparedMini

@@ -3,17 +3,18 @@
 `steps.jsonl` has a line for each recorded step with a digest per tensor, in the order in which they
 are computed, and its metrics; lines before them say which program and machine took the steps that
 follow. `values/` has the tensors of the batch themselves, if they are kept. A stage's artifact
-keeps the folder as `replay/`.
+keeps the folder as `replay/`. `rows.jsonl` has a digest for each row of data that the stage read.
 
 Only what the record reads is sent: 64 KiB of each weight, not the model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,12 +27,14 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.preference import LabelledAnswer, Pair
+from posttrain.core.data.problems import problem_content
 from posttrain.core.data.steps import StepRow
 from posttrain.core.errors import ResourceError, RunError
 from posttrain.core.runtime.files import of_shape, write_text
 from posttrain.core.tracking.metric_names import find_metric
 from posttrain.core.training.digests import Block, block_bounds, block_digests, tensor_digest
 from posttrain.core.training.ranks import Ranks
+from posttrain.core.types import Problem
 
 if TYPE_CHECKING:  # a run that reuses every stage does not load the optimizer
     from posttrain.core.training.optim import StoredOptimizer
@@ -40,6 +43,8 @@ FOLDER = "replay"
 """Of the record in a stage's artifact, and among its checkpoints while it runs."""
 STEPS = "steps.jsonl"
 VALUES = "values"
+ROWS = "rows.jsonl"
+_ROW_DIGITS = 16
 _MEASURED = {"s", "ms", "GB", "1/s", "tokens/s"}
 
 
@@ -141,6 +146,46 @@ class StepRecorder:
                 stream.write(line)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
+
+    def rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Note (place, sha256) of data rows that the stage reads; a row of one place counts once.
+
+        A stage that goes on reads them again: what is known is not written twice.
+        """
+        known = read_rows(self.folder)
+        fresh = {place: digest[:_ROW_DIGITS] for place, digest in rows if place not in known}
+        lines = [json.dumps({"row": place, "sha256": digest}) for place, digest in fresh.items()]
+        try:
+            with (self.folder / ROWS).open("a", encoding="utf-8") as stream:
+                stream.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+
+def problem_rows(problems: Iterable[Problem]) -> Iterator[tuple[str, str]]:
+    """Where each problem stands, else its key, and the digest of its content."""
+    for problem in problems:
+        content = json.dumps(problem_content(problem)).encode("utf-8", "surrogatepass")
+        place = problem.metadata.get("source", problem.key)
+        yield place, hashlib.sha256(content).hexdigest()
+
+
+def changed_rows(then: Mapping[str, str], now: Iterable[tuple[str, str]]) -> list[str]:
+    """Places of rows that were read `then` and are not there `now`, or have another content."""
+    here = {place: digest[:_ROW_DIGITS] for place, digest in now}
+    return [place for place, digest in then.items() if here.get(place) != digest]
+
+
+def read_rows(folder: Path) -> dict[str, str]:
+    """The start of the digest of each row that the stage read, by its place; none of old runs."""
+    path, found = folder / ROWS, {}
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = of_shape(json.loads(line), dict[str, str])
+            found[row["row"]] = row["sha256"]
+        except (ValueError, KeyError, RecursionError):
+            continue  # a kill cut it short
+    return found
 
 
 def values_path(folder: Path, step: int) -> Path:

@@ -38,7 +38,8 @@ def no_check() -> None:
 class UpdateSettings:
     """How one rollout batch is cut up. Micro-batches change memory and speed, never the result.
 
-    `temperature` and `cut` are the rollout's: the distribution its tokens were sampled from.
+    `temperature` and `cut` are the rollout's: the distribution its tokens were sampled from. With
+    `token_weights` the gradient weights of tokens are measured.
     """
 
     epochs: int
@@ -49,6 +50,7 @@ class UpdateSettings:
     cut: Cut = Cut()
     max_tokens: int | None = None
     skip_idle_rows: bool = True
+    token_weights: bool = True
 
     def micro_rows(self, batch: RolloutBatch, num_ranks: int = 1) -> list[Tensor]:
         """Row indices of each micro-batch of `batch`."""

@@ -31,7 +31,12 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.models.device import set_threads
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.checkpoint import load_checkpoint
-from posttrain.pipelines.analysis.past_run import PastRun, check_step, read_unchanged
+from posttrain.pipelines.analysis.past_run import (
+    PastRun,
+    check_step,
+    read_unchanged,
+    with_logprobs,
+)
 from posttrain.pipelines.analysis.variants import OWN, Wanted, build_variants
 from posttrain.pipelines.rl.build import build_critic, build_learner, update_settings
 
@@ -70,16 +75,17 @@ def compare_algorithms(
     """
     found = run.evidence(stage)
     check_step(found, step)
-    if not (wanted.algorithms or wanted.losses or wanted.aggregators or wanted.clips):
+    if not wanted.any:
         raise ConfigError(
             "--step compares algorithms, and none was named: add --algorithm NAME (several times "
-            "for several), --loss, --aggregation or --clip"
+            "for several), --advantage, --loss, --aggregation or --clip, or --frozen to rank "
+            "all aggregators"
         )
-    evidence = read_unchanged(found, step)
+    evidence = with_logprobs(read_unchanged(found, step))
     built = build_variants(run, found.stage, wanted, evidence.kl_coef)
     there, config = run.stage_inputs(found.stage, run.resolved, {}), run.rl_stage(found.stage)
     set_threads(run.resolved.config.limits.num_threads)
-    frozen = freeze(evidence, update_settings(there, config))
+    frozen = freeze(evidence, update_settings(there, config, step))
     results = [evaluate(frozen, variant) for variant in built.variants]
     made = _Comparison(
         evidence,
@@ -138,7 +144,7 @@ def _notes(frozen: FrozenStep, resampled: bool) -> list[str]:
 def _gradients(
     run: PastRun, stage: str, frozen: FrozenStep, variants: Sequence[Variant]
 ) -> ModelGradients:
-    model, source, exact = _start_model(run, stage, frozen.step)
+    model, source, exact = start_model(run, stage, frozen.step)
     found = {variant.label: parameter_gradient(model, frozen, variant) for variant in variants}
     return ModelGradients(
         source,
@@ -149,7 +155,7 @@ def _gradients(
     )
 
 
-def _start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, str, bool]:
+def start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, str, bool]:
     """The policy nearest to the start of `step`, where it is from, and whether it is exactly that.
 
     It is the stage's input, a checkpoint, or the trained model. Raises `ResourceError` when the
@@ -158,6 +164,8 @@ def _start_model(run: PastRun, name: str, step: int) -> tuple[PreTrainedModel, s
     stage, checkpoints = run.rl_stage(name), dict(run.checkpoints(name))
     # With an adapter the result does not hold the weights that were trained.
     result = None if stage.lora else run.store.lookup(name, run.record.stages[name])[0]
+    if result is not None and not result.artifacts:  # an imported run made no model
+        result = None
     known = {0, *checkpoints, *(() if result is None else (stage.steps,))}
     after = min(known, key=lambda number: (abs(number - (step - 1)), number))
     inputs, source = run.inputs(name), "the stage's input model"
@@ -182,6 +190,7 @@ def _load(
         critic = build_critic(there, stage)
         stored = None if critic is None else critic.stored
         load_checkpoint(checkpoint, learner.stored, critic=stored)
+    learner.stored.close()  # of bfloat16 weights it takes the gradients away, for its masters
     return learner.model
 
 

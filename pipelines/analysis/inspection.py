@@ -10,7 +10,12 @@ from posttrain.core.analysis.microscope import OWN_NAME, samples, top_tokens
 from posttrain.core.analysis.report import Cell, Report, shortened, table
 from posttrain.core.analysis.what_if import WhatIf
 from posttrain.core.math.masking import masked
-from posttrain.pipelines.analysis.past_run import PastRun, check_step, read_unchanged
+from posttrain.pipelines.analysis.past_run import (
+    PastRun,
+    check_step,
+    read_unchanged,
+    with_logprobs,
+)
 from posttrain.pipelines.stages.microscope import microscope_of
 
 SAMPLES, TOKENS, TEXT = 16, 10, 36
@@ -37,7 +42,7 @@ def inspect_step(run: PastRun, stage: str | None, step: int, asked: Sequence[Wha
     """
     found = run.evidence(stage)
     check_step(found, step)
-    evidence = read_unchanged(found, step)
+    evidence = with_logprobs(read_unchanged(found, step))
     title = f"run {run.record.run_id[:8]} · stage {found.stage} · step {step}"
     there = run.stage_inputs(found.stage, run.resolved, {})
     seen = microscope_of(there, evidence, title, asked)

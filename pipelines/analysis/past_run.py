@@ -16,7 +16,6 @@ from posttrain.core.analysis.evidence import (
     rows_path,
     tensors_path,
 )
-from posttrain.core.config.base import BASE_MODEL
 from posttrain.core.config.dag import topological_order
 from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
@@ -26,7 +25,6 @@ from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import Reward, Task
 from posttrain.core.errors import ConfigError, ResourceError, RunError, nearest
 from posttrain.core.models.device import ModelRuntime
-from posttrain.core.models.source import obtain
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.store.artifacts import Artifact, ArtifactStore
 from posttrain.core.store.manifests import file_digest, read_manifest
@@ -39,6 +37,7 @@ from posttrain.core.training.checkpoint import (
 )
 from posttrain.pipelines.rl.evidence import EvidenceFolder, find_evidence
 from posttrain.pipelines.run.checks import resolve_configs
+from posttrain.pipelines.run.past_inputs import inputs_read
 from posttrain.pipelines.stage.files import checkpoint_folder
 from posttrain.pipelines.stage.inputs import StageInputs
 
@@ -149,21 +148,7 @@ class PastRun:
 
     def inputs(self, stage: str) -> dict[str, Artifact]:
         """What the stage read; raises `ResourceError` where some of it is gone or damaged."""
-        config, found = self.resolved.config, {}
-        for role, source in config.stages[stage].inputs.items():
-            if source == BASE_MODEL:
-                base = obtain(config.model, self.home / "models")
-                found[role] = Artifact("model", str(base.path), base.digest, BASE_MODEL)
-                continue
-            result, reason = self.store.lookup(source, self.record.stages.get(source, ""))
-            if result is None:
-                raise ResourceError(
-                    f"the stage reads what stage '{source}' made, which is not in "
-                    f"{self.store.root} any more ({reason}): the `posttrain run` command of this "
-                    "run makes it again"
-                )
-            found[role] = result.artifact(config.stages[source].makes)
-        return found
+        return inputs_read(self.resolved.config, self.record, stage, self.home, self.store)
 
     def checkpoints(
         self, stage: str, before: float = math.inf, warn: Callable[[str], object] = str
@@ -240,6 +225,17 @@ def read_unchanged(found: EvidenceFolder, step: int) -> StepEvidence:
                 "stage wrote; compute the stage again with --no-cache"
             )
     return read_step(found.folder, step)
+
+
+def with_logprobs(evidence: StepEvidence) -> StepEvidence:
+    """The same; raises `ConfigError` for that of an import without log-probs."""
+    batch = evidence.batch
+    if batch.old_logprobs is None and not bool(batch.rollout_logprobs.isfinite().any()):
+        raise ConfigError(
+            f"the log-probs of step {evidence.step} are not known, since the dump was imported "
+            "with --no-logprobs: import it again without that option"
+        )
+    return evidence
 
 
 def check_step(found: EvidenceFolder, step: int) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.resolve import origins
 from posttrain.core.config.sections import KeepSection
-from posttrain.core.contracts import StageOutput
-from posttrain.core.errors import RunError
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.models.device import ModelRuntime, set_threads
 from posttrain.core.models.quiet import quiet_libraries
 from posttrain.core.rollout import episode_log
@@ -32,22 +32,14 @@ from posttrain.pipelines.analysis.replay_comparison import (
     StepSource,
     find_steps,
 )
+from posttrain.pipelines.run.again import ReplayContext, take_steps_again
 from posttrain.pipelines.run.cluster import joined_cluster, on_this_machine
-from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.run.forks import find_parent
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import OWN_ANSWERS
-from posttrain.pipelines.stages.preference import run_preference
-from posttrain.pipelines.stages.process_reward_model import run_process_reward_model
-from posttrain.pipelines.stages.reward_model import run_reward_model
-from posttrain.pipelines.stages.rl import opened_loop
-from posttrain.pipelines.stages.sft import run_sft
 
-_RUNNERS: dict[str, Callable[[StageContext], StageOutput]] = {
-    "sft": run_sft,
-    "reward_model": run_reward_model,
-    "process_reward_model": run_process_reward_model,
-    "preference": run_preference,
-}
+CHANGED = "not as it was when the step was taken"
+"""Begins the note of what of the machine, the code and the plugins is another."""
 
 
 @dataclass
@@ -86,14 +78,6 @@ class ReplayResult:
         }
 
 
-class ReplayContext(StageContext):
-    """A stage's context that reports to nobody: listeners and MLflow know these steps already."""
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step, no more."""
-        self.reporter.step_done(self.name, step, metrics)
-
-
 @dataclass
 class Replay:
     """A replay of one step of a run; `notes` are what a reader of the result must know first."""
@@ -101,6 +85,8 @@ class Replay:
     run: PastRun
     reporter: Reporter
     notes: list[str] = field(default_factory=list)
+    source: StepSource | None = None
+    """The record of the stage whose step was asked for last."""
 
     def note(self, text: str) -> None:
         """Say it now, and with the result."""
@@ -114,7 +100,8 @@ class Replay:
         what is needed was not kept. Writes into a temporary folder only.
         """
         config, name = self.run.resolved.config, self.run.training_stage(stage)
-        source = find_steps(self.run, name)
+        self._refuse_shared(name, step)
+        source = self.source = find_steps(self.run, name)
         source.check_step(step, config.keep.records)
         set_threads(config.limits.num_threads)
         keep_freed_memory()
@@ -137,12 +124,24 @@ class Replay:
                 made = self._context(name, inputs, Path(folder), start, comparison, engines)
                 joined = joined_cluster(made.run, Path(folder))
                 with joined, closing(engines), suppress(Reached):
-                    _compute(made, step)
+                    take_steps_again(made, step)
         finally:
             engines.close()
         if not result.steps or result.steps[-1].step != step:
             raise RunError(f"the stage ended before step {step}: its data or its config differ")
         return result
+
+    def _refuse_shared(self, name: str, step: int) -> None:
+        """Steps that a fork shares were taken by another run, with its settings."""
+        section = self.run.resolved.config.stages[name]
+        fork = section.fork if isinstance(section, StepStage) else None
+        if fork is not None and step <= fork.step:
+            whose = find_parent(fork, self.run.home).record.run_id[:12]
+            raise ConfigError(
+                f"--step {step}: the first {fork.step} steps of stage '{name}' are those of run "
+                f"{whose}, which this run was forked from; replay them there: posttrain replay "
+                f"{whose} --step {step} --stage {name}"
+            )
 
     def _tell(self, compared: ComparedStep) -> None:
         self.reporter.say(step_line(compared))
@@ -154,7 +153,7 @@ class Replay:
         here = with_plugins(found, origins(self.run.resolved.plugins[source.stage]))
         changed = differences(source.recorded[step].environment, here)
         if changed:
-            self.note("not as it was when the step was taken: " + "; ".join(changed))
+            self.note(f"{CHANGED}: {'; '.join(changed)}")
         if not source.is_unchanged():
             self.note(f"the record {source.folder} was changed after the run")
         if engine != "transformers":
@@ -221,26 +220,3 @@ def _bring_episodes(source: StepSource, folder: Path) -> None:
     kept = source.folder.parent / episode_log.FOLDER
     if kept.is_dir():
         shutil.copytree(kept, folder / episode_log.FOLDER)
-
-
-def _compute(context: ReplayContext, until: int) -> None:
-    """The stage's steps up to `until`, which its sink ends."""
-    kind = context.stage.kind
-    if kind in _RUNNERS:
-        _RUNNERS[kind](context)
-        return
-    with opened_loop(context) as loop:
-        context.started(until)
-        record = loop.recorder
-        for step in range(loop.first_step, until + 1):
-            record.begin_step(step)
-            for due in loop.rollouts_due(step):
-                loop.rollouts.sample(due)
-            rollout = loop.rollouts.sample(step)  # which may have waited since an earlier step
-            if record.run(loop.take, rollout):
-                scored = record.run(loop.score_rewards, rollout)
-                ready = record.run(loop.compute_advantages, scored)
-                record.updated(record.run(loop.update_policy, ready))
-            record.run(loop.sync_weights, step)
-            record.run(loop.check_sync, f"the sync of step {step}")
-            record.end_step(step)

@@ -128,6 +128,7 @@ def rescore(
     set_threads(resolved.config.limits.num_threads)
     there = run.stage_inputs(found.stage, resolved, run.inputs(found.stage))
     scorer = build_scorer(there, config, there.tokenizer())
+    _check_answers(scorer)
     names = scorer.names
     made = _Rescoring()
     with scorer.pool or nullcontext():
@@ -138,6 +139,17 @@ def rescore(
             made.examples += _examples(evidence, made.steps[-1])
     weights = dict(zip(names, (w.weight for w in scorer.rewards), strict=True))
     return _report(run, found.stage, weights, _notes(run.rl_stage(found.stage)), made)
+
+
+def _check_answers(scorer: Scorer) -> None:
+    """Refuse rewards that compare with answers where the problems have none."""
+    needs = [w.name for w in scorer.rewards if w.reward.needs_answer or w.reward.is_verdict]
+    place = scorer.task.unjudged() if needs else ""
+    if place:
+        raise ConfigError(
+            f"--reward {needs[0]} compares with the answers of problems, and {place} has none: "
+            "name rewards that read the response alone"
+        )
 
 
 def _with_rewards(run: PastRun, stage: str, rewards: Sequence[tuple[Spec, float]]) -> ResolvedRun:

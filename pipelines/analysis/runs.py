@@ -25,6 +25,8 @@ from posttrain.core.analysis.statistics import (
     read_outcomes,
 )
 from posttrain.core.config.base import StageBase
+from posttrain.core.config.fork_section import StepStage
+from posttrain.core.config.schema import RunConfig
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.evaluation.suites import (
     EVALUATIONS,
@@ -47,13 +49,25 @@ MAIN_METRICS = (
     "clip/frac",
     "grad/norm",
     "loss/total",
+    "token_weight/max",
+    "token_weight/p99",
+    "token_weight/p50",
+    "token_weight/peak",
+    "token_weight/effective_frac",
+    "token_weight/length_slope",
+    "token_weight/share/positive",
+    "token_weight/share/bounded",
+    "token_weight/share/long",
+    "token_weight/share/late",
     "sft/loss",
     "loss/preference",
     "rm/held_out_pair_accuracy",
     "pref/held_out_pair_accuracy",
 )
 """Those that are compared, where any of the runs has them."""
-SAME_EXPERIMENT = ("seed", "name", "run_name", "description", "keep", "limits")
+SAME_EXPERIMENT = (
+    *("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants"),
+)
 """Top-level keys in which runs of one experiment may differ: the draw, names, what is kept."""
 
 
@@ -101,6 +115,13 @@ class RunResults:
         return MeasuredRun(self.label, self.seed, self.outcomes) if self.outcomes else None
 
 
+def _seed(config: RunConfig, name: str) -> int:
+    """The seed of what the stage drew: the fork's, where it has one of its own."""
+    stage = config.stages[name]
+    fork = stage.fork if isinstance(stage, StepStage) else None
+    return config.seed if fork is None or fork.seed is None else fork.seed
+
+
 def read_results(run: PastRun, stage: str | None) -> RunResults:
     """Everything of one run; raises `ResourceError` where no step's metrics are kept."""
     config = run.resolved.config
@@ -111,7 +132,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
     return RunResults(
         run_id=run.record.run_id,
         name=run.record.name,
-        seed=config.seed,
+        seed=_seed(config, name),
         stage=name,
         config=flatten(config.model_dump(mode="json")),
         rows=rows,
@@ -225,6 +246,7 @@ def differences(configs: Sequence[Mapping[str, str]]) -> dict[str, list[str | No
 def experiment(config: Mapping[str, str]) -> str:
     """What two runs of one experiment have in common, as text to compare."""
     kept = {k: v for k, v in config.items() if k.partition(".")[0] not in SAME_EXPERIMENT}
+    kept = {k: v for k, v in kept.items() if not k.endswith(".fork.seed")}
     return json.dumps(kept, sort_keys=True)
 
 
@@ -257,7 +279,7 @@ def compare_runs(runs: Sequence[PastRun], stage: str | None) -> Report:
     return Report(
         f"{len(ordered)} runs in {len(groups)} group(s)",
         notes,
-        [*_tables(groups, changed, tests, metrics), *_pictures(groups, metrics)],
+        [*_tables(groups, changed, tests, metrics), *pictures(groups, metrics)],
         {
             "groups": [_group_values(group, metrics) for group in groups],
             "runs": [_run_values(run, metrics) for run in ordered],
@@ -462,7 +484,8 @@ def _ends(metric: str, group: str, points: Sequence[Point]) -> Row:
     }
 
 
-def _pictures(groups: Sequence[Group], metrics: Sequence[str]) -> list[Picture]:
+def pictures(groups: Sequence[Group], metrics: Sequence[str]) -> list[Picture]:
+    """The curves of each metric, the mean of each group with its interval as a band."""
     from posttrain.core.analysis.pictures import Panel, Series, curves
 
     def drawn(group: Group, points: Sequence[Point]) -> Series:

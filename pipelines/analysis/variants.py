@@ -48,7 +48,7 @@ _OF_TEACHERS = ("teachers", "teacher_routing", "teacher_missing")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for: specs of algorithms, losses and aggregators, and (low, high) of clips.
+    """What was asked for: specs of plugins by kind, and (low, high) of clips.
 
     `without_kl` leaves the KL terms out of every variant, the run's own included.
     """
@@ -58,6 +58,13 @@ class Wanted:
     aggregators: Sequence[Spec] = ()
     clips: Sequence[tuple[float, float]] = ()
     without_kl: bool = False
+    advantages: Sequence[Spec] = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether a variant was named."""
+        named = (self.algorithms, self.losses, self.aggregators, self.clips, self.advantages)
+        return any(named)
 
 
 @dataclass(slots=True)
@@ -98,6 +105,7 @@ def build_variants(run: PastRun, stage: str, wanted: Wanted, kl_coef: float) -> 
     for name, specs, place in (
         ("loss", wanted.losses, "policy_loss"),
         ("aggregation", wanted.aggregators, "aggregator"),
+        ("advantage", wanted.advantages, "advantage"),
     ):
         for spec in specs:
             values = raw | {place: run.component(spec)}

@@ -1,11 +1,10 @@
-"""What `import posttrain` offers to call: `run`, `validate`, `plan`, `load`, `compare`.
+"""What `import posttrain` offers: `run`, `fork`, `sweep`, `validate`, `plan`, `load`, `compare`.
 
 The commands of the same names call the same functions below. Importing this loads nothing heavy.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from posttrain.pipelines.run.checks import (
     resolve_configs,
     shared_store,
 )
+from posttrain.pipelines.run.forks import check_forks
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -116,6 +116,42 @@ def run(
     return Run(PastRun(record, resolved, manager, places[0], ArtifactStore(places[1])), result)
 
 
+def fork(
+    of: Run | str,
+    *,
+    step: int | None = None,
+    stage: str | None = None,
+    overrides: Overrides = (),
+    seed: int | None = None,
+    home: Folder = None,
+    store: Folder = None,
+    plugins: Sequence[type[Plugin[Any]]] = (),
+    progress: bool = True,
+) -> Run:
+    """A run that shares the first `step` steps of another one's stage and goes on from there.
+
+    `of` is that run, or its id, of this home. `overrides` change its settings for what comes after
+    the step; without any the fork ends in the same weights. Without `step` the run is forked before
+    the `stage`. `seed` changes what is drawn after the step. Other arguments are those of `run`.
+
+    Raises `ConfigError` for a change that cannot go on from those steps, and `ResourceError` where
+    no checkpoint was kept.
+    """
+    from posttrain.pipelines.api.fork import make_fork
+
+    name = of if isinstance(of, str) else of.id
+    places, sets = _places(home, store), as_overrides(overrides)
+    made = make_fork(name, places[0], step=step, stage=stage, overrides=sets, seed=seed)
+    return run(
+        made.config,
+        overrides=sets,
+        home=places[0],
+        store=store,
+        plugins=plugins,
+        progress=progress,
+    )
+
+
 def validate(
     config: Config,
     *,
@@ -128,11 +164,15 @@ def validate(
 
     Arguments are those of `run`. Raises `PosttrainError` for what is wrong.
     """
-    resolved, manager = resolve_configs(as_configs(config), as_overrides(overrides), plugins)
+    configs, sets, places = as_configs(config), as_overrides(overrides), _places(home, store)
+    resolved, manager = resolve_configs(configs, sets, plugins)
     from posttrain.pipelines.api.validated import validated
+    from posttrain.pipelines.sweep.branches import checked_variants
 
     with as_guest():
-        return validated(resolved, manager, *_places(home, store))
+        found = validated(resolved, manager, *places)
+        checked_variants(resolved, configs, sets, places[0], plugins)
+        return found
 
 
 def plan(
@@ -156,6 +196,40 @@ def plan(
     with as_guest():
         places = _places(home, store)
         return planned(resolved, manager, *places, device=device, estimates=estimates)
+
+
+def sweep(
+    config: Config,
+    *,
+    overrides: Overrides = (),
+    home: Folder = None,
+    store: Folder = None,
+    parallel: int = 1,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] = (),
+    stop_early: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Run the variants of a config and compare them, as `posttrain sweep` does.
+
+    `parallel` is the number of processes, `seeds` stand for those of the section `variants`, `only`
+    names the variants to run next to the base; with `stop_early` one that falls behind the base is
+    stopped. The report's `values` have a row for each variant and each run, failed ones with their
+    reasons. Other arguments are those of `run`. The same call continues an interrupted sweep.
+    """
+    from posttrain.pipelines.sweep.sweeping import SweepOptions, run_sweep
+
+    chosen = None if seeds is None else tuple(seeds)
+    options = SweepOptions(*_places(home, store), parallel, chosen, tuple(only), stop_early)
+
+    @contextmanager
+    def shown() -> Iterator[Reporter]:
+        with _reporting(progress=progress) as (reporter, _):
+            yield reporter
+
+    with as_guest():
+        configs, sets = as_configs(config), as_overrides(overrides)
+        return run_sweep(configs, sets, options, shown).report
 
 
 def load(run: str, *, home: Folder = None, store: Folder = None) -> Run:
@@ -213,6 +287,7 @@ def run_configs(
     """
     resolved, manager = resolve_configs(configs, overrides, plugins)
     check_inputs(resolved, manager)
+    check_forks(resolved.config, home)
     from posttrain.pipelines.run.execute import RunOptions, execute
 
     with reporting() as (reporter, ask):
@@ -280,23 +355,12 @@ def as_overrides(overrides: Overrides) -> list[str]:
         )
     if not isinstance(overrides, Mapping):
         return list(overrides)
+    from posttrain.core.config.loading import override_of
+
     try:
-        return [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
+        return [override_of(key, value) for key, value in overrides.items()]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"overrides: {error}; give numbers, texts, lists and mappings") from error
-
-
-def _as_yaml(value: object) -> str:
-    """The value as YAML on one line."""
-    import yaml
-
-    plain = json.loads(json.dumps(_plain(value)))  # numbers of numpy too
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").strip()
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _places(home: Folder, store: Folder) -> tuple[Path, Path]:

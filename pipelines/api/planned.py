@@ -81,11 +81,13 @@ def planned(
     Reads only; a model is not downloaded.
     """
     from posttrain.core.estimate.tokens import RunData
+    from posttrain.pipelines.run.forks import check_forks
     from posttrain.pipelines.run.placement import placement
     from posttrain.pipelines.run.planning import plan_stages
     from posttrain.pipelines.run.rounds import look
     from posttrain.pipelines.run.store import described
 
+    check_forks(resolved.config, home)
     begun = look(resolved, manager, home, store=store)
     config, order = begun.resolved.config, begun.resolved.order
     plans = plan_stages(begun.resolved, home, manager, store, begun.rows_digest)
@@ -116,6 +118,8 @@ def stage_rows(
         cached, reason = status.get(name, (False, Reason("unknown")))
         with faults_of_plugin(name, stage, "describe"):
             words = arithmetic(stage, data)
+        if (fork := getattr(stage, "fork", None)) is not None:
+            words += f"; the first {fork.step} steps are shared, and are not computed"
         rows.append(
             {
                 "stage": name,
@@ -137,6 +141,20 @@ def _given_steps(stage: RlStage) -> str:
         return ""
     whose = "the teacher samples" if stage.seq_kd else "the data have"
     return f"; {1 - stage.on_policy_share:.0%} of the steps are on answers that {whose}"
+
+
+def _sampled_evaluation(stage: RlStage, data: RunData) -> str:
+    """What avg@k and pass@k ask for while training."""
+    section = stage.sampled_evaluation
+    if section is None:
+        return ""
+    limits = section.as_evaluation(data.config.evaluation)
+    problems, times = data.count("held_out", limits.num_problems), stage.steps // section.every
+    times += 1 + (stage.steps % section.every > 0)
+    return (
+        f"; avg@{section.k} and pass@k {times} times, {problems} problems x {section.k} = "
+        f"{problems * section.k} answers of at most {limits.max_response_length} tokens each"
+    )
 
 
 def arithmetic(stage: StageBase, data: RunData) -> str:
@@ -211,7 +229,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
             whose = "the record's" if stage.learns_from_record else whose
             return (
                 f"{stage.prompts_per_step} of {whose} answers per step, {stage.steps} steps; the "
-                "policy samples nothing"
+                f"policy samples nothing{_sampled_evaluation(stage, data)}"
             )
         case RlStage():
             rows_a_step = stage.prompts_per_step * stage.num_generations
@@ -226,7 +244,7 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
                 f"mini-batch(es) of {mini} = {stage.epochs * updates} optimizer step(s) per "
                 f"rollout; {stage.steps} steps{again if 0 < problems < prompts else ''} sample at "
                 f"most {tokens:,} tokens; {-(-mini // stage.micro_batch_size)} micro-batch(es) per "
-                f"optimizer step{_given_steps(stage)}"
+                f"optimizer step{_given_steps(stage)}{_sampled_evaluation(stage, data)}"
             )
         case TransformStage():
             problems, solutions = data.count("train", stage.num_problems), stage.num_solutions

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.pipelines.run.checks import check_inputs, check_model
+from posttrain.pipelines.run.forks import check_forks
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import PluginUse, ResolvedRun
@@ -58,6 +59,7 @@ def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: 
     found = find_base(resolved.config.model, home, store)
     local = with_model(resolved, found.section)
     inputs = check_inputs(local, manager)
+    check_forks(resolved.config, home)
     check_free_disk(home, 0, resolved.config.limits.min_free_gb, "a run")
     from posttrain.pipelines.run.data_checks import check_texts  # it imports torch
 

@@ -19,8 +19,10 @@ EPILOG = (
     "  posttrain compare 3f2a9c --step 12 --algorithm grpo --algorithm gspo\n\n"
     "  posttrain compare 3f2a9c --step 12 --clip 0.1:0.1 --clip 0.2:0.28 --model\n\n"
     "  posttrain compare 3f2a9c --step 1 --loss cispo --aggregation token-mean --out step.html\n\n"
+    "  posttrain compare 3f2a9c --frozen --pool 8 --aggregation token-mean --advantage rloo\n\n"
     "  posttrain compare 3f2a9c 77b0e1 9ad204 --json\n\n"
     "With --step, each variant is computed on what that step sampled, next to the run's own loss; "
+    "with --frozen, variants are ranked by bias and variance of their gradients on recorded steps; "
     "without it, runs are laid side by side and those that differ only in the seed are one group. "
     "docs/comparing.md says what each number is.\n\n" + EPILOG_CODES
 )
@@ -60,6 +62,12 @@ def compare(
         list[str] | None,
         typer.Option("--clip", metavar="LOW:HIGH", help="The same, with these bounds of the clip."),
     ] = None,
+    advantage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--advantage", metavar="NAME[,field=value]", help="The same, with this estimator."
+        ),
+    ] = None,
     no_kl: Annotated[
         bool, typer.Option("--no-kl", help="Leave KL terms out, also of the run's own loss.")
     ] = False,
@@ -67,6 +75,41 @@ def compare(
         bool,
         typer.Option("--model", help="Gradients of the model's parameters too; takes a model."),
     ] = False,
+    frozen: Annotated[
+        bool,
+        typer.Option(
+            "--frozen",
+            help="Rank variants by bias and variance of their gradients, and predict which learns "
+            "faster; takes a model. Without variants, all aggregators.",
+        ),
+    ] = False,
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            "--pool",
+            min=1,
+            help="Of --frozen: recorded steps, from --step on.  \\[default: 8]",
+            show_default=False,
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(
+            "--batches",
+            min=8,
+            help="Of --frozen: batches drawn from the pool.  \\[default: 64]",
+            show_default=False,
+        ),
+    ] = None,
+    directions: Annotated[
+        int | None,
+        typer.Option(
+            "--directions",
+            min=8,
+            help="Of --frozen: random directions of gradients.  \\[default: 128]",
+            show_default=False,
+        ),
+    ] = None,
     stage: StageOption = None,
     out: OutOption = None,
 ) -> Result:
@@ -84,9 +127,19 @@ def compare(
         [parse_spec("--aggregation", text) for text in aggregation or ()],
         [parse_clip(text) for text in clip or ()],
         without_kl=no_kl,
+        advantages=[parse_spec("--advantage", text) for text in advantage or ()],
     )
-    _check(runs, step, wanted, model)
-    if step is None:
+    _check(runs, step, wanted, model, frozen)
+    if not frozen and (pool or batches or directions):
+        raise ConfigError("--pool, --batches and --directions are of --frozen: add it")
+    if frozen:
+        from posttrain.core.models.quiet import quiet_libraries
+        from posttrain.pipelines.analysis.frozen_ranking import Ranking, rank_frozen
+
+        quiet_libraries()
+        how = Ranking(step, pool or 8, batches or 64, directions or 128)
+        report = rank_frozen(open_run(runs[0], context), stage, wanted, how)
+    elif step is None:
         from posttrain.pipelines.analysis.runs import compare_runs
 
         report = compare_runs([open_record(run, context) for run in runs], stage)
@@ -101,21 +154,23 @@ def compare(
     return give(context, report, "compare", out)
 
 
-def _check(runs: list[str], step: int | None, wanted: Wanted, model: bool) -> None:
+def _check(runs: list[str], step: int | None, wanted: Wanted, model: bool, frozen: bool) -> None:
     """Raise `ConfigError` where options and number of runs do not fit."""
-    asked = [*wanted.algorithms, *wanted.losses, *wanted.aggregators, *wanted.clips]
-    if step is not None and len(runs) != 1:
+    if (step is not None or frozen) and len(runs) != 1:
+        what = "--frozen ranks variants" if frozen else "--step compares algorithms"
         raise ConfigError(
-            f"--step compares algorithms on the rollouts of one run, and {len(runs)} were given; "
-            "give one, or leave --step out to compare the runs"
+            f"{what} on the rollouts of one run, and {len(runs)} were given; "
+            "give one, or leave the option out to compare the runs"
         )
-    if step is None and (asked or wanted.without_kl or model):
+    if frozen and model:
+        raise ConfigError("--frozen computes gradients of the model anyway; leave --model out")
+    if step is None and not frozen and (wanted.any or wanted.without_kl or model):
         raise ConfigError(
-            "--algorithm, --loss, --aggregation, --clip, --no-kl and --model are about one step of "
-            "one run: add --step N"
+            "--algorithm, --advantage, --loss, --aggregation, --clip, --no-kl and --model are "
+            "about one step of one run: add --step N, or --frozen"
         )
-    if step is None and len(runs) < 2:
+    if step is None and not frozen and len(runs) < 2:
         raise ConfigError(
             "one run was given: name a second to compare it with, or add --step N and two or more "
-            "of --algorithm, --loss, --aggregation and --clip"
+            "of --algorithm, --advantage, --loss, --aggregation and --clip, or --frozen"
         )

@@ -20,7 +20,8 @@ EPILOG = (
     "README.md in the folder is the model card: base model, training, data, results with their "
     "intervals, licences, config. Without --adapter a LoRA model is exported merged. --gguf is for "
     "models of the types llama, qwen2 and qwen3. --hub makes a private repository unless --public "
-    "is given.\n\n" + EPILOG_CODES
+    "is given. attestation.json has the digests that `posttrain verify DIR` compares.\n\n"
+    + EPILOG_CODES
 )
 
 
@@ -67,6 +68,7 @@ def export(
     ] = False,
 ) -> Result:
     """Write a model to a folder with a model card made from its run, and upload it."""
+    from posttrain.core.store.manifests import ATTESTATION
     from posttrain.pipelines.run.model_reference import find_model
     from posttrain.pipelines.using import export as exporting
 
@@ -91,6 +93,8 @@ def export(
     if dry_run:
         planned = [path.name for path in exporting.sources(found, options)]
         planned += [*map(options.gguf_name, options.gguf), exporting.CARD]
+        if exporting.attestation_of(found, context.home, context.store) is not None:
+            planned.append(ATTESTATION)
         say(f"would write to {options.out}: {', '.join(planned)}")
         if hub is not None:
             say(f"would upload them to {hub}, {'public' if public else 'private'}")
@@ -100,8 +104,10 @@ def export(
 
     quiet_libraries()
     facts = gather(found, context.home, context.store)
-    files = exporting.export(found, facts, options, say)
+    statement = exporting.attestation_of(found, context.home, context.store)
+    files = exporting.export(found, facts, options, say, statement)
     say(f"{options.out}: {exporting.names(files)}")
+    say(exporting.attested(options.out, statement))
     page = None
     if hub is not None:
         page = exporting.upload(options.out, hub, private=not public)

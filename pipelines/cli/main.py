@@ -12,6 +12,7 @@ from posttrain.pipelines.cli import (
     chat,
     cluster,
     compare,
+    dashboard,
     data,
     deployments,
     doctor,
@@ -19,6 +20,8 @@ from posttrain.pipelines.cli import (
     evaluate,
     export,
     forensics,
+    fork,
+    import_dump,
     init,
     inspect,
     plan,
@@ -32,8 +35,10 @@ from posttrain.pipelines.cli import (
     serve_model,
     services,
     show,
+    sweep,
     ui,
     validate,
+    verify,
 )
 from posttrain.pipelines.cli.commands import Commands
 from posttrain.pipelines.cli.common import EPILOG_CODES
@@ -70,19 +75,24 @@ def posttrain(
 
 app.command("init", epilog=init.EPILOG)(init.init)
 app.command("run", epilog=run.EPILOG)(run.run)
+app.command("sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command("send", epilog=send.EPILOG)(send.send)
 app.command("validate", epilog=validate.EPILOG)(validate.validate)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("serve-model", epilog=serve_model.EPILOG)(serve_model.serve_model)
 app.command("export", epilog=export.EPILOG)(export.export)
+app.command("fork", epilog=fork.EPILOG)(fork.fork)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("dashboard", epilog=dashboard.EPILOG)(dashboard.dashboard)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
 app.command("rescore", epilog=rescore.EPILOG)(rescore.rescore)
 app.command("forensics", epilog=forensics.EPILOG)(forensics.forensics)
+app.command("import", epilog=import_dump.EPILOG)(import_dump.import_dump)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("blame", epilog=blame.EPILOG)(blame.blame)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
 app.command("rollback", epilog=rollback.EPILOG)(rollback.rollback)
 app.add_typer(data.app, name="data")
 app.add_typer(plugins.app, name="plugins")

@@ -16,6 +16,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
+from posttrain.pipelines.cli.sweep import as_json, described
 from posttrain.pipelines.run.checks import resolve_configs
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def plan(
     """Show the DAG, what is cached and why not, the batch arithmetic, and estimates of the cost."""
     resolved, manager = resolve_configs(configs, overrides)
     from posttrain.pipelines.api.planned import planned
+    from posttrain.pipelines.sweep.branches import checked_variants
 
     made = planned(
         resolved, manager, context.home, context.store, device=device, estimates=calibration
@@ -76,7 +78,12 @@ def plan(
         console.print(made.cluster, markup=False)
     if made.store:
         console.print(made.store, markup=False)
-    return Result(made.to_json())
+    variants = checked_variants(resolved, configs, overrides, context.home)
+    if variants is None:
+        return Result(made.to_json())
+    for line in described(variants):
+        console.print(line, markup=False)
+    return Result({**made.to_json(), "sweep": as_json(variants)})
 
 
 def print_stages(rows: Sequence[Mapping[str, Any]], console: Console, *, why: bool = False) -> None:

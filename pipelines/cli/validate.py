@@ -10,6 +10,7 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
+from posttrain.pipelines.cli.sweep import as_json, described
 from posttrain.pipelines.run.checks import resolve_configs
 
 EPILOG = (
@@ -23,14 +24,18 @@ EPILOG = (
 def validate(
     context: CommandContext, configs: ConfigsArgument, overrides: SetOption = None
 ) -> Result:
-    """Check a config, its plugins, its DAG, its model and its data. Writes nothing."""
+    """Check a config, its variants, plugins, DAG, model and data. Writes nothing."""
     resolved, manager = resolve_configs(configs, overrides)
     from posttrain.pipelines.api.validated import validated
+    from posttrain.pipelines.sweep.branches import checked_variants
 
     found = validated(resolved, manager, context.home, context.store)
     console = context.console()
-    for line in found.lines():
+    *lines, verdict = found.lines()
+    variants = checked_variants(resolved, configs, overrides, context.home)
+    for line in (*lines, *(described(variants) if variants else ()), verdict):
         console.print(line, markup=False)
+    more = {"sweep": as_json(variants)} if variants else {}
     return Result(
         {
             "status": "ok",
@@ -38,5 +43,6 @@ def validate(
             "plugins": {name: [use._asdict() for use in u] for name, u in found.plugins.items()},
             "notes": list(found.notes),
             "warnings": list(found.warnings),
+            **more,
         }
     )

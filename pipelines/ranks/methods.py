@@ -205,7 +205,7 @@ def preference(inputs: StageInputs, num_steps: int) -> Trained:
 
 def _seed(inputs: StageInputs) -> int:
     """Of the optimizer's rounding at random."""
-    return derive_seed(inputs.run.seed, inputs.name)
+    return derive_seed(inputs.draw_seed, inputs.name)
 
 
 def preference_objective(inputs: StageInputs, stage: PreferenceStage) -> PreferenceObjective:

@@ -275,16 +275,20 @@ def output_recording(
     return partial(record_outputs, engine, model, learner.reference)
 
 
-def update_settings(context: StagePlugins, stage: RlStage) -> UpdateSettings:
-    """How the stage cuts up a rollout batch."""
+def update_settings(
+    context: StageInputs, stage: RlStage, step: int | None = None
+) -> UpdateSettings:
+    """How the stage cuts up a rollout batch: of steps to come, or of a past `step`."""
+    seed = context.draw_seed if step is None else context.drew_with(step)
     return UpdateSettings(
         epochs=stage.epochs,
         num_mini_batches=stage.num_mini_batches,
         micro_batch_size=stage.micro_batch_size,
         max_tokens=stage.max_tokens_per_microbatch,
         skip_idle_rows=stage.skip_idle_rows,
+        token_weights=stage.token_weights,
         temperature=stage.generation.temperature,
-        seed=derive_seed(context.run.seed, context.name, "learner"),
+        seed=derive_seed(seed, context.name, "learner"),
         cut=Cut(stage.generation.top_k, stage.generation.top_p),
     )
 
@@ -398,7 +402,7 @@ def build_ptx(context: StageInputs, stage: RlStage, tokenizer: ChatTokenizer) ->
         make_batch=make_batch,
         batch_size=section.batch_size,
         micro_batch_size=stage.micro_batch_size,
-        seed=derive_seed(context.run.seed, context.name, "ptx"),
+        seed=derive_seed(context.draw_seed, context.name, "ptx"),
     )
 
 
@@ -436,7 +440,7 @@ def critic_settings(context: StageInputs, stage: RlStage) -> CriticSettings:
         clip=section.clip,
         huber_delta=section.huber_delta,
         aggregator=context.build(Aggregator, section.aggregator),
-        seed=derive_seed(context.run.seed, context.name, "critic"),
+        seed=derive_seed(context.draw_seed, context.name, "critic"),
     )
 
 
@@ -445,7 +449,7 @@ def build_prm(context: StageInputs, stage: RlStage) -> ImplicitPrm | None:
     section = stage.implicit_prm
     if section is None:
         return None
-    seed = derive_seed(context.run.seed, context.name, "implicit_prm")
+    seed = derive_seed(context.draw_seed, context.name, "implicit_prm")
     model = load_policy(context.model_dir, context.trained_runtime)
     start_training(context, model, section.lora, "implicit_prm")
     per_batch = section.epochs * section.num_mini_batches

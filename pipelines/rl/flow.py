@@ -87,6 +87,13 @@ def evaluate(loop: LiveLoop, step: int) -> None:
 
 
 @phase
+def evaluate_sampled(loop: LiveLoop, step: int) -> None:
+    """Measure avg@k and pass@k on a few held-out problems."""
+    record = loop.value.recorder
+    record.evaluated_sampled(step, record.run(loop.value.evaluate_sampled, step))
+
+
+@phase
 def checkpoint(loop: LiveLoop, step: int) -> None:
     """Save what an interrupted run needs to continue after this step."""
     loop.value.checkpoint(step)
@@ -143,6 +150,8 @@ def take_step(loop: LiveLoop, step: int, ahead: RolloutsAhead | None, call: Call
     call(sync_weights, loop, step)
     if loop.value.evaluation_is_due(step):
         call(evaluate, loop, step)
+    if loop.value.sampled_evaluation_is_due(step):
+        call(evaluate_sampled, loop, step)
     record.end_step(step)
     if loop.value.checkpoint_is_due(step):
         call(checkpoint, loop, step)
@@ -163,6 +172,8 @@ def rl_flow(stage: str, loop: LiveLoop, body: Live[Body]) -> None:
     with body.value.running(), ExitStack() as stack:
         if loop.value.evaluates_before_first_step:
             evaluate(loop, 0)
+        if loop.value.first_step == 1 and loop.value.sampled_evaluation_is_due(0):
+            evaluate_sampled(loop, 0)
         ahead = RolloutsAhead(loop) if loop.value.steps_ahead else None
         if ahead:
             stack.callback(ahead.close)

@@ -194,7 +194,7 @@ def _of_teachers(
         found.append(partial(generate_groups, engine))
 
     def params(step: int) -> SamplingParams:
-        return sampling_of(stage, derive_seed(context.run.seed, context.name, "teacher", step))
+        return sampling_of(stage, derive_seed(context.draw_seed, context.name, "teacher", step))
 
     return TeacherAnswers(found, routing_of(stage), stage.prompts_per_step, params)
 

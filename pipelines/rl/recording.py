@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from posttrain.core.analysis.alarms import Seen, judge
+from posttrain.core.analysis.alarm_samples import StepSamples, look_at, with_samples
+from posttrain.core.analysis.alarms import METRIC, Raised, Seen, judge, raised_in
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
@@ -23,6 +24,7 @@ from posttrain.core.contracts import KlController
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
+from posttrain.core.evaluation.sampled import SampledEvaluation
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.files import WrongContent, read_json
 from posttrain.core.tracking.mlflow_run import traced_responses
@@ -45,6 +47,7 @@ TIMERS = {
     "update_policy": "time/update_s",
     "sync_weights": "time/sync_s",
     "evaluate": "time/evaluate_s",
+    "evaluate_sampled": "time/evaluate_sampled_s",
 }
 """The metric of each phase that is timed."""
 TRACES = 2
@@ -55,7 +58,6 @@ TRACKED_PROMPTS, TRACKED_LENGTH = 12, 2000
 """How many prompts are followed over a stage, and characters of an answer that are shown."""
 ALARM_RAISED = "posttrain.alarm.raised"
 TAG = "posttrain.alarm."
-METRIC = "alarm/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +91,25 @@ class Recorder:
     prm: ProcessRewards | None = None
     history: list[Metrics] = field(default_factory=list)
     evaluations: list[Metrics] = field(default_factory=list)
+    sampled: list[Metrics] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     _step_began: float = 0.0
+    _at_k: Metrics = field(default_factory=dict)
+    _raised: dict[str, str] = field(default_factory=dict)
     _trained_on: RolloutBatch | None = None
+    _samples: StepSamples = field(default_factory=lambda: StepSamples(0))
 
     def continue_from(self, history: Sequence[Metrics]) -> None:
         """Have the history of the steps before a checkpoint."""
         self.history = list(history)
         self.evaluations = [row for row in self.history if "eval/greedy_accuracy" in row]
+        self.sampled = [row for row in self.history if "eval/sampled_problems" in row]
 
     def begin_step(self, step: int) -> None:
         """Start the clock of a step."""
         self.context.check()
-        self.metrics, self._trained_on = {}, None
+        self.metrics, self._at_k, self._trained_on = {}, {}, None
+        self._samples = StepSamples(step)
         self._step_began = time.perf_counter()
 
     def run(self, phase: Callable[P, tuple[T, Metrics]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,7 +141,9 @@ class Recorder:
         self._trained_on = batch
         trained = float(batch.mask.sum()) * self.learner.settings.epochs
         self.metrics["throughput/update_tokens_per_s"] = trained / self.metrics["time/update_s"]
-        tracker.log_table("samples", step, sample_rows(batch, self.reward_names))
+        rows = sample_rows(batch, self.reward_names)
+        tracker.log_table("samples", step, rows)
+        self._samples = _step_samples(step, rows, update)
         if every and (step == 1 or step % every == 0):
             tracker.log_traces(traced_responses(batch, step, self.reward_names, TRACES))
         if self.context.evidence is not None and update.result is not None:
@@ -184,12 +194,29 @@ class Recorder:
         if found["eval/greedy_accuracy"] > best:
             self.context.announce(EVAL_IMPROVED, {"step": step, "before": best, **found})
         self.evaluations.append({"step": float(step), **found})
+        self.context.evaluated(step, result)
         self.context.tracker.log_table("held_out", step, evaluation_table(result, limit=50))
         followed = tracked_rows(self.context.checkpoints, step, result.rows)
         self.context.tracker.log_table("held_out_over_time", None, followed)
         if step == 0:
             self.context.log_step(0, found)
             self.history.append({"step": 0.0, **found})
+
+    def evaluated_sampled(self, step: int, result: SampledEvaluation) -> None:
+        """Record avg@k and pass@k after `step` steps, and the answers.
+
+        Apart from the step's own metrics: they are many, and a step has a limit.
+        """
+        self._at_k = result.metrics
+        self.sampled.append({"step": float(step), **self._at_k})
+        self.context.tracker.log_step(step, self._at_k)
+        self.context.tracker.log_table("held_out_sampled", step, result.table())
+        if step > 0:
+            return
+        if self.history:  # from the greedy evaluation
+            self.history[0] |= self._at_k
+        else:
+            self.history.append({"step": 0.0, **self._at_k})
 
     def end_step(self, step: int) -> None:
         """Record everything that was measured in this step."""
@@ -206,6 +233,7 @@ class Recorder:
             "memory/peak_gb": peak_memory_gb(),
         }
         self.context.log_step(step, self.metrics)
+        self.metrics |= self._at_k
         self.history.append({"step": float(step), **self.metrics})
 
     def _record_tensors(self, step: int) -> None:
@@ -226,20 +254,41 @@ class Recorder:
         Silent alarms have no metric: a dozen zeros would take the place of others. An alarm is
         raised at the first step of the stage at which it goes off, also before an interruption.
         """
-        target = self.controller.target()
         seen = Seen(
             {**self.metrics, "step": float(step)},
             self.history,
             self.evaluations,
-            None if target is None else (f"kl/ref_{target[0]}", target[1]),
+            self.sampled,
+            self._kl_target,
             self.stage.mismatch_alarm,
         )
         alarms = judge(seen, self.context.run.alarms)
         texts = {name: text for name, text in alarms.items() if text}
         for name, text in texts.items():
             if not any(row.get(METRIC + name) for row in self.history):
-                raise_alarm(self.context, name, step, text)
+                shown = look_at(name, self._samples, self._microscope(step))
+                self._raised[name] = f"{text}. Look at {shown}"
+                raise_alarm(self.context, name, step, self._raised[name])
         return {METRIC + name: 1.0 for name in texts}
+
+    @property
+    def _kl_target(self) -> tuple[str, float] | None:
+        target = self.controller.target()
+        return None if target is None else (f"kl/ref_{target[0]}", target[1])
+
+    def _microscope(self, step: int) -> str:
+        """The command that shows the step token by token, if steps are kept for it."""
+        if self.context.evidence is None:
+            return ""
+        run = self.context.run_id[:12] or "RUN"
+        return f"posttrain inspect {run} --stage {self.context.name} --step {step}"
+
+    def raised(self) -> list[Raised]:
+        """All alarms of the stage so far, those before an interruption too."""
+        limits, history = self.context.run.alarms, self.history
+        found = raised_in(history, limits, self._kl_target, self.stage.mismatch_alarm)
+        again = [with_samples(alarm, self._microscope(alarm.steps[0])) for alarm in found]
+        return [replace(a, text=self._raised.get(a.name, a.text)) for a in again]
 
 
 def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
@@ -252,6 +301,16 @@ def raise_alarm(context: StageContext, name: str, step: int, text: str) -> None:
     context.announce(
         ALARM_RAISED, {"stage": context.name, "alarm": name, "step": step, "text": text}
     )
+
+
+def _step_samples(step: int, rows: Sequence[dict[str, object]], update: Update) -> StepSamples:
+    """The rows of a step's table, with length and mean entropy of each."""
+    mask = update.batch.response_mask[: len(rows)].bool()
+    entropies: list[float] = []
+    if update.result is not None:
+        seen = update.result.seen_entropy[: len(rows)].to(mask.device)
+        entropies = torch.where(mask, seen, torch.nan).nanmean(dim=1).tolist()
+    return StepSamples(step, rows, mask.sum(dim=1).tolist(), entropies)
 
 
 def tracked_rows(

@@ -191,7 +191,7 @@ class Rollouts:
     def _sample(self, step: int) -> Rollout:
         stage = self.stage
         began = time.perf_counter()
-        seed = derive_seed(self.context.run.seed, self.context.name, "rollout", step)
+        seed = derive_seed(self.context.draw_seed, self.context.name, "rollout", step)
         params = sampling_of(stage, seed)
         check, episodes = self.context.check, self.episodes
         generate = partial(episodes.generate, check=check) if episodes else generate_groups
@@ -266,7 +266,8 @@ class Rollouts:
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # Any: JSON
         """Continue from `state`."""
-        self.sampler.load_state(state["sampler"])
+        if "sampler" in state:  # a fork leaves out that of another sampler
+            self.sampler.load_state(state["sampler"])
         self.prompts.position = state["prompts"]
         if self.stream is not None:
             self.stream.load_state(state["stream"])

@@ -26,16 +26,19 @@ from posttrain.core.contracts import (
 )
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.evaluation.accuracy import Evaluation, evaluate_policy
+from posttrain.core.evaluation.sampled import SampledEvaluation, sample_policy
 from posttrain.core.rewards.scoring import Scorer, advantage_metrics
 from posttrain.core.rewards.shaping import kl_of_batch, subtract_kl
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.heap import StepHeap
-from posttrain.core.runtime.seeding import generator
+from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,
     load_checkpoint,
+    optimizers_in,
     save_checkpoint,
+    step_of,
 )
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValuePhase
@@ -58,6 +61,13 @@ class Stateful(Protocol):
 
     def load_state(self, state: Any) -> None:  # Any: what `state` gave
         """Continue from `state`."""
+
+
+def load_parts(parts: Mapping[str, Stateful], state: LoopState, *, forked: bool) -> None:
+    """Let each part go on from a checkpoint; at a fork, one that is new begins as it is."""
+    for name, part in parts.items():
+        if name in state.parts or not forked:
+            part.load_state(state.parts[name])
 
 
 @dataclass
@@ -106,6 +116,11 @@ class RlLoop:
         """Every `evaluate_every` steps, and after the last, so that the curve has both ends."""
         every = self.stage.evaluate_every
         return every > 0 and (step % every == 0 or step == self.stage.steps)
+
+    def sampled_evaluation_is_due(self, step: int) -> bool:
+        """The same of sampled answers; step 0 is before the first step."""
+        section = self.stage.sampled_evaluation
+        return section is not None and (step % section.every == 0 or step == self.stage.steps)
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether the state after `step` is kept."""
@@ -250,6 +265,25 @@ class RlLoop:
             )
         return result, {k: v for k, v in result.metrics.items() if k.startswith("eval/")}
 
+    def evaluate_sampled(self, step: int) -> tuple[SampledEvaluation, Metrics]:
+        """avg@k and pass@k of the engine's policy, whose draws depend on seed, step and weights."""
+        section, run = self.stage.sampled_evaluation, self.context.run
+        assert section is not None
+        seed = derive_seed(run.seed, self.context.name, "sampled_evaluation", step)
+        with self.rollouts.using_engine():
+            result = sample_policy(
+                self.engine,
+                self.tokenizer,
+                self.context.task,
+                self.held_out,
+                section,
+                run.evaluation,
+                seed,
+                lambda done: self.context.check(),
+                self.episodes,
+            )
+        return result, {}
+
     # -- state --------------------------------------------------------------------------------
 
     def _stateful(self) -> dict[str, Stateful]:
@@ -287,15 +321,18 @@ class RlLoop:
 
     def resume(self, folder: Path) -> None:
         """Continue where the checkpoint in `folder` was written."""
+        forked = self.context.begins_fork_at(step_of(folder))
+        reference = self.learner.stored_reference
+        if forked and "reference" not in optimizers_in(folder):
+            reference = None  # one that begins to move with the fork, from the input model
         state = load_checkpoint(
             folder,
             self.learner.stored,
             critic=None if self.critic is None else self.critic.stored,
-            reference=self.learner.stored_reference,
+            reference=reference,
             prm=None if self.prm is None else self.prm.stored,
         )
-        for name, part in self._stateful().items():
-            part.load_state(state.parts[name])
+        load_parts(self._stateful(), state, forked=forked)
         self.recorder.continue_from(state.history)
         self.first_step = state.step + 1
         self.sync_weights(state.step)

@@ -34,7 +34,8 @@ from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.core.tracking.mlflow_tracker import PipelineTracker
 from posttrain.core.training.checkpoint import kept_checkpoints
 from posttrain.pipelines.run.gates import Gates
-from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
+from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of, origin_of
+from posttrain.pipelines.run.shared_tables import fork_tags
 from posttrain.pipelines.stage.engines import EnginePool
 
 PLUGINS = "plugins"
@@ -85,7 +86,7 @@ def assemble(
         reporter.say(sentence)
     if tracker.killed_runs:
         reporter.say(f"{len(tracker.killed_runs)} runs of a dead process were marked as killed")
-    return Pipeline(
+    made = Pipeline(
         resolved=resolved,
         home=home,
         manager=manager,
@@ -102,6 +103,9 @@ def assemble(
         fresh=fresh,
         gates=gates or Gates(approvals(home)),
     )
+    if origin := origin_of(made):
+        tracker.set_tags({"mlflow.note.content": origin})
+    return made
 
 
 def with_copies(resolved: ResolvedRun) -> ResolvedRun:
@@ -150,6 +154,9 @@ def start_tracking(
     algorithms = algorithms_of(resolved.config)
     if algorithms:
         tags = {**tags, "algorithm": algorithms}
+    origin = resolved.config.forked_from
+    if origin is not None:
+        tags |= fork_tags(origin.run, origin.stage, origin.step)
     tracker = PipelineTracker.start(
         uri=os.environ.get("MLFLOW_TRACKING_URI") or prepare_database(home),
         experiment=resolved.config.name,

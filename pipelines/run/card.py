@@ -106,13 +106,20 @@ def _what(pipeline: Pipeline) -> Iterator[list[Cell]]:
     config = pipeline.config
     pages, yours = links(pipeline.result(0.0)), ""
     yield ["run", pipeline.tracker.run_id]
-    for name, title in (("mlflow", "in MLflow"), ("prefect", "in Prefect")):
+    titles = {"mlflow": "in MLflow", "curves": "curves in MLflow", "prefect": "in Prefect"}
+    for name, title in titles.items():
         if name in pages:
             yield [title, Link(pages[name])]
             yours = yours or opened_by(pages, pipeline.home)
     if yours:
         yield ["these pages", yours]
     yield ["records", str(pipeline.record.folder)]
+    if config.forked_from is not None:
+        origin, at = config.forked_from, f"before stage {config.forked_from.stage}"
+        if origin.step is not None:
+            at = f"after step {origin.step} of stage {origin.stage}"
+        yield ["forked from", f"run {origin.run[:12]}, {at}"]
+        yield ["that run in MLflow", Link(pipeline.page_of(origin.run))]
     yield ["base model", f"{config.model.source}, sha256 {pipeline.base.digest[:12]}"]
     yield ["task", config.task.name]
     yield ["seed", str(config.seed)]

@@ -17,7 +17,7 @@ from posttrain.core.tracking.lineage import LineageNode, headline, lineage_html
 from posttrain.core.tracking.metric_names import HEADLINES
 from posttrain.core.tracking.outage import PATIENCE_S
 from posttrain.pipelines.run.card import write_card
-from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of
+from posttrain.pipelines.run.pipeline import Pipeline, algorithms_of, origin_of
 from posttrain.pipelines.run.progress import FileReporter
 from posttrain.pipelines.run.summary import prefect_page
 
@@ -83,6 +83,7 @@ def note(pipeline: Pipeline, bars: Sequence[tuple[str, float, float, float]]) ->
     return "\n".join(
         [
             pipeline.config.description or f"Pipeline `{pipeline.config.name}`.",
+            *(["", origin] if (origin := origin_of(pipeline)) else []),
             "",
             "| evaluation | held-out accuracy | 95 % interval |",
             "|---|---|---|",

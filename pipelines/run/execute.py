@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,8 @@ class RunOptions:
     `answers` are given to gates beforehand, by stage or for all; `ask` asks a person at a gate that
     has none. Without it such a gate ends the run. `server` is the run's own Prefect server if it
     was started already. `stop` is set by whoever wants the run to end at the next safe point;
-    `owns_process` says that a second signal may end the process.
+    `owns_process` says that a second signal may end the process. `opened` is called with the run
+    before its first stage.
     """
 
     home: Path
@@ -58,6 +59,7 @@ class RunOptions:
     server: OwnServer | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     owns_process: bool = True
+    opened: Callable[[Pipeline], None] = lambda pipeline: None
 
 
 def execute(
@@ -123,6 +125,7 @@ def _execute(
     log = FileReporter(options.home / "runs" / pipeline.tracker.run_id / "log.txt")
     pipeline.reporter = Reporters([reporter, log])
     take_up(pipeline, begun)
+    options.opened(pipeline)
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         if server is not None:

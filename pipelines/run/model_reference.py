@@ -96,13 +96,19 @@ def tracking_uri(home: Path) -> str | None:
 
 
 def find_model(
-    given: str, home: Path, store: Path | None = None, *, revision: str | None = None
+    given: str,
+    home: Path,
+    store: Path | None = None,
+    *,
+    revision: str | None = None,
+    compare: bool = True,
 ) -> FoundModel:
     """The model that `given` names: `FORMS`, also NAME@ALIAS, runs:/RUN/STAGE and MLflow's run ids.
 
     A folder goes before a run of this home, a run before a hub's id. Of a run without a stage it is
     the last model that it made. A model of a hub is downloaded. Raises `ConfigError` for a text
     that names nothing, and `ResourceError` for a model that is not here or not what was written.
+    Without `compare` a finished stage's files are not read: who compares them names what differs.
     """
     store = store or home / "artifacts"
     path = Path(given).expanduser()
@@ -111,13 +117,17 @@ def find_model(
     registered, run = _parsed(given)
     if registered is not None:
         found = _registered(
-            registered, tracking_uri(home), given, "give the --home of the run that did"
+            registered,
+            tracking_uri(home),
+            given,
+            "give the --home of the run that did",
+            compare=compare,
         )
         known = _of_folder(given, found.path, home, store)
         reported = _reported(registered, found.version)
         return replace(known, digest=found.digest, origin=reported, mlflow_model_id=found.model_id)
     if run is not None:
-        made = _of_run(given, run, home, store)
+        made = _of_run(given, run, home, store, compare=compare)
         if made is not None:
             return made
     return _from_outside(given, home, store, revision)
@@ -149,7 +159,7 @@ def _of_folder(given: str, path: Path, home: Path, store: Path) -> FoundModel:
     if found is None:
         return FoundModel(given, base.path, base.digest, base.origin)
     made, digest = found
-    record = _first_run(home, made)
+    record = first_run(home, made)
     return _of_stage(given, base.path, digest, made, record)
 
 
@@ -181,7 +191,7 @@ def _merged(given: str, adapter: Path, home: Path, store: Path) -> FoundModel:
     return FoundModel(given, folder, directory_digest(folder), origin)
 
 
-def _first_run(home: Path, made: Made) -> RunRecord | None:
+def first_run(home: Path, made: Made) -> RunRecord | None:
     """The first run of this home that had the stage: the one that computed it."""
     had = [r for r in _records(home) if r.stages.get(made.stage) == made.identity]
     return min(had, key=lambda record: record.began, default=None)
@@ -216,7 +226,7 @@ def _of_stage(
 
 
 def _registered(
-    named: RegisteredName, uri: str | None, given: str, otherwise: str
+    named: RegisteredName, uri: str | None, given: str, otherwise: str, *, compare: bool = True
 ) -> RegisteredVersion:
     """The registered version, its weights checked; raises `ResourceError` where there is none."""
     known: list[str] = []
@@ -225,7 +235,8 @@ def _registered(
 
         version = _look_up(named, uri)
         if version is not None:
-            registry.check_weights(version)
+            if compare:
+                registry.check_weights(version)
             return version
         known = registry.names(uri)
     what = f"alias '{named.alias}'" if named.alias else f"version {named.version}"
@@ -246,24 +257,27 @@ def _look_up(named: RegisteredName, uri: str) -> RegisteredVersion | None:
     return registry.find_version(uri, named.name, str(named.version))
 
 
-def _of_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
+def _of_run(
+    given: str, named: RunName, home: Path, store: Path, *, compare: bool = True
+) -> FoundModel | None:
     """What a run of this home made; None for a hub's id that no run has."""
     runs = (home / "runs").glob(f"{named.run}*/run.json")
     if next(runs, None) is None:
-        made = _of_mlflow_run(given, named, home, store)
+        made = _of_mlflow_run(given, named, home, store, compare=compare)
         if made is not None or not named.explicit and named.stage is not None:
             return made
-    return _stage_of(given, find_run(home, named.run), named.stage, store)
+    return _stage_of(given, find_run(home, named.run), named.stage, store, compare=compare)
 
 
-def _of_mlflow_run(given: str, named: RunName, home: Path, store: Path) -> FoundModel | None:
+def _of_mlflow_run(
+    given: str, named: RunName, home: Path, store: Path, *, compare: bool
+) -> FoundModel | None:
     """The model that the MLflow run of a stage logged."""
     if len(named.run) != 32:
         return None
     for made in reversed(Family(store).stages):
         if made.mlflow_run_id == named.run:
-            record = _first_run(home, made)
-            return _of_artifact(given, made, record, store)
+            return _of_artifact(given, made, first_run(home, made), store, compare=compare)
     uri = tracking_uri(home)
     if uri is None:
         return None
@@ -277,14 +291,17 @@ def _of_mlflow_run(given: str, named: RunName, home: Path, store: Path) -> Found
         return None
     parent, stage = tags.get("mlflow.parentRunId", ""), tags.get(mlflow_store.TAG_STAGE)
     try:
-        return _stage_of(given, find_run(home, parent), stage, store) if parent else None
+        record = find_run(home, parent) if parent else None
+        return None if record is None else _stage_of(given, record, stage, store, compare=compare)
     except ConfigError as error:
         raise ResourceError(
             f"'{given}' is a run in MLflow, of another home: give the --home of that run"
         ) from error
 
 
-def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> FoundModel:
+def _stage_of(
+    given: str, record: RunRecord, stage: str | None, store: Path, *, compare: bool
+) -> FoundModel:
     """The model of a run's stage, or the last model of the run; weights before reward models."""
     family = Family(store)
     made = {name: family.by_identity(identity) for name, identity in record.stages.items()}
@@ -321,12 +338,14 @@ def _stage_of(given: str, record: RunRecord, stage: str | None, store: Path) -> 
             f"'{given}': stage '{stage}' of run {short} is of kind '{found.kind}' and made no "
             f"model ({listed})"
         )
-    return _of_artifact(given, found, record, store)
+    return _of_artifact(given, found, record, store, compare=compare)
 
 
-def _of_artifact(given: str, made: Made, record: RunRecord | None, store: Path) -> FoundModel:
+def _of_artifact(
+    given: str, made: Made, record: RunRecord | None, store: Path, *, compare: bool
+) -> FoundModel:
     """The model of a finished stage, every file as it was written; else `ResourceError`."""
-    result, reason = ArtifactStore(store).lookup(made.stage, made.identity)
+    result, reason = ArtifactStore(store).lookup(made.stage, made.identity, compare=compare)
     if result is None:
         raise ResourceError(
             f"'{given}': what stage '{made.stage}' made cannot be used ({reason}): the same "

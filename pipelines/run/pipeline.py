@@ -16,11 +16,13 @@ from typing import Any
 
 from posttrain.core.cluster.group import RankLost
 from posttrain.core.config.base import BASE_MODEL, StageBase
+from posttrain.core.config.fork_section import StepStage
 from posttrain.core.config.gate_stages import ApproveStage, PromoteStage
 from posttrain.core.config.resolve import ResolvedRun, origins
 from posttrain.core.config.schema import RegisterStage, RunConfig
 from posttrain.core.contracts import StageOutput, Task
 from posttrain.core.errors import ApprovalRefused, ResourceError, RunError
+from posttrain.core.evaluation.accuracy import Evaluation
 from posttrain.core.models.device import ModelRuntime
 from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.runtime.heap import release_memory
@@ -45,10 +47,12 @@ from posttrain.core.training.checkpoint import read_step
 from posttrain.core.training.step_record import StepRecorder
 from posttrain.core.types import Problem
 from posttrain.pipelines.run import flow_records
+from posttrain.pipelines.run.forks import find_parent
 from posttrain.pipelines.run.gates import Gates, check_passed
 from posttrain.pipelines.run.planning import parts_of_stage, why_missed
 from posttrain.pipelines.run.progress import Reporters
 from posttrain.pipelines.run.stops import Stop, Watchdog, follows_a_stop, never
+from posttrain.pipelines.run.summary import links
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.files import StageFiles, checkpoint_folder, kept_evidence
@@ -152,6 +156,18 @@ def algorithms_of(config: RunConfig) -> str:
     return " ".join(dict.fromkeys(each.shown for each in found if each is not None))
 
 
+def origin_of(pipeline: Pipeline) -> str:
+    """In Markdown, which run this one was forked from; empty if from none."""
+    origin = pipeline.config.forked_from
+    if origin is None:
+        return ""
+    at = f"before stage `{origin.stage}`"
+    if origin.step is not None:
+        at = f"after step {origin.step} of stage `{origin.stage}`"
+    page = pipeline.page_of(origin.run)
+    return f"Forked from run [{origin.run[:12]}]({page}) {at}."
+
+
 @dataclass
 class Pipeline:
     """Shared by all stages of a run; `results` fills as they finish."""
@@ -177,6 +193,7 @@ class Pipeline:
     results: dict[str, StageResult] = field(default_factory=dict)
     stop_requested: threading.Event = field(default_factory=threading.Event)
     stop_came: Callable[[], bool] = never
+    evaluated: Callable[[str, int, Evaluation], None] = lambda stage, step, result: None
     watchdog: Watchdog = field(init=False)
     prefect_flow_run_id: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -245,6 +262,11 @@ class Pipeline:
             warnings=tuple(self.warnings),
             baselines=self.baselines,
         )
+
+    def page_of(self, run_id: str) -> str:
+        """The page of another run of this config in MLflow."""
+        other = replace(self.result(0.0), mlflow_run_id=run_id, prefect_flow_run_id="")
+        return links(other)["mlflow"]
 
     @property
     def baselines(self) -> dict[str, str]:
@@ -352,6 +374,7 @@ class Pipeline:
                 answer = self.gates.answer(name, stage, inputs, identity)
             if self.fresh:
                 files.forget()
+            self._begin_fork(name, stage, inputs, identity, parts)
             losses, newest = 0, files.resume_from()
             while True:
                 try:
@@ -362,6 +385,49 @@ class Pipeline:
                     if self.config.cluster is None or losses > MOST_LOSSES:
                         raise
                     self.warn(f"{name}: goes on from its last checkpoint, because {lost}")
+
+    def _begin_fork(
+        self,
+        name: str,
+        stage: StageBase,
+        inputs: Mapping[str, Artifact],
+        identity: str,
+        parts: Mapping[str, str],
+    ) -> None:
+        """Give a forked stage the steps that it shares, unless it has gone on from them."""
+        if not isinstance(stage, StepStage) or stage.fork is None:
+            return
+        from posttrain.pipelines.run.fork_start import ForkStart  # it imports every kind of stage
+
+        root = checkpoint_folder(self.home, name, identity)
+        start = ForkStart(
+            config=self.config,
+            name=name,
+            inputs=inputs,
+            identity=identity,
+            parts=parts,
+            root=root,
+            home=self.home,
+            store=self.store,
+            reporter=self.reporter,
+            warn=self.warn,
+            check=self.check,
+        )
+        start.begin()
+
+    def _share(self, stage: StageBase, tracker: StageTracker, newest: Path | None) -> bool:
+        """Show in MLflow what a forked stage shares; whether it stands where it was forked."""
+        if not isinstance(stage, StepStage) or stage.fork is None:
+            return False
+        from posttrain.pipelines.run.shared_tables import fork_tags, share_tables
+
+        parent = find_parent(stage.fork, self.home)
+        tracker.set_tags(fork_tags(parent.record.run_id, stage.fork.name, stage.fork.step))
+        if not self.tracker.answers():
+            self.warn("MLflow is away: the tables of the shared steps are in the forked run alone")
+        elif problem := share_tables(self.tracker.uri, parent, tracker):
+            self.warn(problem)
+        return newest is not None and read_step(newest) == stage.fork.step
 
     def _outdated(self, name: str, found: StageResult, inputs: Mapping[str, Artifact]) -> bool:
         """Whether a person has decided otherwise since."""
@@ -435,6 +501,7 @@ class Pipeline:
             resumed_step=None if newest is None else read_step(newest),
         )
         out = self.store.begin(name)
+        begins = self._share(stage, tracker, newest)
         try:
             for artifact in inputs.values():
                 if artifact.mlflow_model_id:
@@ -446,6 +513,8 @@ class Pipeline:
             with kept_evidence(files, newest, kind) as evidence:
                 output = self.manager.stage(stage).run(replace(context, evidence=evidence))
             check_made(name, stage, output, out)
+            if begins:
+                output = replace(output, resumed=False)  # what it shares was not interrupted
             files.hand_over(out)
             release_memory()
             result = store_result(
@@ -504,7 +573,9 @@ class Pipeline:
             announce=lambda event, payload: self.announce(event, name, payload),
             answer=answer,
             rows=self.rows,
+            run_id=self.record.folder.name,
             push=files.push,
+            evaluated=partial(self.evaluated, name),
             store=self.store.root,
         )
 

@@ -78,9 +78,10 @@ class OwnServer:
     def begin(self) -> None:
         """Let it make its database and listen, unless a file of settings names another server.
 
-        `configure_prefect` comes first: this imports Prefect.
+        `configure_prefect` comes first: this imports Prefect. Of several runs one after another the
+        first begins it.
         """
-        if self._process is None:
+        if self._process is None or self in _running:
             return
         from prefect.settings import get_current_settings
 
@@ -98,7 +99,7 @@ class OwnServer:
 
     def wait(self) -> None:
         """Until it answers; from then on it is the server of Prefect's clients in this process."""
-        if self._process is None:
+        if self._process is None or self in _running:
             return
         import prefect.context
         from prefect.settings import (

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.core.analysis.report import Table, show_table, table, table_markdown
+from posttrain.core.config.rl_stage import RL_KINDS
 from posttrain.core.errors import PosttrainError
 from posttrain.core.redaction import address, redacted
 from posttrain.core.store.artifacts import RunResult, StageResult
 from posttrain.core.store.run_record import find_run
+from posttrain.core.tracking import shared_view
 from posttrain.pipelines.run.progress import describe, duration
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ def links(result: RunResult) -> dict[str, str]:
     if result.mlflow_run_id:
         place = f"experiments/{result.mlflow_experiment_id}/runs/{result.mlflow_run_id}"
         found["mlflow"] = f"{base}/#/{place}?{TRAINING_VIEW}"
+        # A stage that was computed here has saved the view.
+        computed = [s.kind for s in result.stages.values() if s.status != "cached"]
+        if kinds := [kind for kind in computed if kind in RL_KINDS]:
+            view = shared_view.name_of(kinds[-1])
+            curves = shared_view.place(result.mlflow_experiment_id, view)
+            found["curves"] = f"{base}/#/{curves}&{TRAINING_VIEW}"
     if result.prefect_flow_run_id:
         found["prefect"] = prefect_page(result.prefect_flow_run_id)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.approval import Answer
 from posttrain.core.tracking.sink import StageSink
 from posttrain.core.training.checkpoint import Checkpoints
-from posttrain.core.training.step_record import StepSink
+from posttrain.core.training.step_record import StepRecorder, StepSink, problem_rows
 from posttrain.core.types import Problem, Split
 from posttrain.pipelines.stage.engines import EnginePool
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE, StageInputs, load_tokenizer
@@ -43,16 +43,22 @@ def _nowhere(checkpoint: Path) -> None:
     """Where checkpoints stay on this machine."""
 
 
+def _unseen(step: int, result: Evaluation) -> None:
+    """Where nobody looks at evaluations while a stage trains."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext(StageInputs):
     """Everything a stage may use. `out` is its private folder.
 
-    `push` gives a checkpoint to other machines, where there is a way.
+    `push` gives a checkpoint to other machines, where there is a way. `evaluated` is told of each
+    evaluation on held-out problems while the stage trains.
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of
     reinforcement learning was made of; `reported` are metrics that a warning named. `answer` is
-    what a gate was answered, `rows` the new rows of a stage that is about them.
+    what a gate was answered, `rows` the new rows of a stage that is about them, `run_id` the id by
+    which commands know the run.
     """
 
     out: Path
@@ -67,8 +73,10 @@ class StageContext(StageInputs):
     announce: Callable[[str, Mapping[str, Any]], None] = _to_nobody  # Any: JSON, an event's own
     answer: Answer | None = None
     rows: Sequence[Problem] = ()
+    run_id: str = ""
     evidence: EvidenceKeeper | None = None
     push: Callable[[Path], None] = _nowhere
+    evaluated: Callable[[int, Evaluation], None] = _unseen
     reported: set[str] = field(default_factory=set)
 
     @property
@@ -218,6 +226,13 @@ class StageContext(StageInputs):
             source=self.task.source() if made is None else f"stage {made.stage}: {made.uri}",
             of=self.task.fingerprint() if made is None else made.digest,
         )
+        if split == "train" and made is None and self.task.fingerprint():
+            self.record_rows(problem_rows(problems))
+
+    def record_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Record (place, sha256) of data rows that the stage trains on, if its steps are."""
+        if isinstance(self.steps, StepRecorder):
+            self.steps.rows(rows)
 
     def encode_prompts(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from posttrain.core.config.base import Component, StageBase
+from posttrain.core.config.fork_section import ForkSection, StepStage
 from posttrain.core.config.presets import tool_components
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
@@ -46,6 +47,7 @@ from posttrain.core.rollout.plays import EpisodeLimits, Plays
 from posttrain.core.rollout.single import OneTurn, ValueEpisodes
 from posttrain.core.rollout.tool_use import ANY_NUMBER
 from posttrain.core.rollout.turns import Turns
+from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.store.artifacts import Artifact
 from posttrain.core.training.ranks import ALONE, Ranks
 from posttrain.core.types import Problem
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 
 PluginT = TypeVar("PluginT", bound=Plugin[Any])
+BatchT = TypeVar("BatchT")
 Episodes = EpisodeRunner | Plays
 """Whoever runs the episodes of a stage's environment."""
 
@@ -192,6 +195,37 @@ class StageInputs:
         if self.mesh is None:
             return self.runtime
         return replace(self.runtime, dtype=torch.float32, autocast=False)
+
+    @property
+    def fork(self) -> ForkSection | None:
+        """Where the stage's first steps come from, if it does not take them itself."""
+        return self.stage.fork if isinstance(self.stage, StepStage) else None
+
+    def begins_fork_at(self, step: int) -> bool:
+        """Whether a checkpoint after `step` is the one that the stage was given to begin with."""
+        return self.fork is not None and self.fork.step == step
+
+    @property
+    def draw_seed(self) -> int:
+        """The seed of what steps draw: the run's, or another that a fork has for later steps."""
+        if self.fork is None or self.fork.seed is None:
+            return self.run.seed
+        return derive_seed(self.run.seed, "fork", self.fork.seed)
+
+    def drew_with(self, step: int) -> int:
+        """The seed of what a past step drew: one that a fork shares, with the run's."""
+        shared = self.fork is not None and step <= self.fork.step
+        return self.run.seed if shared else self.draw_seed
+
+    def in_order(self, batches: Sequence[BatchT]) -> list[BatchT]:
+        """The batches of all steps: a fork with a seed of its own takes later ones in another
+        order.
+        """
+        if self.fork is None or self.fork.seed is None:
+            return list(batches)
+        shared, later = batches[: self.fork.step], batches[self.fork.step :]
+        draw = generator(self.draw_seed, self.name, "order after the fork")
+        return [*shared, *(later[i] for i in torch.randperm(len(later), generator=draw).tolist())]
 
     def place(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, if there are several."""

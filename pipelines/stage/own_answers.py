@@ -154,13 +154,18 @@ def sampled_groups(
     prompts: Sequence[PromptGroup],
     params: SamplingParams,
     purpose: Sequence[str | int],
+    seed: int | None = None,
 ) -> Iterator[tuple[PromptGroup, list[Completion]]]:
-    """The answers to each prompt, sampled in calls of a fixed size, each with its own seed."""
+    """The answers to each prompt, sampled in calls of a fixed size, each with its own seed.
+
+    These are derived from `seed`, by default the run's.
+    """
+    root = context.run.seed if seed is None else seed
     for start in range(0, len(prompts), PAIR_PROMPTS_PER_CALL):
         context.check()
         part = prompts[start : start + PAIR_PROMPTS_PER_CALL]
-        seed = derive_seed(context.run.seed, *purpose, start)
-        groups = engine.generate([p.prompt_ids for p in part], replace(params, seed=seed))
+        params = replace(params, seed=derive_seed(root, *purpose, start))
+        groups = engine.generate([p.prompt_ids for p in part], params)
         yield from zip(part, groups, strict=True)
 
 
@@ -231,7 +236,7 @@ class OnlinePairs:
         if not self.pairs:
             return [], metrics
         size = min(self.stage.batch_size, len(self.pairs))
-        draw = generator(self.context.run.seed, self.context.name, "order", self.number)
+        draw = generator(self.context.draw_seed, self.context.name, "order", self.number)
         order: list[int] = []
         while len(order) < (place + 1) * size:
             order += torch.randperm(len(self.pairs), generator=draw).tolist()
@@ -277,7 +282,8 @@ class OnlinePairs:
     def _ranked(self, number: int, prompts: Sequence[PromptGroup]) -> Iterator[_Ranked]:
         context, purpose = self.context, (self.context.name, "online", number)
         params = params_of(self.stage, self.section.num_generations)
-        for prompt, group in sampled_groups(context, self.engine, prompts, params, purpose):
+        seed, engine = context.draw_seed, self.engine
+        for prompt, group in sampled_groups(context, engine, prompts, params, purpose, seed):
             texts = [self.tokenizer.decode_response(c.token_ids) for c in group]
             verdicts = [context.task.verify(prompt.problem, text) for text in texts]
             correct = [verdict.correct for verdict in verdicts]

@@ -53,7 +53,7 @@ def microscope_of(
             fits.append(_variant(there, stage, what, own))
         except ConfigError as error:
             refused.append(f"{what.text} is left out: {error}")
-    settings = update_settings(there, stage)
+    settings = update_settings(there, stage, evidence.step)
     return look(evidence, own, settings, chosen, fits, title=title, notes=refused)
 
 

@@ -84,13 +84,14 @@ def gather_labelled(
 def mini_batches(
     context: StageContext, stage: JudgedAnswersStage, num_rows: int
 ) -> list[list[int]]:
-    return [
+    found = [
         part
         for epoch in range(stage.epochs)
         for part in batches(
             num_rows, stage.batch_size, generator(context.run.seed, context.name, "order", epoch)
         )
     ]
+    return context.in_order(found)
 
 
 def _read(

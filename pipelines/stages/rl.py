@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from posttrain.core.analysis.dashboard import about_stage, write_dashboard
 from posttrain.core.analysis.learning_curves import learning_curves
+from posttrain.core.analysis.mlflow_view import rl_view
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.contracts import (
     AdvantageEstimator,
@@ -28,6 +30,7 @@ from posttrain.core.rollout.streaming import GroupStream
 from posttrain.core.rollout.submitting import STRETCH_TOKENS, Submitting
 from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.runtime.seeding import derive_seed
+from posttrain.core.tracking import shared_view
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.critic import ValueModel
 from posttrain.core.training.implicit_prm import ProcessRewards
@@ -68,6 +71,8 @@ def run_rl(context: StageContext) -> StageOutput:
 
     with opened_loop(context) as loop:
         context.started(loop.stage.steps)
+        view = rl_view(loop.stage, loop.recorder.reward_names)
+        context.tracker.share_view(shared_view.name_of(loop.stage.kind), view)
         run_steps(context.name, loop)
         model = loop.learner.model  # before ranks end that trained it
         loop.learner.stored.close()
@@ -77,6 +82,10 @@ def run_rl(context: StageContext) -> StageOutput:
     save_trained(context, model, loop.tokenizer, "model")
     title, record = f"{context.run.name}: {context.name}", loop.recorder
     plots = learning_curves(record.history, record.evaluations, title, context.out / "plots")
+    about = about_stage(loop.stage, loop.stage.steps)
+    plots.append(
+        write_dashboard(record.history, record.raised(), title, about, context.out / "plots")
+    )
     for path in plots:
         context.tracker.log_file(path, "plots")
     log_pages(context)
@@ -147,7 +156,7 @@ def build_stream(
     if stage.schedule != "streaming":
         return None
     plays = played_one_by_one(context, stage, tokenizer, episodes)
-    seed = derive_seed(context.run.seed, context.name, "rollout")
+    seed = derive_seed(context.draw_seed, context.name, "rollout")
     most = stage.prompts_per_step * (1 + stage.max_staleness)
     stretch = stage.stretch_tokens or STRETCH_TOKENS
     submitting = Submitting(engine, stretch, use.together)

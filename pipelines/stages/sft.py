@@ -114,6 +114,8 @@ class _Gathering:
         else:
             passes = epochs_of(pools, self._weights(), context.run.seed, context.name)
             plan = size.plan(passes, steps=stage.steps, epochs=stage.epochs)
+        if context.fork is not None:
+            plan = Plan.of(context.in_order([plan[step] for step in range(len(plan))]))
         self._record(rows, pools, held_out, plan)
         return SftData(rows, plan, held_out, self.reports)
 
@@ -155,15 +157,18 @@ class _Gathering:
     ) -> list[int]:
         context, report, digest = self.context, SourceReport(path), hashlib.sha256()
         self.reports.append(report)
-        found = []
+        found, places = [], list[tuple[str, str]]()
         for example, row in encoded_rows(report, setting, self.tokenizer, self.stage.loss_on, rule):
             found.append(rows.add(row, example.where, prompt_key(example), number))
+            places.append((example.where, rows.content(found[-1]).hex()))
             digest.update(rows.content(found[-1]))
             if len(found) % 256 == 0:
                 context.check()
         if not found:  # because of their length, or for want of something to learn
             context.report_lengths(rule)
             report.check()
+        if split == "train":
+            context.record_rows(places)
         context.reporter.say(f"{context.name}: {report.line}")
         if report.warning:
             context.warn(f"{context.name}: {report.warning}")

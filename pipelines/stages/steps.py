@@ -14,6 +14,7 @@ from posttrain.core.config.preference_stages import (
     RewardModelStage,
 )
 from posttrain.core.config.sft_stage import SftStage
+from posttrain.core.errors import ConfigError
 from posttrain.core.training.checkpoint import (
     Checkpoints,
     LoopState,
@@ -23,7 +24,7 @@ from posttrain.core.training.checkpoint import (
 from posttrain.core.training.finite import FiniteGuard
 from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
-from posttrain.pipelines.rl.step import Stateful
+from posttrain.pipelines.rl.step import Stateful, load_parts
 from posttrain.pipelines.stage.context import StageContext
 
 TRAINED = SftStage | PreferenceStage | RewardModelStage | ProcessRewardModelStage
@@ -64,9 +65,14 @@ class Steps:
         if found is not None:
             state = load_checkpoint(found, trainer.stored)
             steps.history, steps.first = list(state.history), state.step + 1
-            for name, part in steps.kept.items():
-                part.load_state(state.parts[name])
+            load_parts(steps.kept, state, forked=context.begins_fork_at(state.step))
             context.reporter.say(f"{context.name}: continues after step {state.step} ({found})")
+        if context.fork is not None and total <= context.fork.step:
+            raise ConfigError(
+                f"stages.{context.name}: its data make {total} step(s), and the first "
+                f"{context.fork.step} are shared (fork.step), so none is left to compute; raise "
+                "steps or epochs, or fork earlier"
+            )
         context.started(total)
         return steps
 

@@ -12,16 +12,17 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.core.models.gguf_export import GgufType, write_gguf
-from posttrain.core.models.source import MODEL_PATTERNS
+from posttrain.core.models.source import MODEL_PATTERNS, NOT_THE_MODEL
 from posttrain.core.redaction import redacted
 from posttrain.core.runtime.files import put_in_place
+from posttrain.core.store.ancestry import Family
 from posttrain.core.store.artifacts import check_free_disk
-from posttrain.core.store.manifests import ADAPTER, file_digest
+from posttrain.core.store.attestation import Attestation, attest, kept_at, read_attestation
+from posttrain.core.store.manifests import ADAPTER, ATTESTATION, file_digest
 from posttrain.pipelines.run.model_reference import FoundModel
 from posttrain.pipelines.using.model_card import CardFacts, Form, model_card
 from posttrain.pipelines.using.speaker import check_talks
 
-NOT_COPIED = ("source.json",)
 CARD = "README.md"
 REPOSITORY = re.compile(r"(?=.{3,96}$)[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 RESERVE_GB = 0.5
@@ -84,7 +85,7 @@ def sources(found: FoundModel, options: ExportOptions) -> list[Path]:
     if options.gguf:
         return []
     paths = {path for pattern in MODEL_PATTERNS for path in folder.glob(pattern)}
-    return sorted(path for path in paths if path.name not in NOT_COPIED)
+    return sorted(path for path in paths if path.name not in NOT_THE_MODEL)
 
 
 def check(found: FoundModel, options: ExportOptions) -> None:
@@ -104,11 +105,39 @@ def check(found: FoundModel, options: ExportOptions) -> None:
     check_free_disk(parent, float(needed), RESERVE_GB, "the export")
 
 
+def attestation_of(found: FoundModel, home: Path, store: Path) -> Attestation | None:
+    """What is recorded of the model's past, with its newest verification if it was of this past.
+
+    None of a model that no stage of the store made.
+    """
+    family = Family(store)
+    if not family.knows(found.digest):
+        return None
+    made, kept = attest(family, found.digest), kept_at(home, found.digest)
+    if not kept.is_file():
+        return made
+    verified = read_attestation(kept)
+    same = verified.stages == made.stages and verified.outside == made.outside
+    return made.model_copy(update={"verification": verified.verification}) if same else made
+
+
+def attested(folder: Path, statement: Attestation | None) -> str:
+    """What the attestation in an exported folder holds, in a line."""
+    if statement is None:
+        return f"no {ATTESTATION}: no stage of this store made the model"
+    line = f"{ATTESTATION}: sha256 {file_digest(folder / ATTESTATION)}"
+    if statement.verification is None:
+        return f"{line}; not verified yet (`posttrain verify`, then export again)"
+    verified = statement.verification
+    return f"{line}; with the verification of {verified.when}: {verified.counts()}"
+
+
 def export(
     found: FoundModel,
     facts: CardFacts,
     options: ExportOptions,
     say: Callable[[str], None] = lambda text: None,
+    attestation: Attestation | None = None,
 ) -> list[ExportedFile]:
     """Write the folder, which has its name once it is complete; returns what is in it.
 
@@ -128,6 +157,8 @@ def export(
             shutil.copyfile(path, partial / path.name)
         card = model_card(facts, options.name, options.form, options.licence)
         (partial / CARD).write_text(card, encoding="utf-8")
+        if attestation is not None:
+            attestation.with_files(partial).write(partial / ATTESTATION)
         try:
             put_in_place(partial, out, replace=False)
         except OSError as error:

@@ -136,6 +136,7 @@ class LlmJudgeReward(Reward[LlmJudgeConfig]):
     name = "llm_judge"
     Config = LlmJudgeConfig
     runs_in = "host"
+    deterministic = False
 
     def __init__(self, config: LlmJudgeConfig) -> None:
         super().__init__(config)

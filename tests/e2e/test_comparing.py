@@ -139,6 +139,34 @@ def test_the_parameter_gradient_is_the_one_the_run_took(home: Path, step: int, w
     assert gradients["pairs"][1]["cosine"] < 0.9999
 
 
+def test_variants_are_ranked_on_frozen_rollouts(home: Path) -> None:
+    """Every aggregator next to the run's own; the numbers themselves are tested elsewhere."""
+    before, run = all_but_reports(home), run_id(home, "c")
+    few = ("--batches", "8", "--directions", "8")
+    found = ask(home, "compare", run, "--frozen", "--no-kl", *few)
+    aggregators = {entry.name for entry in PluginManager().entries("aggregator")}
+    labels = [variant["label"] for variant in found["variants"]]
+    own = {f"aggregation {name}" for name in aggregators} - set(labels)
+    assert len(labels) == len(aggregators) and len(own) == 1 and "as run" in labels
+    assert found["steps"] == [1, 2, 3] and found["policy"] == "the stage's input model"
+    count = len(labels)
+    assert len(found["predictions"]) == count * (count - 1) / 2
+    aligned = [v["alignment"] for v in found["variants"] if v["alignment"] is not None]
+    assert aligned == sorted(aligned, reverse=True) and aligned
+    later = ask(home, "compare", run, "--frozen", "--step", "2", "--advantage", "rloo", *few)
+    assert later["policy"] == "the checkpoint after step 1" and later["steps"] == [2, 3]
+    assert {v["label"] for v in later["variants"]} == {"as run", "advantage rloo"}
+    assert all_but_reports(home) == before
+
+
+def test_token_weights_are_among_the_curves_of_whole_runs(home: Path) -> None:
+    report = ask(home, "compare", run_id(home, "a"), run_id(home, "b"))
+    curves = report["groups"][0]["curves"]
+    assert len(curves["token_weight/peak"]) == STEPS
+    assert all(point["mean"] >= 1 for point in curves["token_weight/peak"])
+    assert "token_weight/share/long" in curves
+
+
 def test_a_policy_that_was_not_kept_is_not_called_the_steps_own(home: Path) -> None:
     found = ask(home, "compare", run_id(home, "a"), "--step", "3", "--model", "--loss", "cispo")
     assert found["gradients"]["source"] == "the stage's trained model, after step 3"
@@ -253,6 +281,11 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["compare", "{a}", "{b}", "--step", "1", "--clip", "0.1:0.1"], 2, "2 were given"),
     (["compare", "{a}"], 2, "one run was given"),
     (["compare", "{a}", "{a}"], 2, "given twice"),
+    (["compare", "{a}", "{b}", "--frozen"], 2, "2 were given"),
+    (["compare", "{a}", "--frozen", "--model"], 2, "leave --model out"),
+    (["compare", "{a}", "--frozen", "--step", "9"], 2, "steps 1, 2, 3"),
+    (["compare", "{a}", "--frozen", "--advantage", "gae"], 2, "values"),
+    (["compare", "{a}", "{b}", "--pool", "3"], 2, "add it"),
     (["compare", "{a}", "{b}", "--stage", "evaluate"], 2, "evaluate"),
     (["rescore", "{a}"], 2, "--reward"),
     (["rescore", "{a}", "--reward", "acuracy"], 2, "did you mean 'accuracy'"),

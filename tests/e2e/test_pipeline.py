@@ -101,7 +101,8 @@ def test_engine_and_trainer_agree_on_every_step(first: Finished, client: MlflowC
 def test_pictures_tables_and_lineage_are_in_mlflow(first: Finished, client: MlflowClient) -> None:
     runs = children(client, first)
     plots = {f.path for f in client.list_artifacts(runs["rl"].info.run_id, "plots")}
-    assert plots == {"plots/learning_curves.png", "plots/learning_curves.html"}
+    names = ("learning_curves.png", "learning_curves.html", "dashboard.html")
+    assert plots == {f"plots/{name}" for name in names}
     tables = client.list_artifacts(runs["rl"].info.run_id, "tables/samples")
     assert len(tables) == 4
     uri = f"{runs['rl'].info.artifact_uri}/{tables[0].path}"

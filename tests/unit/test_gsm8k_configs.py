@@ -19,6 +19,7 @@ from posttrain.pipelines.run.planning import plan_stages
 MANAGER = PluginManager()
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "gsm8k"
 NAMES = ["gsm8k_smollm2", "gsm8k_smollm2_dapo"]
+QWEN = ["grpo", "dapo", "gspo", "7b_grpo"]
 ANYWHERE = "engine=transformers"  # the shipped engine, vllm, is not installed everywhere
 
 
@@ -77,3 +78,43 @@ def test_a_run_is_sized_for_two_cores(name: str) -> None:
     tokens = stage.prompts_per_step * stage.num_generations * longest
     assert tokens <= 12_500, "25 s a step at 500 tokens/s"
     assert longest + 300 <= run.config.model.max_model_len
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_the_recipes_for_qwen_are_valid_and_planned(name: str, tmp_path: Path) -> None:
+    """Without the model, which a machine that is offline does not have."""
+    run = resolved(f"recipes/gsm8k_qwen2.5_{name}", f"task.path={SAMPLE}", ANYWHERE)
+    assert run.config.name == f"gsm8k_qwen2.5_{name}"
+    problems = check_inputs(run, MANAGER).problems
+    assert problems["train"].prompt.endswith('output the final answer after "####".')
+    plans = plan_stages(run, tmp_path, MANAGER)
+    assert [plan.name for plan in plans] == list(run.order) and not any(p.cached for p in plans)
+    rl = rl_of(run)
+    longest = max(rl.generation.max_response_length, run.config.evaluation.max_response_length)
+    assert longest + 512 <= run.config.model.max_model_len
+
+
+def test_the_recipe_for_qwen_has_the_example_s_numbers() -> None:
+    """verl's examples/grpo_trainer/run_qwen2-7b.sh and the defaults of its actor."""
+    for name in ("grpo", "7b_grpo"):
+        rl = rl_of(resolved(f"recipes/gsm8k_qwen2.5_{name}", f"task.path={SAMPLE}", ANYWHERE))
+        assert (rl.prompts_per_step, rl.num_generations, rl.num_mini_batches) == (1024, 5, 4)
+        assert rl.prompts_per_step // rl.num_mini_batches == 256
+        assert rl.steps == 7473 // 1024 * 15, "15 passes without the last part of each"
+        (loss,) = rl.loss_terms
+        assert (loss.name, loss.fields()["dual_clip_c"]) == ("ppo_clip", 3.0)
+        assert (rl.kl.estimator.name, rl.kl.controller.fields()["coef"]) == ("k3", 0.001)
+        assert rl.aggregator.name == "token-mean" and rl.optimizer.learning_rate == 1e-6
+    gspo = rl_of(resolved("recipes/gsm8k_qwen2.5_gspo", f"task.path={SAMPLE}", ANYWHERE))
+    (loss,) = gspo.loss_terms
+    assert (loss.fields()["clip_low"], loss.fields()["clip_high"]) == (3e-4, 4e-4)
+    assert (gspo.prompts_per_step, gspo.num_generations) == (512, 16)
+
+
+def test_the_recipe_scores_as_the_example_does() -> None:
+    """Only a number after #### counts."""
+    run = resolved("recipes/gsm8k_qwen2.5_grpo", f"task.path={SAMPLE}", ANYWHERE)
+    task = MANAGER.task(run.config.task)
+    (problem,) = task.problems("train", 1, 0)
+    assert task.verify(problem, f"So it is\n#### {problem.answer}").correct == 1
+    assert task.verify(problem, f"So it is {problem.answer}.").correct == 0

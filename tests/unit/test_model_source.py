@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.core.config.sections import ModelSection
 from posttrain.core.errors import ResourceError
+from posttrain.core.estimate.shape import find_model
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.models.source import (
     BUNDLED_ID,
+    TINY_ID,
     bundled_gguf,
     check_source,
     directory_digest,
     known_digest,
     obtain,
+    unchecked,
 )
 
 
@@ -57,6 +60,25 @@ def test_an_unreachable_hub_without_fallback_says_what_to_do(
     section = ModelSection(source="nobody/nothing", fallback="none")
     with pytest.raises(ResourceError, match="give a directory with config.json"):
         obtain(section, tmp_path / "cache")
+
+
+def test_the_tiny_random_model_is_made_once_offline_and_is_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    section = ModelSection(source=TINY_ID)
+    check_source(section)
+    assert unchecked(section) == "" and known_digest(section, tmp_path) is None
+    assert find_model(section, tmp_path) is None and list(tmp_path.iterdir()) == []
+    base = obtain(section, tmp_path)
+    made = (base.path / "model.safetensors").stat().st_mtime_ns
+    assert known_digest(section, tmp_path) == base.digest
+    assert obtain(section, tmp_path) == base
+    assert (base.path / "model.safetensors").stat().st_mtime_ns == made
+    assert obtain(section, tmp_path / "elsewhere").digest == base.digest
+    assert [path.name for path in tmp_path.glob("*")] == [base.path.name, "elsewhere"]
+    found = find_model(section, tmp_path)
+    assert found is not None and 80_000 < found.shape.total < 90_000
 
 
 def test_the_bundled_model_is_converted_once_to_safetensors(

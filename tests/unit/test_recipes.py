@@ -23,7 +23,11 @@ from posttrain.pipelines.run.planning import plan_stages
 REPO = Path(__file__).resolve().parents[2]
 README = (REPO / "configs" / "recipes" / "README.md").read_text("utf-8")
 MANAGER = PluginManager()
-RECIPES = sorted(name for name in shipped_configs() if name.startswith("recipes/"))
+RECIPES = sorted(
+    name
+    for name in shipped_configs()
+    if name.startswith("recipes/") and "gsm8k" not in name  # those are settings of a data set
+)
 PRESETS = {e.name: e.cls for e in MANAGER.entries("algorithm") if e.package == "posttrain"}
 VARIANTS = {name: cls.variant_of for name, cls in PRESETS.items() if cls.variant_of}  # type: ignore[attr-defined]
 ALGORITHMS = sorted(PRESETS.keys() - VARIANTS.keys())

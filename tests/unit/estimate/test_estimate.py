@@ -200,6 +200,7 @@ def test_sampling_is_worked_out_by_hand(tmp_path: Path, model: Path) -> None:
         ({"kl": {"controller": {"name": "fixed", "coef": 0.1}}}, "update"),
         ({"kl": {"controller": {"name": "fixed", "coef": 0.0}}, "epochs": 3}, "update"),
         ({"evaluate_every": 1}, "evaluate"),
+        ({"sampled_evaluation": {"every": 10}}, "evaluate_sampled"),
         ({"checkpoint_every": 1}, "checkpoint"),
         ({"critic": {}, "advantage": "gae"}, "advantage"),
     ],

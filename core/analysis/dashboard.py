@@ -1,0 +1,482 @@
+"""The dashboard of an rl stage: its curves in the groups in which they are read, with its alarms.
+
+One HTML page that loads nothing, in light and dark. The pointer shows all values of a step, in all
+charts at once.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.core.analysis.alarms import Raised
+from posttrain.core.analysis.learning_curves import occasional_panels
+from posttrain.core.analysis.pictures import (
+    BLACK,
+    BLUE,
+    GOLD,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    Panel,
+    Series,
+)
+from posttrain.core.analysis.report import plain, shown
+from posttrain.core.analysis.svg import (
+    STYLE,
+    Chart,
+    Mark,
+    chart_svg,
+    colour_of,
+    number_text,
+    stretches,
+    thinned,
+)
+from posttrain.core.config.rl_stage import RlStage
+
+Rows = Sequence[Mapping[str, float]]
+HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
+COMPONENT, TOKEN_WEIGHT = "reward/component/", "token_weight/"
+MOST_CURVES = 6
+"""Curves of one chart, where their number is not known before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric in a chart; `bounds` are what its lower and upper bound's names end with."""
+
+    metric: str
+    label: str
+    colour: str = ""
+    bounds: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One chart: curves of one unit."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    robust: bool = False
+    smooth: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Charts that answer a question together."""
+
+    title: str
+    question: str
+    plots: tuple[Plot, ...]
+
+
+GREEDY = Curve(
+    "eval/greedy_accuracy",
+    "held-out, greedy, 95 % interval",
+    ORANGE,
+    ("eval/greedy_low", "eval/greedy_high"),
+)
+GROUPS: tuple[Group, ...] = (
+    Group(
+        "Reward and held-out accuracy",
+        "Does the reward rise, and does what is asked rise with it?",
+        (
+            Plot("Reward", "reward", (Curve("reward/mean", "mean", BLACK),)),
+            Plot(
+                "Accuracy",
+                "fraction correct",
+                (Curve("acc/mean", "training batch, sampled", BLUE), GREEDY),
+            ),
+        ),
+    ),
+    Group(
+        "Entropy and KL",
+        "Does the policy still explore, and how far has it moved?",
+        (
+            Plot("Entropy", "nats per token", (Curve("entropy/mean", "policy", BLUE),)),
+            Plot(
+                "KL divergence (k3)",
+                "nats per token",
+                (
+                    Curve("kl/old_k3", "from the rollout's policy", BLUE),
+                    Curve("kl/ref_k3", "from the reference", ORANGE),
+                    Curve("mismatch/k3", "engine against trainer", GREEN),
+                ),
+                robust=True,
+            ),
+        ),
+    ),
+    Group(
+        "Length and truncation",
+        "Do responses grow, shrink, or meet the limit?",
+        (
+            Plot(
+                "Response length",
+                "tokens",
+                (
+                    Curve("resp_len/max", "longest", SKY),
+                    Curve("resp_len/mean", "mean", BLUE),
+                    Curve("resp_len/min", "shortest", GREY),
+                ),
+            ),
+            Plot(
+                "Truncated and repeated",
+                "fraction of responses",
+                (
+                    Curve("resp_len/truncated_frac", "cut by the limit", ORANGE),
+                    Curve("sampling/duplicate_frac", "repeat one of their group", BLUE),
+                ),
+            ),
+        ),
+    ),
+    Group(
+        "Clipping, ratios, gradient",
+        "Are the steps of a sensible size?",
+        (
+            Plot(
+                "Clipped tokens",
+                "fraction of tokens",
+                (
+                    Curve("clip/high_frac", "upper bound", ORANGE),
+                    Curve("clip/low_frac", "lower bound", BLUE),
+                    Curve("clip/frac", "either", GREY),
+                ),
+            ),
+            Plot(
+                "Probability ratio",
+                "new over old",
+                (
+                    Curve("ratio/max", "largest", ORANGE),
+                    Curve("ratio/mean", "mean", BLACK),
+                    Curve("ratio/min", "smallest", BLUE),
+                ),
+                robust=True,
+            ),
+            Plot(
+                "Gradient", "L2 norm", (Curve("grad/norm", "before clipping", BLUE),), robust=True
+            ),
+            Plot(
+                "Effective sample size",
+                "fraction",
+                (
+                    Curve("ess/seq", "weights of responses", ORANGE),
+                    Curve("ess/token", "weights of tokens", BLUE),
+                ),
+            ),
+        ),
+    ),
+    Group(
+        "Groups without signal",
+        "How much of what is sampled teaches anything?",
+        (
+            Plot(
+                "Groups with equal rewards",
+                "fraction of groups",
+                (
+                    Curve("group/zero_adv_frac", "no gradient", BLACK),
+                    Curve("group/all_correct_frac", "all right", GREEN),
+                    Curve("group/all_wrong_frac", "all wrong", ORANGE),
+                ),
+            ),
+            Plot(
+                "Advantages",
+                "advantage",
+                (
+                    Curve("adv/std", "standard deviation", BLUE),
+                    Curve("adv/max_abs", "largest", SKY),
+                ),
+                robust=True,
+            ),
+        ),
+    ),
+    Group(
+        "Critic",
+        "Does the value model explain the returns?",
+        (
+            Plot("Explained variance", "fraction", (Curve("value/ev", "before its update", BLUE),)),
+            Plot("Loss of the critic", "loss", (Curve("loss/value", "value", BLUE),), robust=True),
+        ),
+    ),
+    Group(
+        "Speed",
+        "Where does the time go?",
+        (
+            Plot(
+                "Seconds of a step",
+                "s",
+                (
+                    Curve("time/step_s", "whole step", BLACK),
+                    Curve("time/rollout_s", "rollout", BLUE),
+                    Curve("time/rollout_wait_s", "waiting for rollouts", SKY),
+                    Curve("time/score_s", "rewards", GREEN),
+                    Curve("time/update_s", "update", ORANGE),
+                    Curve("time/sync_s", "weight sync", PINK),
+                    Curve("time/evaluate_s", "evaluation", GOLD),
+                ),
+                robust=True,
+            ),
+            Plot(
+                "Throughput",
+                "response tokens a second",
+                (
+                    Curve("throughput/rollout_tokens_per_s", "sampled", BLUE),
+                    Curve("throughput/update_tokens_per_s", "trained on", ORANGE),
+                ),
+                robust=True,
+            ),
+        ),
+    ),
+)
+MARKED: Mapping[str, tuple[str, ...]] = {
+    "mismatch": ("mismatch/k3",),
+    "entropy_collapse": ("entropy/mean",),
+    "entropy_rise": ("entropy/mean",),
+    "truncated": ("resp_len/truncated_frac",),
+    "length_explosion": ("resp_len/mean",),
+    "length_stalled": ("resp_len/mean", "reward/mean"),
+    "length_shrinks": ("resp_len/mean", "reward/mean"),
+    "held_out_flat": ("reward/mean", "eval/greedy_accuracy"),
+    "overoptimised": ("reward/mean", "eval/greedy_accuracy"),
+    "equal_groups": ("group/zero_adv_frac",),
+    "signal_fades": ("group/zero_adv_frac",),
+    "diversity_lost": ("eval/pass_at/",),
+    "clip_high": ("clip/high_frac",),
+    "policy_kl": ("kl/old_k3",),
+    "kl_target": ("kl/ref_k3",),
+    "grad_spike": ("grad/norm",),
+    "duplicates": ("sampling/duplicate_frac",),
+    "ess_seq": ("ess/seq",),
+}
+"""The curves on which an alarm is marked: metrics, or what their names begin with."""
+
+
+def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: str = "") -> str:
+    """The page. Rows hold "step" and metrics by name; charts without any value are left out."""
+    marks = {alarm.name: Mark(i + 1, alarm.steps) for i, alarm in enumerate(raised)}
+    last = max((row["step"] for row in history), default=0.0)
+    span = (0.0, max(1.0, last))
+    parts, data = list[str](), list[object]()
+    for group in groups_of(dict.fromkeys(name for row in history for name in row)):
+        charts = []
+        for plot, panel in _panels(group, history):
+            names = [curve.metric for curve in plot.curves]
+            chosen = [mark for name, mark in marks.items() if _is_on(name, names)]
+            chart = Chart(
+                *(panel, chosen, len(data)), span=span, robust=plot.robust, smooth=plot.smooth
+            )
+            charts.append(_figure(chart))
+            data.append(_values(panel))
+        if charts:
+            heading = f"<h2>{_text(group.title)}</h2><p class='q'>{_text(group.question)}</p>"
+            parts.append(f"<section>{heading}<div class='charts'>{''.join(charts)}</div></section>")
+    script = (Path(__file__).parent / "dashboard.js").read_text("utf-8")
+    values = json.dumps(plain({"span": span, "charts": data})).replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{_text(title)}</title><style>{STYLE}{_STYLE}</style></head><body>"
+        f"<h1>{_text(title)}</h1><p class='q'>{_text(about)}</p>{_alarms(raised)}{''.join(parts)}"
+        f"<p class='q'>{_NOTE}</p>"
+        f'<script type="application/json" id="data">{values}</script><script>{script}</script>'
+        "</body></html>\n"
+    )
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_NOTE = (
+    "Faint lines: every step; strong lines from ten steps on: mean of the nearest tenth, for KL, "
+    "ratios, gradient and time their median. Bars and bands: 95 % intervals. Red: steps at which "
+    "the alarm of that number went off."
+)
+_STYLE = """
+body{font:15px/1.5 system-ui,'DejaVu Sans',sans-serif;margin:1.2em auto;max-width:1240px;
+padding:0 1em;color:var(--ink);background:var(--ground)}h1{font-size:1.4em;margin:.2em 0}
+h2{font-size:1.15em;margin:1.6em 0 0}.q{color:var(--soft);margin:0 0 .5em}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr));gap:14px}
+figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:10px 12px 4px;
+position:relative}figcaption{font-weight:600}svg{display:block;width:100%;height:auto}
+.legend{display:flex;flex-wrap:wrap;gap:2px 14px;color:var(--soft);font-size:13px;min-height:1.5em}
+.legend b{display:inline-block;width:16px;height:3px;vertical-align:middle;margin-right:5px}
+.legend i{font-style:normal;color:var(--ink);font-variant-numeric:tabular-nums}
+.alarms{border-left:4px solid var(--alarm);padding:.4em 1em;margin:1em 0;list-style:none}
+.alarms li{margin:.3em 0}.alarms span{background:var(--alarm);color:var(--ground);font-weight:700;
+border-radius:10px;padding:0 7px;margin-right:6px;font-size:13px}
+.none{border-left:4px solid var(--green);padding:.4em 1em;margin:1em 0}
+.cursor{stroke:var(--soft);visibility:hidden}
+#step{position:fixed;right:14px;top:10px;background:var(--ink);color:var(--ground);padding:2px 10px;
+border-radius:10px;font-size:13px}#step:empty{display:none}
+"""
+
+
+# --- which charts ---------------------------------------------------------------------------------
+
+
+def groups_of(names: Mapping[str, None]) -> Iterator[Group]:
+    """The groups, with the plots that depend on which metrics a stage has."""
+    for group in GROUPS:
+        if group.title == GROUPS[0].title:
+            first, *others = group.plots
+            plots = (_with_components(first, names), *others, *_at_k(names))
+            yield Group(group.title, group.question, plots)
+        else:
+            yield group
+    weights = [name for name in names if name.startswith(TOKEN_WEIGHT)]
+    if weights:
+        question = "Which tokens does the gradient come from?"
+        yield Group("Token weights", question, tuple(_token_weights(weights)))
+    yield Group("Of this stage", "What its sampler, teachers and environment record.", ())
+
+
+def _with_components(plot: Plot, names: Mapping[str, None]) -> Plot:
+    """The total with its components, where there are several."""
+    parts = sorted(name for name in names if name.startswith(COMPONENT))
+    curves = [Curve(name, name.removeprefix(COMPONENT)) for name in parts[:MOST_CURVES]]
+    return Plot(plot.title, plot.unit, (*(curves if len(parts) > 1 else ()), *plot.curves))
+
+
+def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
+    """avg@k and pass@k of sampled answers, the largest k with its interval."""
+    sizes = sorted(
+        int(name.rpartition("/")[2]) for name in names if name.startswith("eval/pass_at/")
+    )
+    if not sizes:
+        return
+    k = sizes[-1]
+
+    def curve(name: str, size: int, label: str, colour: str) -> Curve:
+        bounds = (f"eval/{name}_low/{size}", f"eval/{name}_high/{size}")
+        return Curve(f"eval/{name}/{size}", label, colour, bounds)
+
+    yield Plot(
+        f"avg@{k} and pass@{k}, held-out",
+        "fraction correct",
+        (
+            curve("avg_at", k, f"avg@{k}, 95 % interval", BLUE),
+            curve("pass_at", k, f"pass@{k}, 95 % interval", ORANGE),
+        ),
+    )
+    shown_sizes = sizes[-MOST_CURVES:]
+    yield Plot(
+        "pass@k by k, held-out",
+        "fraction solved",
+        tuple(Curve(f"eval/pass_at/{size}", f"pass@{size}") for size in shown_sizes),
+        smooth=False,
+    )
+
+
+def _token_weights(names: Sequence[str]) -> Iterator[Plot]:
+    """A chart for each GROUP of `token_weight/GROUP/REST`; those without a group share one."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        rest = name.removeprefix(TOKEN_WEIGHT)
+        groups.setdefault(rest.partition("/")[0] if "/" in rest else "", []).append(name)
+    for group, members in groups.items():
+        for start in range(0, len(members), MOST_CURVES):
+            part = members[start : start + MOST_CURVES]
+            labels = [name.removeprefix(TOKEN_WEIGHT).removeprefix(f"{group}/") for name in part]
+            curves = tuple(map(Curve, part, labels))
+            yield Plot(f"Token weights: {group}" if group else "Token weights", "weight", curves)
+
+
+def _panels(group: Group, history: Rows) -> Iterator[tuple[Plot, Panel]]:
+    if not group.plots:
+        for panel in occasional_panels(history):
+            yield Plot(panel.title, panel.unit, ()), panel
+    for plot in group.plots:
+        series = [s for curve in plot.curves if (s := _series(curve, history)) is not None]
+        if series:
+            yield plot, Panel(plot.title, plot.unit, series)
+
+
+def _series(curve: Curve, history: Rows) -> Series | None:
+    """The finite values of a metric with its bounds; None without any value."""
+    rows = [row for row in history if curve.metric in row]
+    rows = [row for row in rows if abs(row[curve.metric]) < HUGE]  # not NaN either
+    if not rows:
+        return None
+    steps, values = [row["step"] for row in rows], [row[curve.metric] for row in rows]
+    low, high = curve.bounds
+    if not low or not any(low in row for row in rows):
+        return Series(curve.label, curve.colour, steps, values)
+    lows, highs = ([row.get(name) for row in rows] for name in (low, high))
+    return Series(curve.label, curve.colour, steps, values, lows, highs)
+
+
+def _is_on(alarm: str, metrics: Sequence[str]) -> bool:
+    wanted = MARKED.get(alarm, ())
+    return any(m == w or (w.endswith("/") and m.startswith(w)) for m in metrics for w in wanted)
+
+
+# --- pieces of the page ---------------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    return html.escape(shown(value))
+
+
+def _alarms(raised: Sequence[Raised]) -> str:
+    """The alarms with their numbers; that there were none is said too."""
+    if not raised:
+        return "<p class='none'>No alarm was raised.</p>"
+    rows = []
+    for number, alarm in enumerate(raised, 1):
+        parts = [str(a) if a == b else f"{a} to {b}" for a, b in stretches(alarm.steps)]
+        steps = ", ".join(parts[:4]) + (" and later" if len(parts) > 4 else "")
+        where = "step" if len(alarm.steps) == 1 else "steps"
+        text = f": {_text(alarm.text)}" if alarm.text else ""
+        rows.append(
+            f"<li><span>{number}</span><b>{_text(alarm.name)}</b>, {where} {steps}{text}</li>"
+        )
+    return f"<ul class='alarms'>{''.join(rows)}</ul>"
+
+
+def about_stage(stage: RlStage, done: int) -> str:
+    """What the page says of the stage, of which `done` steps are."""
+    return (
+        f"{stage.algorithm.name}, {done} of {stage.steps} steps, {stage.prompts_per_step} prompts "
+        f"x {stage.num_generations} responses each"
+    )
+
+
+def write_dashboard(
+    history: Rows, raised: Sequence[Raised], title: str, about: str, folder: Path
+) -> Path:
+    """Write `folder`/dashboard.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "dashboard.html"
+    path.write_text(dashboard_page(history, raised, title, about), "utf-8")
+    return path
+
+
+def _figure(chart: Chart) -> str:
+    """A chart under its title, with a legend that shows the values at the pointer."""
+    entries = "".join(
+        f"<span><b style='background:{colour_of(series, index)}'></b>{_text(series.label)} "
+        f"<i>{number_text(series.values[-1])}</i></span>"
+        for index, series in enumerate(chart.panel.series)
+    )
+    caption = f"<figcaption>{_text(chart.panel.title)}</figcaption>"
+    return f"<figure>{caption}<div class='legend'>{entries}</div>{chart_svg(chart)}</figure>"
+
+
+def _values(panel: Panel) -> list[dict[str, list[float]]]:
+    """What the pointer shows of a chart: steps and values of each line."""
+    found = []
+    for series in panel.series:
+        steps, values = thinned(series.steps, series.values)
+        found.append({"steps": steps, "values": [_rounded(value) for value in values]})
+    return found
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: what is shown."""
+    return float(f"{value:.4g}") if math.isfinite(value) else value

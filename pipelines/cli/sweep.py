@@ -1,0 +1,150 @@
+"""`posttrain sweep`: run the variants of a config, and compare them in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.core.errors import ConfigError
+from posttrain.pipelines.cli.common import (
+    EPILOG_CODES,
+    CommandContext,
+    ConfigsArgument,
+    Result,
+    SetOption,
+    command,
+)
+
+if TYPE_CHECKING:
+    from posttrain.core.runtime.reporter import Reporter
+    from posttrain.pipelines.sweep.branches import Sweep
+
+EPILOG = (
+    "Examples:\n\n"
+    "  posttrain sweep my.yaml --dry-run\n\n"
+    "  posttrain sweep my.yaml --seeds 0,1,2 --parallel 2\n\n"
+    "  posttrain sweep my.yaml --only 'clip-higher' --stop-early\n\n"
+    "The config has a section `variants` (docs/sweeps.md). Stages that variants share run once. A "
+    "variant that fails is in the table with its reason, the others go on, and the exit code is 1. "
+    "The same command after an interruption goes on where it was.\n\n" + EPILOG_CODES
+)
+
+
+@command(store=True, interrupted="interrupted; the same command goes on where it was")
+def sweep(
+    context: CommandContext,
+    configs: ConfigsArgument,
+    overrides: SetOption = None,
+    parallel: Annotated[
+        int, typer.Option("--parallel", metavar="N", help="Processes that run variants at once.")
+    ] = 1,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            "--seeds",
+            metavar="A,B",
+            help="Seeds in the place of those of the config.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="This variant, and the base; may be repeated."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all variants and say what would run.")
+    ] = False,
+    stop_early: Annotated[
+        bool,
+        typer.Option(
+            "--stop-early",
+            help="Stop a variant at an evaluation during training that shows it behind the base.",
+        ),
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One line per step instead of a live display.")
+    ] = False,
+) -> Result:
+    """Run the variants of a config as branches of one DAG, and compare them with the base."""
+    from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep, run_sweep
+
+    options = SweepOptions(
+        context.home, context.store, parallel, parse_seeds(seeds), tuple(only or ()), stop_early
+    )
+    if dry_run:
+        found = planned_sweep(configs, overrides, options)
+        for line in described(found):
+            context.console().print(line, markup=False)
+        return Result(as_json(found))
+
+    @contextmanager
+    def shown() -> Iterator[Reporter]:
+        from posttrain.pipelines.run.progress import make_reporter
+
+        with make_reporter(json=context.as_json, plain=plain) as reporter:
+            yield reporter
+
+    swept = run_sweep(configs, overrides, options, shown)
+    console = context.console()
+    swept.report.show(console)
+    console.print(f"page: {swept.page}", markup=False)
+    from posttrain.pipelines.cli.reports import result_of
+
+    status = "failed" if swept.failed else "completed"
+    values = result_of(
+        swept.report,
+        page=str(swept.page),
+        status=status,
+        failed=swept.failed,
+        mlflow_run_id=swept.mlflow_run_id,
+    )
+    return Result(values.values, exit_code=1 if swept.failed else 0)
+
+
+def parse_seeds(text: str | None) -> tuple[int, ...] | None:
+    """`0,1,2` as numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) < 2**63 for part in parts):
+        raise ConfigError(f"--seeds {text[:100]!r}: expected whole numbers from 0, such as 0,1,2")
+    return tuple(map(int, parts))
+
+
+def described(found: Sweep) -> list[str]:
+    """What would run, in sentences."""
+    stages = sum(len(branch.stages) for branch in found.branches)
+    stage, metric = found.measure
+    names = [f"  {name}{' (base)' * (name == found.base)}" for name in found.settings]
+    lines = [
+        f"sweep {found.name}: {len(found.settings)} variants x {len(found.seeds)} seed(s) = "
+        f"{len(found.branches)} runs, measured by {metric} of '{stage}'",
+        *names,
+        f"{found.distinct()} different stages, where {stages} would run without sharing",
+    ]
+    for known, count in found.shared().items():
+        name = known.partition(" ")[0]
+        seed = next(b.seed for b in found.branches if known in b.stages.values())
+        lines.append(f"  {name} with seed {seed}: once for {count} runs")
+    if found.section.search is not None:
+        lines.append(f"and {found.section.search.trials} trials of a search, each with every seed")
+    return lines
+
+
+def as_json(found: Sweep) -> dict[str, object]:
+    """The same as one object."""
+    return {
+        "status": "ok",
+        "name": found.name,
+        "base": found.base,
+        "measure": {"stage": found.measure[0], "metric": found.measure[1]},
+        "seeds": list(found.seeds),
+        "variants": {name: dict(values) for name, values in found.settings.items()},
+        "runs": len(found.branches),
+        "stages": sum(len(branch.stages) for branch in found.branches),
+        "different_stages": found.distinct(),
+        "trials": found.section.search.trials if found.section.search else 0,
+    }

@@ -1,0 +1,1 @@
+"""`posttrain sweep`: the variants of a config, run as branches of one DAG and compared."""
