@@ -242,7 +242,7 @@ def _y_span(chart: Chart) -> tuple[float, float]:
         inner = ordered[-1 - len(ordered) // 100]
         high = min(high, inner + 1.5 * (inner - low)) if inner > low else high
     if chart.log_y:
-        return low, high if high > low else 10 * low
+        return low, 1.3 * high if high > low else 10 * low
     if 0 <= low < 0.6 * high:
         low = 0.0
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -401,7 +401,7 @@ def _legend_places(chart: Chart) -> list[tuple[int, float, Series]]:
     """(row, x, series): labels next to one another while they fit."""
     found, row, at = [], 0, float(LEFT)
     for series in chart.panel.series:
-        width = 30 + 6.6 * len(series.label)
+        width = 34 + 7.0 * len(series.label)
         if at > LEFT and at + width > chart.width:
             row, at = row + 1, float(LEFT)
         found.append((row, at, series))

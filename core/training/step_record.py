@@ -95,10 +95,13 @@ def record_of(step: int, tensors: StepTensors, metrics: Mapping[str, float]) -> 
 
 
 def is_reproducible(name: str, value: float) -> bool:
-    """Whether a metric is computed, not measured: no time, memory or rate, and no evaluation."""
+    """Whether a metric is computed, not measured: no time, memory or rate, and no evaluation.
+
+    Nor an alarm, since some compare with evaluations, which a replay leaves out.
+    """
     known = find_metric(name)
     measured = known is None or known.unit in _MEASURED
-    return not measured and not name.startswith("eval/") and not math.isnan(value)
+    return not measured and not name.startswith(("eval/", "alarm/")) and not math.isnan(value)
 
 
 class StepRecorder:

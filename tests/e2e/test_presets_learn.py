@@ -6,6 +6,7 @@ reached.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -228,3 +229,15 @@ def test_ppos_critic_explains_the_returns(controlled: Learned) -> None:
     """While the KL keeps the policy from being always right, so that there is a variance."""
     explained = controlled.history("ppo", "value/ev")[-30:]
     assert sum(explained) / len(explained) > 0.5
+
+
+# Answers of exactly two tokens are intended, a stage that has solved all goes on, and rates are
+# those of a task that is learned in 30 steps.
+EXPECTED_ALARMS = {"truncated", "equal_groups", "policy_kl", "grad_spike", "mismatch"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_preset_that_learns_raises_no_alarm_about_learning(runs: Runs, seed: int) -> None:
+    """Entropy, length, repetition, groups without signal: all presets here reach their reward."""
+    warnings = "\n".join(runs[f"learned{seed}"].result().result["warnings"])
+    assert set(re.findall(r"alarm (\w+):", warnings)) <= EXPECTED_ALARMS, warnings

@@ -9,6 +9,7 @@ import pytest
 from posttrain.core.analysis.alarm_samples import PICKS, StepSamples, look_at
 from posttrain.core.analysis.alarms import METRIC, RULES, Row, Seen, judge, raised_in
 from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.training.step_record import is_reproducible
 from tests.helpers.series import Curve, flat, made, rising, with_alarms
 
 LIMITS = AlarmsSection()
@@ -304,6 +305,11 @@ def test_alarms_of_a_history_are_found_again_with_steps_and_texts() -> None:
     first = rows[found.steps[0]]
     assert found.text == judge(Seen(first, rows[: found.steps[0]]), LIMITS)["entropy_rise"] != ""
     assert raised_in(made({"entropy/mean": flat(1.0)}), LIMITS) == []
+
+
+def test_a_replay_which_has_no_evaluations_compares_no_alarms() -> None:
+    assert is_reproducible("reward/mean", 1.0)
+    assert not is_reproducible("alarm/overoptimised", 1.0)
 
 
 def sample(group: int, response: str, reward: float, correct: float = 0.0) -> dict[str, object]:

@@ -117,6 +117,8 @@ def test_group_sizes_against_draws() -> None:
     rewards = (torch.rand(40_000, 8, generator=draw, dtype=torch.float64) < 0.1).double()
     equal = (rewards == rewards[:, :1]).all(dim=1)
     assert theory.silent(8, 0.1) == pytest.approx(float(equal.double().mean()), abs=0.01)
+    assert theory.silent(4, 0.5) == 0.125
+    assert theory.silent(8, 0.9) == pytest.approx(theory.silent(8, 0.1))
     spread = rewards.std(dim=1, keepdim=True) + theory.EPS
     advantages = torch.where(
         equal[:, None], 0.0, (rewards - rewards.mean(1, keepdim=True)) / spread
