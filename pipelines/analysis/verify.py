@@ -44,6 +44,7 @@ from posttrain.pipelines.analysis.verify_stage import (
 )
 from posttrain.pipelines.analysis.verify_steps import (
     CLASSES,
+    check_by_last_step,
     check_final_weights,
     check_record,
     recompute,
@@ -196,7 +197,9 @@ def _verify_past(
     steps = {s.files.made.stage: sorted(s.source.recorded) for s in stages if s.source is not None}
     verified.drawn = draw(steps, asked.steps, asked.seed)
     for stage in stages:
-        verified.checks += _by_computing(stage, verified, reporter)
+        found = list(_by_computing(stage, verified, reporter))
+        again = {check.what for check in found}  # all weights instead of a block of each tensor
+        verified.checks = [check for check in verified.checks if check.what not in again] + found
 
 
 def _stages(past: Ancestor) -> list[Made]:
@@ -257,6 +260,9 @@ def _by_computing(stage: _Stage, verified: Verified, reporter: Reporter) -> Iter
     if done.reached:
         verified.reached[name] = done.reached
     yield done.check
+    last = check_by_last_step(files, stage.source, done)
+    if last is not None:
+        yield last
     yield from rescore(files, stage.run, drawn)
 
 

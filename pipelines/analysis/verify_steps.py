@@ -43,6 +43,7 @@ CLASSES = {
 }
 _WHOLE = {"prompt_ids", "response_ids", "response_mask", "policy_version", "mask", "token_ids"}
 _WHOLE |= {"lengths", "labels", "rewards"}
+FINAL = "weights after the last step"
 _LOGPROBS, _SHARE = 0.01, 0.01
 _OF_MACHINE = ("torch", "transformers", "processor", "device", "precision", "CPU threads")
 
@@ -86,7 +87,7 @@ def check_final_weights(stage: StageFiles, source: StepSource) -> Check | None:
     record = source.recorded.get(source.last_step)
     if record is None or not record.weights:
         return None
-    what = "weights after the last step"
+    what = FINAL
     if source.model is None:
         why = "the weights are sharded or were merged with an adapter before they were saved"
         return stage.not_checked(what, "digests of the last step", why)
@@ -137,6 +138,14 @@ def recompute(stage: StageFiles, run: PastRun, steps: list[int], reporter: Repor
         return Recomputed(stage.not_checked(_what(steps), how, str(error)))
     assert source is not None
     return judge(stage, source, steps, [compared[step] for step in sorted(compared)], notes, how)
+
+
+def check_by_last_step(stage: StageFiles, source: StepSource, done: Recomputed) -> Check | None:
+    """The saved model, if the last step was computed again and equal in all that was compared."""
+    last = source.last_step
+    if source.model is None or last not in done.compared or done.reached != EXACT:
+        return None
+    return stage.check(FINAL, f"every value, with those of step {last} computed again", [])
 
 
 def _what(steps: Sequence[int]) -> str:

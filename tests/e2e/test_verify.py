@@ -143,6 +143,8 @@ def test_an_untouched_model_is_as_recorded_by_the_command(made: Path, tmp_path: 
     assert found["differs"] == found["not_checked"] == 0 and found["equal"] > 20
     assert found["steps"] == {"rl": [1, 2, 3, 4], "sft": [1, 2, 3]}
     assert found["reached"] == {"rl": "exact", "sft": "exact"}
+    (final,) = [c for c in found["checks"] if c["what"] == "stage rl: weights after the last step"]
+    assert final["how"] == "every value, with those of step 4 computed again"
     statement = json.loads(Path(found["attestation"]).read_text())
     assert statement["verification"]["checks"] == found["checks"]
     exported = run_command("export", model, str(out), "--home", str(home))
