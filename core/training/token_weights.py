@@ -45,7 +45,7 @@ class HeardWeights:
             self.total[rows] = gradient.detach().to(self.total)
 
         if loss.logprobs is not None and loss.logprobs.requires_grad:
-            loss.logprobs.register_hook(hear)
+            loss.logprobs.register_hook(hear)  # type: ignore[no-untyped-call]
         for name in BOUNDS:
             if name in tokens and tokens[name][0].dim() == 2:
                 acts = masked(*tokens[name]).to(self.bounded)
