@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#882255", "#999933")
 LINE_WIDTH, TEXT_WIDTH = 460, 640
 MARGIN, ROW, HEAD = 28, 92, 40
-SHOWN_CHANGES = 3
+SHOWN_CHANGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ def _line(run: RunLine, rows: Mapping[str, int], longest: int, colour: str) -> s
             'stroke-width="3"/>'
         )
     parts.append(f'<circle cx="{end:.1f}" cy="{y}" r="6" fill="{colour}"/>')
-    return f"<g>{''.join(parts)}<title>{html.escape(run.forked or run.name)}</title></g>"
+    pointed = "; ".join([run.forked or run.name, *run.changes])
+    return f"<g>{''.join(parts)}<title>{html.escape(pointed)}</title></g>"
 
 
 def _texts(run: RunLine, y: int, colour: str) -> str:

@@ -22,7 +22,6 @@ from posttrain.pipelines.run.checks import (
     resolve_configs,
     shared_store,
 )
-from posttrain.pipelines.run.forks import check_forks
 
 if TYPE_CHECKING:
     from posttrain.core.analysis.report import Report
@@ -287,6 +286,8 @@ def run_configs(
     """
     resolved, manager = resolve_configs(configs, overrides, plugins)
     check_inputs(resolved, manager)
+    from posttrain.pipelines.run.forks import check_forks  # it loads pydantic
+
     check_forks(resolved.config, home)
     from posttrain.pipelines.run.execute import RunOptions, execute
 

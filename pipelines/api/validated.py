@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.pipelines.run.checks import check_inputs, check_model
-from posttrain.pipelines.run.forks import check_forks
 
 if TYPE_CHECKING:
     from posttrain.core.config.resolve import PluginUse, ResolvedRun
@@ -51,6 +50,7 @@ class Validation:
 def validated(resolved: ResolvedRun, manager: PluginManager, home: Path, store: Path) -> Validation:
     """Check plugins, DAG, model and data; raises `PosttrainError` for what is wrong."""
     from posttrain.core.store.artifacts import check_free_disk
+    from posttrain.pipelines.run.forks import check_forks
     from posttrain.pipelines.run.model_reference import find_base
     from posttrain.pipelines.run.rounds import with_model
     from posttrain.pipelines.run.store import require_store
