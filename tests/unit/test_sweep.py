@@ -170,7 +170,7 @@ def test_errors_name_the_variant_and_the_line(model: Path, tmp_path: Path) -> No
 def test_only_keeps_the_base_and_knows_its_names(model: Path) -> None:
     variants = {"base": "b", "named": {"a": {}, "b": {}, "c": {}}}
     assert list(swept(model, variants, only=["c"]).settings) == ["b", "c"]
-    with pytest.raises(ConfigError, match="--only cc: no variant.*did you mean 'c'"):
+    with pytest.raises(ConfigError, match="--only cc: there is not a variant.*did you mean 'c'"):
         swept(model, variants, only=["cc"])
     with pytest.raises(ConfigError, match="no section `variants`"):
         swept(model, None)
