@@ -138,8 +138,8 @@ def _chosen(section: VariantsSection, only: Sequence[str]) -> dict[str, Settings
     for name in only:
         if name not in known:
             raise ConfigError(
-                f"--only {name}: there is not a variant of that name{nearest(name, known)} (there are "
-                f"{', '.join(map(repr, list(known)[:12]))})"
+                f"--only {name}: there is not a variant of that name{nearest(name, known)} "
+                f"(there are {', '.join(map(repr, list(known)[:12]))})"
             )
     wanted = [base, *(n for n in known if n != base and (not only or n in only))]
     return {name: known[name] for name in wanted}
@@ -204,7 +204,7 @@ def _names_of_plugins(
     found = {}
     for above, (stage, part) in held.items():
         component = values[stage].get(part)
-        # AdamW is written without a name, and what is no plugin has none.
+        # AdamW is written without a name; a section that is not a plugin has none.
         if isinstance(component, dict) and "name" in component and part != "optimizer":
             found[f"{above}.name"] = component["name"]
     return found
