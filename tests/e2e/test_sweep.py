@@ -143,14 +143,14 @@ def wait_until(what: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 
 def begun(home: Path) -> Callable[[], bool]:
-    """Whether the first branch is done and the second has taken a step of RL."""
+    """Whether the first branch is done and the second has taken three steps of RL."""
 
     def look() -> bool:
         try:
             found = list(record_of(home).branches.values())
         except OSError:
             return False
-        return len(found) > 1 and found[0].status == "finished" and 1 in found[1].right
+        return len(found) > 1 and found[0].status == "finished" and 3 in found[1].right
 
     return look
 
