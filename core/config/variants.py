@@ -154,7 +154,7 @@ class VariantsSection(Section):
         if self.base is not None and self.base not in self.variants():
             known = self.variants()
             raise ValueError(
-                f"base '{self.base}' is no variant{nearest(self.base, known)} "
+                f"base '{self.base}' is not a variant{nearest(self.base, known)} "
                 f"(there are {list(known)[:12]})"
             )
         return self

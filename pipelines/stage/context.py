@@ -51,8 +51,8 @@ def _unseen(step: int, result: Evaluation) -> None:
 class StageContext(StageInputs):
     """Everything a stage may use. `out` is its private folder.
 
-    `push` gives a checkpoint to other machines, where there is a way. `evaluated` is told of each
-    evaluation on held-out problems while the stage trains.
+    `push` gives a checkpoint to other machines, where there is a way. `evaluated` is called with
+    each evaluation on held-out problems while the stage trains.
 
     `resume_from` is the checkpoint in `checkpoints` that it goes on from, whose files are whole;
     `steps` is given each optimizer step, if somebody wants to have it, `evidence` what each step of

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +138,8 @@ def _chosen(section: VariantsSection, only: Sequence[str]) -> dict[str, Settings
     for name in only:
         if name not in known:
             raise ConfigError(
-                f"--only {name}: no variant is called so{nearest(name, known)} (there are "
-                f"{', '.join(map(repr, list(known)[:12]))})"
+                f"--only {name}: there is not a variant of that name{nearest(name, known)} "
+                f"(there are {', '.join(map(repr, list(known)[:12]))})"
             )
     wanted = [base, *(n for n in known if n != base and (not only or n in only))]
     return {name: known[name] for name in wanted}
@@ -151,7 +151,7 @@ def branches_of(
     overrides: Sequence[str],
     variant: str,
     settings: Settings,
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     home: Path,
 ) -> list[Branch]:
     """A variant with each seed, resolved; its model and data are checked once."""
@@ -159,17 +159,20 @@ def branches_of(
     names = _names_of_plugins(loaded, configs, overrides, settings)
     own = [override_of(path, value) for path, value in {**names, **settings}.items()]
     title = override_of("run_name", f"{template} [{variant}]"[:200])
+    first, *_ = seeds
+    common = (*overrides, "variants=null", *own, title)
+    try:
+        resolved, manager = resolve_configs(configs, [*common, f"seed={first}"])
+        check_inputs(resolved, manager)
+    except PosttrainError as error:
+        text = _placed(str(error), loaded, variant, settings)
+        raise type(error)(f"variant '{variant}': {text}") from error
     found = []
-    for seed in seeds:
-        sets = (*overrides, "variants=null", *own, title, f"seed={seed}")
-        try:
-            resolved, manager = resolve_configs(configs, sets)
-            if not found:
-                check_inputs(resolved, manager)
-        except PosttrainError as error:
-            text = _placed(str(error), loaded, variant, settings)
-            raise type(error)(f"variant '{variant}': {text}") from error
-        found.append(Branch(variant, seed, sets, resolved, known_stages(resolved, manager, home)))
+    for seed in seeds:  # which nothing but the seed itself depends on
+        config = resolved.config.model_copy(update={"seed": seed})
+        own_run = replace(resolved, config=config)
+        stages = known_stages(own_run, manager, home)
+        found.append(Branch(variant, seed, (*common, f"seed={seed}"), own_run, stages))
     return found
 
 
@@ -201,7 +204,7 @@ def _names_of_plugins(
     found = {}
     for above, (stage, part) in held.items():
         component = values[stage].get(part)
-        # AdamW is written without a name, and what is no plugin has none.
+        # AdamW is written without a name; a section that is not a plugin has none.
         if isinstance(component, dict) and "name" in component and part != "optimizer":
             found[f"{above}.name"] = component["name"]
     return found

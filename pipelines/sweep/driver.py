@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.runtime.reporter import Reporter, SilentReporter
 from posttrain.core.store.artifacts import ArtifactStore
 from posttrain.core.store.manifests import MANIFEST
@@ -211,9 +211,12 @@ class Driver:
     def _lost(self, worker: Worker) -> None:
         """A process ended by itself: its branch failed, and another takes its place."""
         self.workers.remove(worker)
-        if worker.branch is not None:
-            self._branch_ended(worker, worker.branch, "failed", worker.how_it_ended())
-            write_record(self.folder, self.record)
+        if worker.branch is None:
+            if not self.workers:
+                raise RunError(f"no process of the sweep could start: {worker.how_it_ended()}")
+            return
+        self._branch_ended(worker, worker.branch, "failed", worker.how_it_ended())
+        write_record(self.folder, self.record)
         self.start()
 
     def close(self, *, interrupted: bool = False) -> None:

@@ -7,7 +7,7 @@ same step, over all seeds that both have there (`core/math/sequential.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from posttrain.core.math.sequential import CONFIDENCE, behind_at_look
 from posttrain.pipelines.sweep.branches import Branch
@@ -20,7 +20,6 @@ class StopBehind:
 
     base: str
     branches: Sequence[Branch]
-    looks: dict[str, int] = field(default_factory=dict)
 
     def seen(self, record: SweepRecord, branch: Branch, stage: str, step: int) -> str:
         """Why the variant is stopped, as its row has it; empty if it goes on."""
@@ -29,10 +28,15 @@ class StopBehind:
         differences = self._differences(record, branch.variant, step)
         if not differences:
             return ""
-        look = self.looks[branch.variant] = self.looks.get(branch.variant, 0) + 1
-        if not behind_at_look(differences, look):
+        if not behind_at_look(differences, self._looks(record, branch.variant)):
             return ""
         return f"stopped at step {step}, sure to {CONFIDENCE:.0%}"
+
+    def _looks(self, record: SweepRecord, variant: str) -> int:
+        """How often the variant was looked at, this time and before an interruption too."""
+        seeds = dict.fromkeys(branch.seed for branch in self.branches)
+        found = (self._at(record, variant, seed) for seed in seeds)
+        return sum(len(one.right) for one in found if one is not None)
 
     def _differences(self, record: SweepRecord, variant: str, step: int) -> list[float]:
         """The variant's answers minus the base's, problem by problem, of each seed."""

@@ -7,6 +7,7 @@ log. The end of standard input, which is the end of the sweep, ends the run at i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -34,7 +35,7 @@ Send = Callable[..., None]
 
 
 @dataclass
-class Told:
+class ToTheSweep:
     """A `Reporter` whose audience is another process."""
 
     send: Send
@@ -62,6 +63,8 @@ class Jobs:
     """What the sweep asked for: runs in order, and whether the one at work is to stop."""
 
     waiting: queue.SimpleQueue[Json | None] = field(default_factory=queue.SimpleQueue)
+    at_work: str = ""
+    """The key of the branch that runs; one that has ended since is not stopped in its place."""
     stop: threading.Event = field(default_factory=threading.Event)
     over: bool = False
 
@@ -71,7 +74,7 @@ class Jobs:
             command = json.loads(line)
             if command["do"] == "run":
                 self.waiting.put(command)
-            else:
+            elif command["key"] == self.at_work:
                 self.stop.set()
         self.over = True
         self.waiting.put(None)
@@ -85,7 +88,8 @@ def main() -> None:
     lock, home = threading.Lock(), Path(sys.argv[1])
 
     def send(event: str, **values: object) -> None:
-        with lock:
+        # Without a sweep nobody reads: the end of standard input ends the run in order.
+        with lock, contextlib.suppress(BrokenPipeError):
             out.write(json.dumps({"event": event, **values}) + "\n")
 
     jobs = Jobs()
@@ -100,14 +104,14 @@ def main() -> None:
 
         while (job := jobs.waiting.get()) is not None:
             jobs.stop.clear()
+            jobs.at_work = job["key"]
             status, reason = run_branch(job, server, jobs, send)
+            jobs.at_work = ""
             send("ended", status=status, reason=reason)
             if status == "interrupted":
                 break
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # the sweep is gone, and nobody reads this
-        os._exit(1)
 
 
 def run_branch(job: Json, server: OwnServer, jobs: Jobs, send: Send) -> tuple[str, str]:
@@ -138,7 +142,7 @@ def run_branch(job: Json, server: OwnServer, jobs: Jobs, send: Send) -> tuple[st
             stop=jobs.stop,
             opened=opened,
         )
-        result = execute(resolved, manager, options, Told(send))
+        result = execute(resolved, manager, options, ToTheSweep(send))
     except PosttrainError as error:
         return "failed", str(error)
     except KeyboardInterrupt:

@@ -69,6 +69,7 @@ class Worker:
         self.branch, self.pending = branch, set(branch.stages.values())
         self._send(
             do="run",
+            key=branch.key,
             configs=[str(each) if isinstance(each, Path) else each for each in configs],
             overrides=list(branch.overrides),
             home=str(home),
@@ -78,7 +79,8 @@ class Worker:
 
     def stop_run(self) -> None:
         """End its run at the next safe point; the process stays."""
-        self._send(do="stop")
+        if self.branch is not None:
+            self._send(do="stop", key=self.branch.key)
 
     def _send(self, **command: object) -> None:
         assert self.process.stdin is not None
@@ -90,9 +92,6 @@ class Worker:
 
     def interrupt(self) -> None:
         """As Ctrl-C does: its run ends at the next safe point, and the process with it."""
-        self._close()
-
-    def _close(self) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -101,7 +100,7 @@ class Worker:
 
     def end(self, seconds: float = STOP_S) -> None:
         """Wait for its end, and end it with all that it started where that does not come."""
-        self._close()
+        self.interrupt()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What a sweep costs beyond its stages: wall time against the seconds that were computed; one JSON line.
+"""What a sweep costs beyond its stages: wall time against what was computed; one JSON line.
 
 Variants share an SFT stage and differ in the learning rate of RL. The ratio counts everything: the
 start of the process, Prefect, MLflow, reuse of shared stages, the report.

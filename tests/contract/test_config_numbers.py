@@ -38,6 +38,8 @@ MINUS_ONE = {
     "SoftOverlongConfig.floor": "the least penalty, -1 by default",
     "StopProperlyConfig.coef": "a negative reward, with mode: set only",
     "OwnTeacherSection.min_reward": "a reward",
+    "SpaceSection.low": "end of a range of any setting",
+    "SpaceSection.high": "end of a range of any setting; above low",
     "RlStage.reward_clip": "bounds of rewards",
     "AgentConfig.on_failure": "a reward",
     "GymnasiumConfig.illegal_reward": "a reward, such as that of any other turn of the game",

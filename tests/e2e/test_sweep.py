@@ -143,14 +143,14 @@ def wait_until(what: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 
 def begun(home: Path) -> Callable[[], bool]:
-    """Whether the first branch is done and the second has taken a step of RL."""
+    """Whether the first branch is done and the second has taken three steps of RL."""
 
     def look() -> bool:
         try:
             found = list(record_of(home).branches.values())
         except OSError:
             return False
-        return len(found) > 1 and found[0].status == "finished" and 1 in found[1].right
+        return len(found) > 1 and found[0].status == "finished" and 3 in found[1].right
 
     return look
 
@@ -164,7 +164,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_an_interrupted_sweep_leaves_nothing_running_and_goes_on(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    path = sweep_config(tmp_path, VARIANTS, steps=30, checkpoint_every=1)
+    path = sweep_config(tmp_path, VARIANTS | {"seeds": [0]}, steps=8, checkpoint_every=1)
     home = prepared(tmp_path / "home")
     process = start_command("sweep", str(path), "--home", str(home), "--plain")
     wait_until(begun(home), process)
@@ -187,7 +187,7 @@ def test_an_interrupted_sweep_leaves_nothing_running_and_goes_on(
         json.loads(manifest.read_text())["stage"]
         for manifest in (home / "artifacts").glob("*/manifest.json")
     ]
-    assert Counter(stages) == {"sft": 2, "rl": 4, "evaluate": len(stages) - 6}
+    assert (stages.count("sft"), stages.count("rl")) == (1, 2)
     cut = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db").search_runs(
         ["1"], "tags.`posttrain.resumed_step` != '0'"
     )

@@ -13,6 +13,7 @@ import yaml
 
 from posttrain.core.analysis.sweep import Speed, learning_speed, paired_effect, seeds_effect
 from posttrain.core.config.loading import load_config
+from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.variants import VariantsSection, setting_name
 from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.kit.tiny import make_tiny_model
@@ -136,7 +137,8 @@ def test_a_branch_is_the_config_with_its_settings(model: Path) -> None:
     assert own.seed == 7
     assert own.variants is None
     assert own.run_name == "{name}-seed{seed} [b]"
-    assert own.stages["rl"].optimizer.learning_rate == 2e-3
+    rl = own.stages["rl"]
+    assert isinstance(rl, RlStage) and rl.optimizer.learning_rate == 2e-3
 
 
 def test_a_field_of_a_plugin_that_the_algorithm_brings(model: Path) -> None:
@@ -148,10 +150,11 @@ def test_a_field_of_a_plugin_that_the_algorithm_brings(model: Path) -> None:
             "c": {"set": {"stages.rl.algorithm": "gspo", path: 0.01}},
         }
     }
-    losses = {
-        branch.variant: branch.resolved.config.stages["rl"].policy_loss
-        for branch in swept(model, variants).branches
-    }
+    losses: dict[str, Any] = {}
+    for one in swept(model, variants).branches:
+        rl = one.resolved.config.stages["rl"]
+        assert isinstance(rl, RlStage)
+        losses[one.variant] = rl.policy_loss
     assert losses["a"].fields()["clip_high"] == 0.2
     assert (losses["b"].name, losses["b"].fields()["clip_high"]) == ("ppo_clip", 0.28)
     assert (losses["c"].name, losses["c"].fields()["clip_high"]) == ("gspo", 0.01)
@@ -170,7 +173,7 @@ def test_errors_name_the_variant_and_the_line(model: Path, tmp_path: Path) -> No
 def test_only_keeps_the_base_and_knows_its_names(model: Path) -> None:
     variants = {"base": "b", "named": {"a": {}, "b": {}, "c": {}}}
     assert list(swept(model, variants, only=["c"]).settings) == ["b", "c"]
-    with pytest.raises(ConfigError, match="--only cc: no variant.*did you mean 'c'"):
+    with pytest.raises(ConfigError, match="--only cc: there is not a variant.*did you mean 'c'"):
         swept(model, variants, only=["cc"])
     with pytest.raises(ConfigError, match="no section `variants`"):
         swept(model, None)
