@@ -1,4 +1,4 @@
-"""The shipped ablations: they resolve, leave no aggregator out, and add DAPO's layers one by one."""
+"""The shipped ablations resolve, leave no aggregator out, and add DAPO's layers one by one."""
 
 from __future__ import annotations
 
