@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from posttrain.core.config.base import Section
 from posttrain.core.errors import nearest
@@ -66,6 +66,11 @@ class SpaceSection(Section):
     log: bool = Field(default=False, description="equally often in 0.001 to 0.01 as 0.01 to 0.1")
     choices: tuple[Any, ...] = Field(default=(), description="the values there are, if a list")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_list_stands_for_its_choices(cls, value: Any) -> Any:  # Any: whatever YAML held
+        return {"choices": value} if isinstance(value, list | tuple) else value
+
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if bool(self.choices) == (self.low is not None or self.high is not None):
@@ -84,16 +89,11 @@ class SpaceSection(Section):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
-def _listed(value: Any) -> Any:  # Any: whatever YAML held
-    """A list stands for its choices."""
-    return {"choices": value} if isinstance(value, list | tuple) else value
-
-
 class SearchSection(Section):
     """Settings that Optuna looks for."""
 
     trials: int = Field(default=20, ge=1, le=MOST, description="variants that are tried")
-    space: dict[SettingPath, Annotated[SpaceSection, BeforeValidator(_listed)]] = Field(
+    space: dict[SettingPath, SpaceSection] = Field(
         min_length=1, description="where each setting is looked for, by its path"
     )
     sampler: Literal["tpe", "random"] = Field(

@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[2]
 def configs(incomplete: str) -> list[str]:
     """Names of shipped configs, YAML files, and folders that may hold some."""
     folder = PACKAGE / "configs"
-    shipped = [*folder.glob("*.yaml"), *folder.glob("recipes/*.yaml")]
+    shipped = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
     names = [path.relative_to(folder).with_suffix("").as_posix() for path in shipped]
     return [*_starting(names, incomplete), *files(incomplete, (".yaml", ".yml"))]
 

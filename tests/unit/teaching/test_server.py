@@ -40,7 +40,7 @@ def test_a_server_says_what_the_weights_say(folder: Path, fault: str) -> None:
     mask = batch.response_mask.bool()
     assert found.topk_ids is not None and found.topk_logprobs is not None
     assert wanted.topk_ids is not None and wanted.topk_logprobs is not None
-    close = {"rtol": 0, "atol": 1e-5}
+    close = {"rtol": 0, "atol": 2e-5}  # float32 sums in another order, by processor
     torch.testing.assert_close(found.logprobs[mask], wanted.logprobs[mask].float(), **close)
     assert torch.equal(found.topk_ids[mask], wanted.topk_ids[mask])
     torch.testing.assert_close(
