@@ -301,3 +301,8 @@ def rank_correlation(first: Tensor, second: Tensor) -> float | None:
 def bounded(cosine: float) -> float:
     """A cosine that rounding took beyond 1 or -1, back at it."""
     return max(-1.0, min(1.0, cosine))
+
+
+def sampled_tokens(row: Mapping[str, float]) -> float | None:
+    """Response tokens that a step sampled, those of groups that were drawn again included."""
+    return row.get("sampling/tokens_drawn", row.get("tokens/response"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import scipy  # its submodules load at first use
 
+from posttrain.core.analysis.statistics import sampled_tokens
 from posttrain.core.math.intervals import CONFIDENCE
 
 Cells = Mapping[int, Mapping[str, float]]
@@ -119,8 +120,9 @@ def learning_speed(rows: Mapping[int, Mapping[str, float]], target: float) -> Sp
     tokens, counted = 0.0, False
     for step in sorted(rows):
         row = rows[step]
-        if "tokens/response" in row:
-            tokens, counted = tokens + row["tokens/response"], True
+        sampled = sampled_tokens(row)
+        if sampled is not None:
+            tokens, counted = tokens + sampled, True
         if row.get("eval/greedy_accuracy", -1.0) >= target:
             return Speed(step, tokens if counted or step == 0 else None)
     return None

@@ -23,6 +23,7 @@ from posttrain.core.analysis.statistics import (
     mean_curve,
     point,
     read_outcomes,
+    sampled_tokens,
 )
 from posttrain.core.config.base import StageBase
 from posttrain.core.config.fork_section import StepStage
@@ -138,7 +139,7 @@ def read_results(run: PastRun, stage: str | None) -> RunResults:
         rows=rows,
         source=source,
         seconds=_total(rows, "time/step_s"),
-        tokens=_total(rows, "tokens/response"),
+        tokens=_sampled(rows),
         stage_seconds=None if manifest is None else float(manifest["seconds"]),
         evaluation=evaluation,
         outcomes=outcomes,
@@ -194,6 +195,11 @@ def step_rows(run: PastRun, stage: str) -> tuple[dict[int, Mapping[str, float]],
 def _total(rows: Mapping[int, Mapping[str, float]], metric: str) -> float | None:
     values = [row[metric] for row in rows.values() if metric in row]
     return sum(values) if values else None
+
+
+def _sampled(rows: Mapping[int, Mapping[str, float]]) -> float | None:
+    counts = [count for row in rows.values() if (count := sampled_tokens(row)) is not None]
+    return sum(counts) if counts else None
 
 
 def _evaluation(

@@ -242,10 +242,10 @@ def test_learning_speed_counts_tokens_up_to_the_target() -> None:
     rows: dict[int, dict[str, float]] = {
         0: {"eval/greedy_accuracy": 0.1},
         1: {"tokens/response": 10.0},
-        2: {"tokens/response": 20.0, "eval/greedy_accuracy": 0.5},
+        2: {"tokens/response": 20.0, "sampling/tokens_drawn": 25.0, "eval/greedy_accuracy": 0.5},
         3: {"tokens/response": 40.0, "eval/greedy_accuracy": 0.9},
     }
-    assert learning_speed(rows, 0.5) == Speed(2, 30.0)
+    assert learning_speed(rows, 0.5) == Speed(2, 35.0)
     assert learning_speed(rows, 0.95) is None
 
 
