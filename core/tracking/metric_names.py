@@ -494,13 +494,19 @@ def check_names(names: Iterable[str]) -> None:
 
 MAX_KEYS_PER_STEP = 100
 ALARM = "alarm/"
+TOKEN_WEIGHT = "token_weight/"
+"""They are the same in every step, and take no room from the metrics of losses and plugins."""
 _RANKS = {name: rank for rank, name in enumerate(METRICS)}
 
 
 def left_out(names: Iterable[str]) -> tuple[str, ...]:
-    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order."""
+    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order.
+
+    Those of token weights do not count.
+    """
 
     def rank(name: str) -> tuple[bool, int, str]:
         return not name.startswith(ALARM), _RANKS.get(name, len(_RANKS)), name
 
-    return tuple(sorted(sorted(names, key=rank)[MAX_KEYS_PER_STEP:]))
+    counted = (name for name in names if not name.startswith(TOKEN_WEIGHT))
+    return tuple(sorted(sorted(counted, key=rank)[MAX_KEYS_PER_STEP:]))
