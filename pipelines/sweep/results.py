@@ -62,7 +62,9 @@ def measured(
         run = open_record(record.run_id, home, store)
     except PosttrainError as error:
         return Measured(branch, record, note=str(error))
-    value, outcomes, note = None, (), ""
+    value: float | None = None
+    outcomes: tuple[Outcome, ...] = ()
+    note = ""
     if record.status == "finished":
         result, why = run.store.lookup(stage, run.record.stages.get(stage, ""))
         if result is None:

@@ -122,7 +122,7 @@ class PruneTrial:
         )
         running.number = len(self.study.trials)
         pruner: optuna.pruners.BasePruner = self.study.pruner
-        return pruner.prune(self.study, running)
+        return bool(pruner.prune(self.study, running))
 
 
 def is_in(settings: Settings, section: SearchSection) -> bool:
