@@ -407,12 +407,11 @@ METRICS: dict[str, Metric] = {
     "tokens/total": Metric("tokens", "prompt and response tokens of the step"),
     "memory/rank_peak_gb": Metric("GB", "peak memory of the learner's first rank"),
     "memory/peak_gb": Metric("GB", "peak memory of the process or the device"),
-    # d loss / d log-prob of each token of an optimizer step; means over the step's optimizer steps
+    # d loss / d log-prob of each token of an optimizer step; means over the step's optimizer steps.
+    # Of a step with too many keys the last are left out: what is rather done without is last.
     "token_weight/max": Metric("loss/nat", "largest |d loss / d log-prob| of a token in the step"),
     "token_weight/p99": Metric("loss/nat", "99 % of the tokens with a weight have at most this"),
-    "token_weight/p50": Metric("loss/nat", "median |weight| of the tokens with a weight"),
     "token_weight/peak": Metric("ratio", "largest |weight| over the mean of those not 0"),
-    "token_weight/zero_frac": Metric("fraction", "tokens that take loss and have weight 0"),
     "token_weight/effective": Metric("tokens", "(sum |w|)^2 / sum w^2, the effective number"),
     "token_weight/effective_frac": Metric(
         "fraction", "effective number of tokens, of those that take loss"
@@ -420,15 +419,17 @@ METRICS: dict[str, Metric] = {
     "token_weight/length_slope": Metric(
         "slope", "of ln(mean |weight| of a response) over ln(its tokens); -1: twice as long, half"
     ),
-    "token_weight/share/positive": Metric("fraction", "of the |weight|, advantage above 0"),
-    "token_weight/share/negative": Metric("fraction", "of the |weight|, advantage below 0"),
-    "token_weight/share/bounded": Metric("fraction", "of the |weight|, where a bound acts (clip)"),
-    "token_weight/share/short": Metric("fraction", "of the |weight|, lower third of the lengths"),
-    "token_weight/share/medium": Metric("fraction", "of the |weight|, middle third of the lengths"),
+    "token_weight/zero_frac": Metric("fraction", "tokens that take loss and have weight 0"),
     "token_weight/share/long": Metric("fraction", "of the |weight|, upper third of the lengths"),
-    "token_weight/share/early": Metric("fraction", "of the |weight|, first third of each response"),
-    "token_weight/share/middle": Metric("fraction", "of the |weight|, middle third of each"),
     "token_weight/share/late": Metric("fraction", "of the |weight|, last third of each response"),
+    "token_weight/share/positive": Metric("fraction", "of the |weight|, advantage above 0"),
+    "token_weight/share/bounded": Metric("fraction", "of the |weight|, where a bound acts (clip)"),
+    "token_weight/p50": Metric("loss/nat", "median |weight| of the tokens with a weight"),
+    "token_weight/share/negative": Metric("fraction", "of the |weight|, advantage below 0"),
+    "token_weight/share/short": Metric("fraction", "of the |weight|, lower third of the lengths"),
+    "token_weight/share/early": Metric("fraction", "of the |weight|, first third of each response"),
+    "token_weight/share/medium": Metric("fraction", "of the |weight|, middle third of the lengths"),
+    "token_weight/share/middle": Metric("fraction", "of the |weight|, middle third of each"),
 }
 
 PREFIXES: dict[str, Metric] = {
@@ -487,14 +488,18 @@ def check_names(names: Iterable[str]) -> None:
 
 
 MAX_KEYS_PER_STEP = 100
-ALARM = "alarm/"
+ALARM, WEIGHTS = "alarm/", "token_weight/"
 _RANKS = {name: rank for rank, name in enumerate(METRICS)}
 
 
 def left_out(names: Iterable[str]) -> tuple[str, ...]:
-    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order."""
+    """The names beyond the first 100, sorted: alarms first, then in the catalogue's order.
 
-    def rank(name: str) -> tuple[bool, int, str]:
-        return not name.startswith(ALARM), _RANKS.get(name, len(_RANKS)), name
+    Token weights are last, after the rewards and tasks that a prefix names.
+    """
+
+    def rank(name: str) -> tuple[bool, bool, int, str]:
+        place = _RANKS.get(name, len(_RANKS))
+        return not name.startswith(ALARM), name.startswith(WEIGHTS), place, name
 
     return tuple(sorted(sorted(names, key=rank)[MAX_KEYS_PER_STEP:]))
