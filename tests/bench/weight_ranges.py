@@ -59,7 +59,7 @@ def digits(folder: Path, seed: int, presets: Sequence[str], rate: float | None) 
 
 
 def lengths(folder: Path, seed: int, presets: Sequence[str], rate: float | None) -> Learned:
-    """The same presets where answers differ in length; two updates on each batch."""
+    """The same presets where answers differ in length; three updates on each batch."""
     stages: dict[str, dict[str, Any]] = {}
     for name in presets:
         fields = {**BUDGETS[name].fields}
