@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.config.alarms import AlarmsSection
+from posttrain.core.tracking.metric_names import ALARM
 
 Row = Mapping[str, float]
 WINDOW = 3
@@ -29,8 +30,6 @@ FLAT = 0.02
 """A change of accuracy, as a fraction, that counts as none."""
 SOLVED = 0.9
 """Accuracy from which on there is little left to gain."""
-METRIC = "alarm/"
-"""What the metric of an alarm begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,8 +504,8 @@ def raised_in(
     places: dict[str, list[int]] = {}
     for place, row in enumerate(history):
         for name in row:
-            if name.startswith(METRIC) and row[name]:
-                places.setdefault(name.removeprefix(METRIC), []).append(place)
+            if name.startswith(ALARM) and row[name]:
+                places.setdefault(name.removeprefix(ALARM), []).append(place)
     found = []
     for name, at in places.items():
         before = history[: at[0] + 1]

@@ -42,7 +42,7 @@ from posttrain.core.config.rl_stage import RlStage
 
 Rows = Sequence[Mapping[str, float]]
 HUGE = 1e300  # MLflow stores an infinity as the largest float: neither can be drawn
-COMPONENT, TOKEN_WEIGHT = "reward/component/", "token_weight/"
+COMPONENT = "reward/component/"
 MOST_CURVES = 6
 """Curves of one chart, where their number is not known before."""
 
@@ -197,6 +197,59 @@ GROUPS: tuple[Group, ...] = (
         ),
     ),
     Group(
+        "Token weights",
+        "Which tokens does the gradient come from?",
+        (
+            Plot(
+                "Largest weight over the mean",
+                "ratio",
+                (Curve("token_weight/peak", "peak", BLUE),),
+                robust=True,
+            ),
+            Plot(
+                "Tokens that count",
+                "fraction of tokens",
+                (
+                    Curve("token_weight/effective_frac", "effective number", BLUE),
+                    Curve("token_weight/zero_frac", "without weight", GREY),
+                    Curve("token_weight/share/bounded", "share where a bound acts", ORANGE),
+                ),
+            ),
+            Plot(
+                "Weight by sign of the advantage",
+                "share of |weight|",
+                (
+                    Curve("token_weight/share/positive", "above 0", GREEN),
+                    Curve("token_weight/share/negative", "below 0", ORANGE),
+                ),
+            ),
+            Plot(
+                "Weight by length of the response",
+                "share of |weight|",
+                (
+                    Curve("token_weight/share/short", "short", SKY),
+                    Curve("token_weight/share/medium", "medium", BLUE),
+                    Curve("token_weight/share/long", "long", ORANGE),
+                ),
+            ),
+            Plot(
+                "Weight by place in the response",
+                "share of |weight|",
+                (
+                    Curve("token_weight/share/early", "first third", SKY),
+                    Curve("token_weight/share/middle", "second", BLUE),
+                    Curve("token_weight/share/late", "last", ORANGE),
+                ),
+            ),
+            Plot(
+                "Weight of a token by length",
+                "slope of logarithms; -1: twice as long, half",
+                (Curve("token_weight/length_slope", "slope", BLUE),),
+                robust=True,
+            ),
+        ),
+    ),
+    Group(
         "Critic",
         "Does the value model explain the returns?",
         (
@@ -329,10 +382,6 @@ def groups_of(names: Mapping[str, None]) -> Iterator[Group]:
             yield Group(group.title, group.question, plots)
         else:
             yield group
-    weights = [name for name in names if name.startswith(TOKEN_WEIGHT)]
-    if weights:
-        question = "Which tokens does the gradient come from?"
-        yield Group("Token weights", question, tuple(_token_weights(weights)))
     yield Group("Of this stage", "What its sampler, teachers and environment record.", ())
 
 
@@ -371,20 +420,6 @@ def _at_k(names: Mapping[str, None]) -> Iterator[Plot]:
         tuple(Curve(f"eval/pass_at/{size}", f"pass@{size}") for size in shown_sizes),
         smooth=False,
     )
-
-
-def _token_weights(names: Sequence[str]) -> Iterator[Plot]:
-    """A chart for each GROUP of `token_weight/GROUP/REST`; those without a group share one."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        rest = name.removeprefix(TOKEN_WEIGHT)
-        groups.setdefault(rest.partition("/")[0] if "/" in rest else "", []).append(name)
-    for group, members in groups.items():
-        for start in range(0, len(members), MOST_CURVES):
-            part = members[start : start + MOST_CURVES]
-            labels = [name.removeprefix(TOKEN_WEIGHT).removeprefix(f"{group}/") for name in part]
-            curves = tuple(map(Curve, part, labels))
-            yield Plot(f"Token weights: {group}" if group else "Token weights", "weight", curves)
 
 
 def _panels(group: Group, history: Rows) -> Iterator[tuple[Plot, Panel]]:

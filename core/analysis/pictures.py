@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # loading matplotlib takes 0.5 s: functions load it when they draw
@@ -59,12 +61,7 @@ class Series:
 
     def smooth(self) -> list[float] | None:
         """Mean of the nearest values, a window of about a tenth of the run; None for few values."""
-        count = len(self.values)
-        if count < 10 or self.band:
-            return None
-        reach = max(1, count // 20)
-        windows = [self.values[max(0, i - reach) : i + reach + 1] for i in range(count)]
-        return [sum(window) / len(window) for window in windows]
+        return None if self.band else smoothed(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,35 @@ class Panel:
     title: str
     unit: str
     series: Sequence[Series]
+
+
+def smoothed(values: Sequence[float], *, robust: bool = False) -> list[float] | None:
+    """Mean of the nearest values, a window of a tenth of them; None for fewer than ten.
+
+    With `robust` their median: a single value far outside does not lift the values around it.
+    """
+    count = len(values)
+    if count < 10:
+        return None
+    reach = max(1, count // 20)
+    ends = [(max(0, i - reach), min(count, i + reach + 1)) for i in range(count)]
+    if robust:
+        return _medians(values, ends)
+    sums = list(accumulate(values, initial=0.0))
+    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
+
+
+def _medians(values: Sequence[float], ends: Sequence[tuple[int, int]]) -> list[float]:
+    """Medians of windows that only move forward."""
+    window, found, first, last = list[float](), list[float](), 0, 0
+    for low, high in ends:
+        for value in values[last:high]:
+            insort(window, value)
+        for value in values[first:low]:
+            del window[bisect_left(window, value)]
+        first, last = low, high
+        found.append(window[len(window) // 2])
+    return found
 
 
 def curves(panels: Sequence[Panel], title: str = "") -> bytes:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from posttrain.core.analysis.pictures import (
     BLACK,
@@ -25,6 +23,7 @@ from posttrain.core.analysis.pictures import (
     SKY,
     Panel,
     Series,
+    smoothed,
 )
 
 _NAMES = {
@@ -69,6 +68,8 @@ STYLE = (
 )
 POINTS = 600
 """Points of a line that are drawn: more than a chart has pixels would only make the page large."""
+FLAT = 1e-9
+"""Values that differ by less, as a share of themselves, are drawn as one."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 
 
@@ -134,35 +135,6 @@ class Scale:
         first = math.ceil(self.low / each - 1e-9)
         last = math.floor(self.high / each + 1e-9)
         return [i * each for i in range(first, last + 1)]
-
-
-def smoothed(values: Sequence[float], *, robust: bool = False) -> list[float] | None:
-    """Mean of the nearest values, a window of a tenth of them; None for fewer than ten.
-
-    With `robust` their median: a single value far outside does not lift the values around it.
-    """
-    count = len(values)
-    if count < 10:
-        return None
-    reach = max(1, count // 20)
-    ends = [(max(0, i - reach), min(count, i + reach + 1)) for i in range(count)]
-    if robust:
-        return _medians(values, ends)
-    sums = list(accumulate(values, initial=0.0))
-    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
-
-
-def _medians(values: Sequence[float], ends: Sequence[tuple[int, int]]) -> list[float]:
-    """Medians of windows that only move forward."""
-    window, found, first, last = list[float](), list[float](), 0, 0
-    for low, high in ends:
-        for value in values[last:high]:
-            insort(window, value)
-        for value in values[first:low]:
-            del window[bisect_left(window, value)]
-        first, last = low, high
-        found.append(window[len(window) // 2])
-    return found
 
 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -237,6 +209,8 @@ def _y_span(chart: Chart) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)
+    if high - low <= FLAT * abs(high):
+        low = high  # rounding: ticks would all read alike
     if chart.robust and len(values) >= 20:
         ordered = sorted(values)
         inner = ordered[-1 - len(ordered) // 100]

@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.config.base import NO_TASK, Component, Section, StageBase
 from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.evaluation_stages import BenchmarkStage, EvaluateStage
@@ -31,7 +32,6 @@ from posttrain.core.config.preference_stages import (
 )
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.sections import (
-    AlarmsSection,
     ClusterSection,
     EvaluationSection,
     GenerationSection,

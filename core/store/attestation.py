@@ -120,8 +120,7 @@ def kept_at(home: Path, digest: str) -> Path:
 def read_attestation(path: Path) -> Attestation:
     """Raises `ResourceError` for any other file."""
     try:
-        read_json(path, Attestation)
-        return Attestation.model_validate_json(path.read_bytes())
+        return Attestation.model_validate(read_json(path, Attestation))
     except (WrongContent, ValueError) as error:
         raise ResourceError(
             f"{path} is not an attestation that `posttrain export` wrote ({error}): download the "

@@ -66,8 +66,8 @@ MAIN_METRICS = (
     "pref/held_out_pair_accuracy",
 )
 """Those that are compared, where any of the runs has them."""
-SAME_EXPERIMENT = (
-    *("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants"),
+SAME_EXPERIMENT = frozenset(
+    ("seed", "name", "run_name", "description", "keep", "limits", "forked_from", "variants")
 )
 """Top-level keys in which runs of one experiment may differ: the draw, names, what is kept."""
 

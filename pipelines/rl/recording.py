@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from posttrain.core.analysis.alarm_samples import StepSamples, look_at, with_samples
-from posttrain.core.analysis.alarms import METRIC, Raised, Seen, judge, raised_in
+from posttrain.core.analysis.alarms import Raised, Seen, judge, raised_in
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.rl_stage import RlStage
@@ -27,6 +27,7 @@ from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
 from posttrain.core.evaluation.sampled import SampledEvaluation
 from posttrain.core.models.device import peak_memory_gb
 from posttrain.core.runtime.files import WrongContent, read_json
+from posttrain.core.tracking.metric_names import ALARM
 from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.critic import ValuePhase
@@ -265,11 +266,11 @@ class Recorder:
         alarms = judge(seen, self.context.run.alarms)
         texts = {name: text for name, text in alarms.items() if text}
         for name, text in texts.items():
-            if not any(row.get(METRIC + name) for row in self.history):
+            if not any(row.get(ALARM + name) for row in self.history):
                 shown = look_at(name, self._samples, self._microscope(step))
                 self._raised[name] = f"{text}. Look at {shown}"
                 raise_alarm(self.context, name, step, self._raised[name])
-        return {METRIC + name: 1.0 for name in texts}
+        return {ALARM + name: 1.0 for name in texts}
 
     @property
     def _kl_target(self) -> tuple[str, float] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.contracts import RolloutEngine
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 
-from posttrain.core.analysis.alarms import METRIC, Row, Seen, judge
-from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.analysis.alarms import Row, Seen, judge
+from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.math.intervals import share_interval, wilson
+from posttrain.core.tracking.metric_names import ALARM
 
 Curve = Callable[[float], float]
 """A value by the share of the stage that is done, from 0 to 1."""
@@ -73,12 +74,12 @@ def with_alarms(rows: Iterable[Row], limits: AlarmsSection | None = None) -> lis
     """The rows with `alarm/NAME`, judged step by step as a stage does."""
     found: list[dict[str, float]] = []
     for row in rows:
-        now = {name: value for name, value in row.items() if not name.startswith(METRIC)}
+        now = {name: value for name, value in row.items() if not name.startswith(ALARM)}
         if row["step"]:
             so_far = [*found, now]
             held = [r for r in so_far if "eval/greedy_accuracy" in r]
             told = [r for r in so_far if "eval/sampled_problems" in r]
             texts = judge(Seen(now, found, held, told), limits or AlarmsSection())
-            now |= {METRIC + name: 1.0 for name, text in texts.items() if text}
+            now |= {ALARM + name: 1.0 for name, text in texts.items() if text}
         found.append(now)
     return found

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.analysis.alarm_samples import PICKS, StepSamples, look_at
-from posttrain.core.analysis.alarms import METRIC, RULES, Row, Seen, judge, raised_in
-from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.analysis.alarms import RULES, Row, Seen, judge, raised_in
+from posttrain.core.config.alarms import AlarmsSection
+from posttrain.core.tracking.metric_names import ALARM
 from posttrain.core.training.step_record import is_reproducible
 from tests.helpers.series import Curve, flat, made, rising, with_alarms
 
@@ -247,7 +248,7 @@ GOOD: dict[str, list[dict[str, float]]] = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_stage_raises_nothing_at_any_step(name: str) -> None:
-    raised = {key for row in with_alarms(GOOD[name]) for key in row if key.startswith(METRIC)}
+    raised = {key for row in with_alarms(GOOD[name]) for key in row if key.startswith(ALARM)}
     assert raised == set()
 
 

@@ -12,18 +12,17 @@ import pytest
 
 from posttrain.core.analysis.alarms import RULES, Raised, raised_in
 from posttrain.core.analysis.dashboard import GROUPS, MARKED, dashboard_page, write_dashboard
-from posttrain.core.analysis.pictures import BLUE, Panel, Series
+from posttrain.core.analysis.pictures import BLUE, Panel, Series, smoothed
 from posttrain.core.analysis.svg import (
     POINTS,
     Chart,
     Mark,
     Scale,
     chart_svg,
-    smoothed,
     stretches,
     thinned,
 )
-from posttrain.core.config.sections import AlarmsSection
+from posttrain.core.config.alarms import AlarmsSection
 from posttrain.core.tracking.metric_names import find_metric
 from tests.helpers.browser import open_browser
 from tests.helpers.series import flat, made, rising, with_alarms
@@ -77,11 +76,11 @@ def test_the_page_has_the_groups_that_were_measured_and_says_which_alarms_were_r
 
 
 def test_token_weights_and_components_have_charts_where_a_stage_has_them() -> None:
-    more = {"token_weight/share/digits": flat(0.2), "token_weight/share/words": flat(0.8)}
-    more |= {"token_weight/top": flat(1.0)}
+    more = {"token_weight/share/long": flat(0.2), "token_weight/peak": flat(3.0)}
     more |= {"reward/component/accuracy": flat(0.4), "reward/component/format": flat(1.0)}
     page = dashboard_page(made(CURVES | more), [], "run")
-    assert "Token weights: share" in page and ">digits <" in page and ">format <" in page
+    assert "Weight by length of the response" in page and ">long <" in page and ">format <" in page
+    assert "Weight by place" not in page, "nothing of it was measured"
 
 
 def test_a_thousand_steps_stay_small_and_keep_their_extremes() -> None:
@@ -181,3 +180,11 @@ def test_a_chart_alone_has_its_style_title_and_legend() -> None:
     )
     assert "prefers-color-scheme" not in chart_svg(chart) and "a &amp; b" not in chart_svg(chart)
     assert "not recorded" in chart_svg(Chart(Panel("x", "y", [])))
+
+
+def test_values_that_differ_by_rounding_alone_have_one_tick() -> None:
+    steps = list(range(20))
+    almost = [1 - 1e-13 * (step % 3) for step in steps]
+    drawn = chart_svg(Chart(Panel("ess", "fraction", [Series("ess", BLUE, steps, almost)])))
+    ticks = re.findall(r'text-anchor="end"[^>]*>([^<]*)<', drawn)
+    assert ticks and len(ticks) == len(set(ticks)), drawn
