@@ -39,6 +39,7 @@ _ANSWERS: dict[Format, tuple[str, ...]] = {
     "trl": ("answer", "solution", "ground_truth"),  # where a reward function logged it
 }
 SCORE = "score"
+MOST_STEPS = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +244,15 @@ def _step(value: object, file: Path, where: str, counts: Counter[str]) -> int:
             raise DataError(f"{where} has no step, and the file's name has none: name it 1.jsonl")
         counts["responses without a field 'step', which have that of their file's name"] += 1
         return named
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, float) and value.is_integer():  # no infinity is
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
         raise DataError(f"{where}: step is {value!r}, expected a whole number")
-    if int(value) < 0:
-        raise DataError(f"{where}: step is {value!r}, expected 0 or more")
-    if named >= 0 and int(value) != named:
+    if not 0 <= value <= MOST_STEPS:
+        raise DataError(f"{where}: step is {value}, expected 0 or more, up to {MOST_STEPS}")
+    if named >= 0 and value != named:
         counts["responses whose step is not that of their file's name; the field is taken"] += 1
-    return int(value)
+    return value
 
 
 def _prompt(value: object, where: str) -> tuple[str, tuple[Message, ...]]:
@@ -282,4 +285,7 @@ def _number_of(value: object, where: str) -> float | None:
         return None
     if not isinstance(value, int | float):
         raise DataError(f"{where} is {value!r}, expected a number")
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        raise DataError(f"{where} is a number of {len(str(value))} digits, too large") from None

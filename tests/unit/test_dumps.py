@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,9 @@ ROW: Json = {"input": "a", "output": "b", "gts": "1", "score": 1.0, "step": 1}
         (lambda row: row.update(score="high"), "score is 'high', expected a number"),
         (lambda row: row.update(step="one"), "step is 'one', expected a whole number"),
         (lambda row: row.update(step=-1), "expected 0 or more"),
+        (lambda row: row.update(step=10**12), "expected 0 or more, up to"),
+        (lambda row: row.update(step=math.inf), "step is inf, expected a whole number"),
+        (lambda row: row.update(score=10**400), "score is a number of 401 digits, too large"),
         (lambda row: row.update(input=[{"role": 1}]), "1.jsonl:2: input"),
     ],
 )
