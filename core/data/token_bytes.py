@@ -28,11 +28,14 @@ SPACE = "▁"  # how SentencePiece writes a space
 class TokenBytes:
     """`pieces` has for each id what it writes; None for control tokens and ids of no token.
 
-    `names` are the control tokens' own, by id; tokens that end a response are among them.
+    `names` are the control tokens' own, by id; tokens that end a response, `ends`, are among them.
+    `end` is the one of them with which a response is written.
     """
 
     pieces: tuple[bytes | None, ...]
     names: dict[int, str]
+    ends: frozenset[int]
+    end: int
 
     @classmethod
     def of(cls, chat: ChatTokenizer) -> TokenBytes:
@@ -57,7 +60,7 @@ class TokenBytes:
             if index in names:
                 continue
             pieces[index] = token.encode() if index in added else spelling(token)
-        return cls(tuple(pieces), names)
+        return cls(tuple(pieces), names, frozenset(ends), chat.turn_end.token)
 
     def readable(self, ids: Sequence[int]) -> list[bytes]:
         """What `ids` write, up to the first control token."""
@@ -120,13 +123,15 @@ _BYTES = _byte_alphabet()
 def matched_tokens(own: TokenBytes, other: TokenBytes) -> Tensor:
     """Pairs of ids [M, 2] of tokens in both: of equal bytes, or control tokens of equal names.
 
-    Each id is in one pair at most. Of several that write the same the last is taken: SentencePiece
+    The tokens that end a response are a pair too, where no name has paired either already. Each id is in one pair at most. Of several that write the same the last is taken: SentencePiece
     has single bytes in front of characters.
     """
     written = [{t: i for i, t in enumerate(each.pieces) if t} for each in (own, other)]
     named = [{name: i for i, name in each.names.items()} for each in (own, other)]
     pairs = [(written[0][t], i) for t, i in written[1].items() if t in written[0]]
     pairs += [(named[0][name], i) for name, i in named[1].items() if name in named[0]]
+    if all(own.end != mine and other.end != theirs for mine, theirs in pairs):
+        pairs.append((own.end, other.end))
     return torch.tensor(sorted(pairs, key=itemgetter(1)), dtype=torch.int64).view(-1, 2)
 
 
@@ -144,7 +149,10 @@ class ReadAnew:
 
 @dataclass(frozen=True, slots=True)
 class Rereader:
-    """Reads what was written in tokens of `own` as `tokenizer` does, whose bytes are `other`."""
+    """Reads what was written in tokens of `own` as `tokenizer` does, whose bytes are `other`.
+
+    The end of a response that both read to it is a group of its own, the last one.
+    """
 
     own: TokenBytes
     tokenizer: ChatTokenizer
@@ -170,7 +178,11 @@ class Rereader:
             if shorter > common:
                 others, common = without, shorter
         sides = align(*([end for end in _ends(each) if end <= common] for each in (pieces, others)))
-        return ReadAnew(given, _filled(sides[0], len(ids)), _filled(sides[1], len(given)))
+        groups, other_groups = _filled(sides[0], len(ids)), _filled(sides[1], len(given))
+        ended = len(pieces) == len(ids) - 1 and ids[-1] in self.own.ends
+        if ended and common == len(written) and len(others) == len(given) - 1:
+            groups[-1] = other_groups[-1] = max(groups) + 1
+        return ReadAnew(given, groups, other_groups)
 
 
 def _whole_characters(written: bytes) -> bytes:

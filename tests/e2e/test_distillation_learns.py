@@ -55,6 +55,17 @@ def test_it_reaches_a_teacher_of_another_tokenizer(tmp_path: Path, seed: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_learns_how_to_end(tmp_path: Path, seed: int) -> None:
+    long = {**BY_TEXT["uld"], "generation": {"max_response_length": 6}}
+    learned = distil_texts(tmp_path, seed, {"uld": long}, steps=50, end="</s>")
+    cut = learned.history("uld", "resp_len/truncated_frac")
+    assert cut[0] > 0.5 and final(cut) < 0.1
+    assert final(learned.history("uld", "acc/mean")) > 0.7
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_texts_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
     students = {"uld": {**BY_TEXT["uld"], "micro_batch_size": 32}}

@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.data.tokens import ChatTokenizer
-from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_bpe_tokenizer, make_tiny_model
+from posttrain.core.kit.tiny import (
+    BARE_TEMPLATE,
+    END,
+    START,
+    make_tiny_bpe_tokenizer,
+    make_tiny_model,
+)
 from posttrain.core.types import Problem
 from tests.helpers.learning import NO_KL, Learned, make_model, run, run_config
 from tests.helpers.rollouts import load_tiny
@@ -69,10 +77,16 @@ def distil(
 
 
 def distil_texts(
-    folder: Path, seed: int, students: dict[str, dict[str, Any]], *, steps: int, ranks: int = 1
+    folder: Path,
+    seed: int,
+    students: dict[str, dict[str, Any]],
+    *,
+    steps: int,
+    ranks: int = 1,
+    end: str = END,
 ) -> Learned:
-    """A run of `students` of characters, whose teacher has pieces of words, and other ids."""
-    listed = {"teachers": {"big": {"model": str(make_teacher(folder / "big", seed))}}}
+    """A run of `students` of characters, whose teacher has pieces of words, other ids and `end`."""
+    listed = {"teachers": {"big": {"model": str(make_teacher(folder / "big", seed, end))}}}
     common = {**STEP, **listed, "inputs": {"model": "base"}, "algorithm": "gkd", "steps": steps}
     stages = {name: {**common, **fields} for name, fields in students.items()}
     config = run_config(make_model(folder, seed), seed, stages, TASK, held_out=1)
@@ -80,9 +94,19 @@ def distil_texts(
     return run(folder, config)
 
 
-def make_teacher(folder: Path, seed: int) -> Path:
-    """A model of byte-level pieces that says a digit twice."""
+def make_teacher(folder: Path, seed: int, end: str) -> Path:
+    """A model of byte-level pieces that says a digit twice, and then `end`."""
     tokenizer = make_tiny_bpe_tokenizer(BARE_TEMPLATE)
+    if end != END:
+        named = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str().replace(END, end))
+        tokenizer_class: Any = PreTrainedTokenizerFast  # Any: its constructor is not typed
+        tokenizer = tokenizer_class(
+            tokenizer_object=named,
+            bos_token=START,
+            eos_token=end,
+            pad_token=end,
+            chat_template=BARE_TEMPLATE,
+        )
     make_tiny_model(folder, seed=seed, layers=1, init_std=0.05, tokenizer=tokenizer)
     chat, model = ChatTokenizer(tokenizer, None), load_tiny(folder, torch.float32)
     problems = [Problem(digit, digit, 2 * digit, 2 * digit) for digit in "0123456789"]

@@ -165,12 +165,18 @@ def test_groups_write_the_same_bytes_in_both(own: str, other: str, text: str) ->
         assert theirs[0].lstrip(b" ") == mine[0].lstrip(b" ")  # the space is nobody's text
         mine[0] = theirs[0]
     assert mine == theirs
-    assert made.ids[-1] == chat(other).turn_end.token and made.other_groups[-1] == -1
+    assert made.ids[-1] == chat(other).turn_end.token
     written = b"".join(found.own.readable(ids))
     if other in COMPLETE:
         assert b"".join(mine).lstrip(b" ") == written.lstrip(b" ")
         assert -1 not in made.groups[: len(found.own.readable(ids))]
-    assert made.groups[-1] == -1, "the end is in no group"
+    whole = ids[-1] in found.own.ends and b"".join(theirs).lstrip(b" ") == written.lstrip(b" ")
+    if whole and len(found.other.readable(made.ids)) == len(made.ids) - 1:
+        last = max(made.groups)
+        assert made.groups.index(last) == len(ids) - 1, "the end is a group of its own"
+        assert made.other_groups.index(last) == len(made.ids) - 1
+    else:
+        assert made.groups[-1] == -1, "the end is in no group where the texts differ"
 
 
 def _by_group(pieces: list[bytes], groups: list[int]) -> list[bytes]:
@@ -179,6 +185,23 @@ def _by_group(pieces: list[bytes], groups: list[int]) -> list[bytes]:
         if group >= 0:
             found[group] = found.get(group, b"") + piece
     return [found[n] for n in sorted(found)]
+
+
+def test_only_an_end_that_was_sampled_is_a_group() -> None:
+    ids = chat("bytes").encode_response("ab")
+    found = reader("bytes", "byte-level")
+    assert found.read(ids).groups == [0, 1, 2]
+    assert found.read(ids[:-1]).groups == [0, 1], "cut by the length limit"
+    assert -1 not in found.read(ids).other_groups
+    assert found.read(ids[:-1]).other_groups[-1] == -1
+
+
+def test_ends_of_other_names_are_a_pair() -> None:
+    own = TokenBytes((b"a", b"b", None, None), {2: "<end>", 3: "<eos>"}, frozenset({2, 3}), 2)
+    other = TokenBytes((None, b"b", b"c"), {0: "</s>"}, frozenset({0}), 0)
+    assert matched_tokens(own, other).tolist() == [[2, 0], [1, 1]]
+    same = TokenBytes((None, b"b", b"c"), {0: "<eos>"}, frozenset({0}), 0)
+    assert matched_tokens(own, same).tolist() == [[3, 0], [1, 1]], "a name comes first"
 
 
 def test_what_is_no_text_is_read_up_to_there() -> None:
@@ -374,6 +397,9 @@ def by_hand(learner: Learner, batch: RolloutBatch, of_rows: dict[int, str]) -> l
             pieces = TokenBytes.of(tokenizer).readable(response)
             sides.append((logits / 0.7, response, pieces))
         groups = align(*(list(accumulate(map(len, pieces))) for _, _, pieces in sides))
+        if b"".join(sides[0][2]) == b"".join(sides[1][2]):  # both read to the end
+            end = max(groups[0], default=-1) + 1
+            groups = [*groups[0], end], [*groups[1], end]
         values = []
         for n in range(max(groups[0], default=-1) + 1):
             parts = []
@@ -415,7 +441,7 @@ def test_the_gradient_is_that_of_whole_sequences_whatever_the_split(
     wanted = by_hand(learner, answers(), dict.fromkeys(range(len(ANSWERS)), "a"))
     assert_same_gradient(gradient(learner, ready.batch), wanted, 1e-5)
     assert ready.metrics["distil/tokens_per_stretch"] > 1.5
-    assert 0.5 < ready.metrics["distil/aligned_frac"] < 1  # ends are in no group
+    assert ready.metrics["distil/aligned_frac"] == 1
 
 
 def test_each_row_is_read_by_the_teacher_of_its_problem(folders: list[Path]) -> None:
@@ -423,7 +449,7 @@ def test_each_row_is_read_by_the_teacher_of_its_problem(folders: list[Path]) -> 
     ready = ColumnFiller(learner, teachers).fill_for_update(answers(), 1, 0.0).batch
     assert ready.column("teacher_id").tolist() == [0, 0, 1, 1, -1, -1]
     # The character tokenizer has no 漢: row 2 is compared up to it.
-    wanted = by_hand(learner, answers(), {0: "a", 1: "a"} | {2: "b"})
+    wanted = by_hand(learner, answers(), {0: "a", 1: "a"} | {2: "b", 3: "b"})
     assert_same_gradient(gradient(learner, ready), wanted, 1e-5)
 
 
