@@ -15,6 +15,8 @@ from posttrain.core.math.masking import masked, row_means
 from posttrain.core.math.returns import rewards_to_go
 from posttrain.core.rewards.shaping import place_on_last_token
 
+EPS = 1e-6  # as in verl's recipe
+
 
 class PrimeConfig(AdvantageConfig):
     """Settings of the `prime` advantage."""
@@ -24,6 +26,14 @@ class PrimeConfig(AdvantageConfig):
     )
     outcome_coef: float = Field(
         default=5.0, ge=0, le=1_000, description="factor of the outcome on the last token"
+    )
+    process_norm: Literal["off", "batch"] = Field(
+        default="off",
+        description="batch = the tokens' rewards are divided by the largest |sum from a token to "
+        "the end| of the batch (verl's prime_norm: batch_norm)",
+    )
+    process_last: bool = Field(
+        default=True, description="false = the last token has no reward of its own (verl)"
     )
     whiten: Literal["off", "tokens", "sequences"] = Field(
         default="tokens",
@@ -43,8 +53,8 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
     Of the G scored responses of a group: R'_i = G / (G - 1) (R_i - mean R), R_i the sum of
     `token_rewards` [B, T]; q'_it = G / (G - 1) q_it - sum_j mean_t(q_jt) / (G - 1), q [B, T] the
     `process_rewards`. A group of one has 0 for both.
-    Source: PRIME, arXiv:2502.01456, and its recipe in verl, which leaves the last token's q out and
-    divides q by its largest return.
+    Source: PRIME, arXiv:2502.01456, and its recipe in verl, which is `process_norm: batch` and
+    `process_last: false`.
     """
 
     name = "prime"
@@ -58,7 +68,7 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
     def token_advantages(self, batch: RolloutBatch) -> Advantages:
         """Sums [B, T] from each token to the end of its response, not whitened yet."""
         mask, config = batch.response_mask, self.config
-        process = masked(batch.column("process_rewards").double(), mask)
+        process = self._process_rewards(batch)
         outcome, means = groups.outcome_rewards(batch), row_means(process, mask)
         tokens, last = torch.zeros_like(process), torch.zeros_like(outcome)
         for rows in groups.scored_groups(batch.group_id, batch.column("scored")):
@@ -70,6 +80,16 @@ class PrimeAdvantage(TokenAdvantage[PrimeConfig]):
         rewards = config.process_coef * masked(tokens, mask)
         rewards = rewards + place_on_last_token(config.outcome_coef * last, mask)
         return Advantages(rewards_to_go(rewards, mask), metrics=_spread(tokens, mask))
+
+    def _process_rewards(self, batch: RolloutBatch) -> Tensor:
+        """q [B, T], 0 outside responses and of responses without a score."""
+        mask = batch.response_mask * batch.column("scored")[:, None]
+        process = masked(batch.column("process_rewards").double(), mask)
+        if not self.config.process_last:
+            process = process * (1 - place_on_last_token(torch.ones(len(batch)), mask))
+        if self.config.process_norm == "batch":
+            process = process / (rewards_to_go(process, mask).abs().max() + EPS)
+        return process
 
 
 def _spread(tokens: Tensor, mask: Tensor) -> dict[str, float]:

@@ -75,3 +75,28 @@ def test_a_response_that_nobody_scored_is_in_no_mean() -> None:
     found = prime(process_coef=1.0, outcome_coef=1.0, whiten="off").estimate(batch).advantages
     wanted = [0.9, 0.65, 0.0, -0.85, -0.9, -1.35]
     assert tokens(found, [2, 1, 3]) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_conventions_of_verl() -> None:
+    """Written out after recipe/prime: reward_fn of the model, then the leave-one-out baseline."""
+    q, outcomes = [[0.2, -0.1, 0.4], [0.1, 0.3, -0.1], [-0.7, 0.2]], [1.0, 0.0, 0.0]
+    batch = rows_of(q, outcomes, [0, 0, 0], [1, 1, 1])
+    cut = [[*row[:-1], 0.0] for row in q]
+    largest = max(abs(sum(row[t:])) for row in cut for t in range(len(row)))
+    assert largest == pytest.approx(0.7)
+    own = [[value / (largest + 1e-6) for value in row] for row in cut]
+    means = [sum(row) / len(row) for row in own]
+    wanted = []
+    for row in own:
+        alone = [1.5 * value - 0.5 * sum(means) for value in row]
+        wanted += [5 * sum(alone[t:]) for t in range(len(alone))]
+    fields = {"process_norm": "batch", "process_last": False, "whiten": "off"}
+    found = prime(outcome_coef=0.0, **fields).estimate(batch).advantages
+    assert tokens(found, [3, 3, 2]) == pytest.approx(wanted, abs=1e-5)
+    # The scale of the model's rewards is gone, and nobody's reward that has no score counts.
+    larger = rows_of([[100 * v for v in row] for row in q], outcomes, [0, 0, 0], [1, 1, 1])
+    same = prime(outcome_coef=0.0, **fields).estimate(larger).advantages
+    torch.testing.assert_close(same, found, rtol=1e-4, atol=1e-5)
+    more = rows_of([*q, [90.0, 90.0]], [*outcomes, 1.0], [0] * 4, [1, 1, 1, 0])
+    with_unscored = prime(outcome_coef=0.0, **fields).estimate(more).advantages[:3]
+    torch.testing.assert_close(with_unscored, found)
