@@ -111,8 +111,8 @@ def test_the_taskset_of_the_page_shares_one_tool_server(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("dead tool", "tool server 'adder' ended with exit code 1 within 5 s of its start: no lic"),
-        ("deaf tool", "tool server 'adder' did not answer within 5 s of its start"),
+        ("dead tool", "tool server 'adder' ended with exit code 1 within 20 s of its start: no lic"),
+        ("deaf tool", "tool server 'adder' did not answer within 20 s of its start"),
         ("broken reward", "ZeroDivisionError: no such number"),
         ("killed", "the worker of verifiers ended by signal 9"),
         ("blocking reward", "the episode took more than 8 s"),
@@ -122,7 +122,7 @@ def test_a_planted_fault_fails_its_episode_with_a_reason(
     verifiers_python: str, tmp_path: Path, kind: str, words: str
 ) -> None:
     path = write_sums(tmp_path, kind)
-    more = {"start_s": 5.0} if "tool" in kind else {}
+    more = {"start_s": 20.0} if "tool" in kind else {}
     limit = 8.0 if kind == "blocking reward" else 60.0
     rows, _ = played(verifiers_python, path, ["1"], [1], episode_s=limit, **more)
     assert words in rows[0][0].failed and rows[0][0].reward is None
