@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 
+from posttrain.core.contracts.rollout import PromptGroup, SamplingParams
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
@@ -23,7 +24,9 @@ from posttrain.core.runtime.processes import ServerProcess, free_ports
 from posttrain.core.training.distillation import candidate_pass
 from posttrain.core.training.teacher_server import TeacherServer
 from posttrain.core.training.updates import no_check
+from posttrain.core.types import Problem
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
+from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.rollouts import load_tiny, ragged_batch
 
 LONGEST, CANDIDATES = 64, 24  # more candidates than vLLM gives unless asked
@@ -100,3 +103,52 @@ def test_vllm_says_what_the_same_weights_say(folder: Path, url: str) -> None:
     ):
         with pytest.raises(ResourceError, match=says):
             server.check(tokenizer, **asked)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("shared_prefect")
+def test_vllm_samples_the_answers_that_a_student_learns_from(
+    folder: Path, url: str, tmp_path: Path
+) -> None:
+    server, tokenizer = TeacherServer(url, "big", "t"), ChatTokenizer.load(folder)
+    server.check_sampling(tokenizer)
+    problems = [Problem(text, f"{text}?", "", "") for text in ("2", "3+4")]
+    prompts = [PromptGroup(p, tokenizer.encode_prompt(p)) for p in problems]
+    params = SamplingParams(max_tokens=6, num_generations=3, seed=5)
+    groups = server.sample(prompts, params, ends=tokenizer.end_token_ids, check=no_check)
+    model = load_tiny(folder, torch.float32)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert len(group.completions) == 3
+        for completion in group.completions:
+            ids = torch.tensor([[*prompt.prompt_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt.prompt_ids) - 1 : -1]
+            own = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt.prompt_ids) :, None])
+            said = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(said, own[:, 0], rtol=0, atol=TOLERANCE)
+
+    config = tiny_config(make_tiny_model(tmp_path / "student", seed=2))
+    config["model"]["max_model_len"] = LONGEST - 1
+    config["stages"] = {
+        "student": {
+            "kind": "distill",
+            "inputs": {"model": "base"},
+            "teachers": {"t": {"base_url": url, "model": "big"}},
+            "on_policy_share": 0,
+            "seq_kd": True,
+            "distillation": {"name": "gkd", "support": "topk", "of": "teacher", "top_k": 24},
+            "steps": 4,
+            "prompts_per_step": 8,
+            "micro_batch_size": 8,
+            "generation": {"max_response_length": 6},
+            "optimizer": {"learning_rate": 3.0e-3},
+            "evaluate_every": 0,
+        }
+    }
+    path, home = write_config(tmp_path / "run.yaml", config), prepared(tmp_path / "home")
+    done = run_command("run", str(path), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    assert done.result["stages"]["student"]["metrics"]["distil/on_policy"] == 0
+    assert done.result["stages"]["student"]["metrics"]["distil/teacher_mass"] > 0.5
