@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.core.analysis.report import printable
 from posttrain.core.errors import DataError, ResourceError
 from posttrain.pipelines.cli.common import EPILOG_CODES, CommandContext, Result, command
 
@@ -155,6 +154,8 @@ def _print(
     tokenizer: ChatTokenizer | None,
     values: dict[str, Any],
 ) -> None:
+    from posttrain.core.analysis.report import printable
+
     def say(text: str = "") -> None:
         console.print(text, markup=False)
 
@@ -200,6 +201,8 @@ def _lengths(name: str, lengths: dict[str, int]) -> str:
 def _print_pieces(console: Console, pieces: Pieces) -> None:
     """Print learned text green and bold and the rest dim; without colour, mark it as {+text+}."""
     from rich.text import Text
+
+    from posttrain.core.analysis.report import printable
 
     colour = console.is_terminal and not os.environ.get("NO_COLOR")
     line, room = Text(), MOST_SHOWN
