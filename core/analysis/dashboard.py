@@ -6,7 +6,6 @@ charts at once.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from posttrain.core.analysis.pictures import (
     Panel,
     Series,
 )
-from posttrain.core.analysis.report import plain, shown
+from posttrain.core.analysis.report import escaped, plain
 from posttrain.core.analysis.svg import (
     STYLE,
     Chart,
@@ -327,7 +326,7 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
             charts.append(_figure(chart))
             data.append(_values(panel))
         if charts:
-            heading = f"<h2>{_text(group.title)}</h2><p class='q'>{_text(group.question)}</p>"
+            heading = f"<h2>{escaped(group.title)}</h2><p class='q'>{escaped(group.question)}</p>"
             parts.append(f"<section>{heading}<div class='charts'>{''.join(charts)}</div></section>")
     script = (Path(__file__).parent / "dashboard.js").read_text("utf-8")
     values = json.dumps(plain({"span": span, "charts": data})).replace("<", "\\u003c")
@@ -336,8 +335,9 @@ def dashboard_page(history: Rows, raised: Sequence[Raised], title: str, about: s
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{_text(title)}</title><style>{STYLE}{_STYLE}</style></head><body>"
-        f"<h1>{_text(title)}</h1><p class='q'>{_text(about)}</p>{_alarms(raised)}{''.join(parts)}"
+        f"<title>{escaped(title)}</title><style>{STYLE}{_STYLE}</style></head><body>"
+        f"<h1>{escaped(title)}</h1><p class='q'>{escaped(about)}</p>"
+        f"{_alarms(raised)}{''.join(parts)}"
         f"<p class='q'>{_NOTE}</p>"
         f'<script type="application/json" id="data">{values}</script><script>{script}</script>'
         "</body></html>\n"
@@ -454,10 +454,6 @@ def _is_on(alarm: str, metrics: Sequence[str]) -> bool:
 # --- pieces of the page ---------------------------------------------------------------------------
 
 
-def _text(value: object) -> str:
-    return html.escape(shown(value))
-
-
 def _alarms(raised: Sequence[Raised]) -> str:
     """The alarms with their numbers; that there were none is said too."""
     if not raised:
@@ -467,9 +463,9 @@ def _alarms(raised: Sequence[Raised]) -> str:
         parts = [str(a) if a == b else f"{a} to {b}" for a, b in stretches(alarm.steps)]
         steps = ", ".join(parts[:4]) + (" and later" if len(parts) > 4 else "")
         where = "step" if len(alarm.steps) == 1 else "steps"
-        text = f": {_text(alarm.text)}" if alarm.text else ""
+        text = f": {escaped(alarm.text)}" if alarm.text else ""
         rows.append(
-            f"<li><span>{number}</span><b>{_text(alarm.name)}</b>, {where} {steps}{text}</li>"
+            f"<li><span>{number}</span><b>{escaped(alarm.name)}</b>, {where} {steps}{text}</li>"
         )
     return f"<ul class='alarms'>{''.join(rows)}</ul>"
 
@@ -495,11 +491,11 @@ def write_dashboard(
 def _figure(chart: Chart) -> str:
     """A chart under its title, with a legend that shows the values at the pointer."""
     entries = "".join(
-        f"<span><b style='background:{colour_of(series, index)}'></b>{_text(series.label)} "
+        f"<span><b style='background:{colour_of(series, index)}'></b>{escaped(series.label)} "
         f"<i>{number_text(series.values[-1])}</i></span>"
         for index, series in enumerate(chart.panel.series)
     )
-    caption = f"<figcaption>{_text(chart.panel.title)}</figcaption>"
+    caption = f"<figcaption>{escaped(chart.panel.title)}</figcaption>"
     return f"<figure>{caption}<div class='legend'>{entries}</div>{chart_svg(chart)}</figure>"
 
 

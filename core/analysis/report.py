@@ -97,16 +97,16 @@ class Report:
         return self.page or (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-            f"<title>{_escaped(self.title)}</title><style>{_STYLE}</style></head>"
+            f"<title>{escaped(self.title)}</title><style>{_STYLE}</style></head>"
             f"<body>{self._repr_html_()}</body></html>\n"
         )
 
     def _repr_html_(self) -> str:
         """Title, notes, tables and pictures, as a notebook shows them."""
-        notes = "".join(f"<li>{_escaped(note)}</li>" for note in self.notes)
+        notes = "".join(f"<li>{escaped(note)}</li>" for note in self.notes)
         parts = [_table_html(p) if isinstance(p, Table) else _picture_html(p) for p in self.parts]
         return (
-            f"<h1>{_escaped(self.title)}</h1>"
+            f"<h1>{escaped(self.title)}</h1>"
             + (f'<ul class="notes">{notes}</ul>' if notes else "")
             + "".join(parts)
         )
@@ -147,6 +147,11 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
+
+
+def printable(text: str) -> str:
+    """The text with its lines and tabs, but without other control characters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _is_number(value: object) -> bool:
@@ -224,16 +229,17 @@ def show_table(table: Table, console: Console) -> None:
 # --- HTML ----------------------------------------------------------------------------------------
 
 
-def _escaped(value: object) -> str:
+def escaped(value: object) -> str:
+    """The value as text of an HTML page."""
     return html.escape(shown(value))
 
 
 def _heading(title: str, note: str) -> str:
-    return f"<h2>{_escaped(title)}</h2>" + (f'<p class="note">{_escaped(note)}</p>' if note else "")
+    return f"<h2>{escaped(title)}</h2>" + (f'<p class="note">{escaped(note)}</p>' if note else "")
 
 
 def _table_html(table: Table) -> str:
-    names = "".join(f"<th>{_escaped(name)}</th>" for name in table.columns)
+    names = "".join(f"<th>{escaped(name)}</th>" for name in table.columns)
     head = f"<tr>{names}</tr>" if any(table.columns) else ""
     rows = "".join(f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in table.rows)
     body = f"{head}{rows}" if table.rows else "<tr><td>nothing</td></tr>"
@@ -242,7 +248,7 @@ def _table_html(table: Table) -> str:
 
 def _cell_html(value: Cell) -> str:
     kind = ' class="n"' if _is_number(value) else ""
-    text = _escaped(value)
+    text = escaped(value)
     if isinstance(value, Link):
         text = f'<a href="{text}" target="_blank" rel="noopener">{text}</a>'
     return f"<td{kind}>{text}</td>"
@@ -250,7 +256,7 @@ def _cell_html(value: Cell) -> str:
 
 def _picture_html(picture: Picture) -> str:
     data = base64.b64encode(picture.png).decode()
-    alt = _escaped(picture.note or picture.title)
+    alt = escaped(picture.note or picture.title)
     heading = _heading(picture.title, picture.note)
     return f'{heading}<img alt="{alt}" src="data:image/png;base64,{data}">'
 

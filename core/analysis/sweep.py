@@ -32,7 +32,6 @@ class Effect:
     low: float | None
     high: float | None
     how: str
-    num_seeds: int
 
     @property
     def shown(self) -> bool:
@@ -71,7 +70,7 @@ def paired_effect(cells: Cells) -> Effect | None:
         how += f" and {len(means)} seeds"
     low, high = _interval(difference, parts)
     bounded = max(-1.0, min(low, difference)), min(1.0, max(high, difference))
-    return Effect(difference, *bounded, how, len(means))
+    return Effect(difference, *bounded, how)
 
 
 def seeds_effect(differences: Sequence[float]) -> Effect | None:
@@ -84,9 +83,9 @@ def seeds_effect(differences: Sequence[float]) -> Effect | None:
     mean = math.fsum(differences) / len(differences)
     how = f"paired over {len(differences)} seeds"
     if len(differences) < 2 or max(differences) == min(differences):
-        return Effect(mean, None, None, how, len(differences))
+        return Effect(mean, None, None, how)
     low, high = _interval(mean, [_variance(differences)])
-    return Effect(mean, low, high, how, len(differences))
+    return Effect(mean, low, high, how)
 
 
 def _variance(values: Sequence[float]) -> tuple[float, int]:

@@ -9,9 +9,7 @@ each end reads only what the other wrote. Nothing listens on any other address t
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -26,7 +24,7 @@ import torch.distributed as dist
 
 from posttrain.core.cluster.group import Answer, Answerer, Build, RankLost, first_cause
 from posttrain.core.cluster.messages import decode, encode
-from posttrain.core.runtime.process_guard import PR_SET_PDEATHSIG
+from posttrain.core.runtime.process_guard import die_with_parent
 from posttrain.core.runtime.processes import ServerProcess
 from posttrain.core.runtime.startup import bounded_waiting, is_used, preloaded
 
@@ -151,7 +149,7 @@ class RankProcesses:
 
 def serve(folder: Path, build: Build) -> None:
     """Answer calls to the methods that `build` makes of the setup, until the caller is gone."""
-    _die_with_torchrun()
+    die_with_parent()  # torchrun: a rank has a session of its own
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / SOCKET))
@@ -179,9 +177,3 @@ def serve(folder: Path, build: Build) -> None:
     # Not `destroy_process_group`, which waits for ranks that an error has ended.
     connection.close()
     os._exit(0)
-
-
-def _die_with_torchrun() -> None:
-    """Be killed when the process that started this one is: it has a session of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,7 +6,6 @@ which is there whole or not at all. A reader opens one file at a time and reads 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from posttrain.core.data.tokens import ChatTokenizer, response_batch
 from posttrain.core.data.vocabulary import logits_of, vocabulary_of
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.files import WrongContent, read_json, write_bytes, write_text
+from posttrain.core.store.manifests import file_digest
 from posttrain.core.types import Problem
 
 INDEX, VERSION = "index.json", 1
@@ -146,12 +146,7 @@ def described(path: Path) -> RecordedFile:
     with _opened(path) as tensors:
         lengths = tensors.get_tensor("response_lengths")
     rows, tokens = len(lengths), int(lengths.sum())
-    return RecordedFile(name=path.name, rows=rows, tokens=tokens, sha256=_digest(path))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return RecordedFile(name=path.name, rows=rows, tokens=tokens, sha256=file_digest(path))
 
 
 def read_index(folder: Path) -> RecordIndex:
@@ -209,7 +204,7 @@ class TeacherRecord:
         """The record in `folder`, with its files' digests compared. Raises `ResourceError`."""
         record = cls(folder, read_index(folder))
         for number, file in enumerate(record.index.files):
-            if _digest(folder / file.name) != file.sha256:
+            if file_digest(folder / file.name) != file.sha256:
                 raise ResourceError(
                     f"'{folder / file.name}' is not the file that was recorded; {AGAIN}"
                 )

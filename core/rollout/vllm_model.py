@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.errors import ResourceError
-from posttrain.core.rollout.weight_sync import digest_of
+from posttrain.core.rollout.weight_sync import digest_of, stored_weights
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights need no copy
@@ -133,14 +133,6 @@ def repack_tied_weights(model: torch.nn.Module) -> None:
             method: Any = layer.quant_method  # Any: vllm's
             method.process_weights_after_loading(layer)
         seen.add(weight.data_ptr())
-
-
-def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of a folder, one tensor in memory at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                yield name, tensors.get_tensor(name)
 
 
 def count_loaded(model: torch.nn.Module, folder: Path) -> int:

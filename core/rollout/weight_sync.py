@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.cluster.servers import SentFiles
@@ -107,6 +108,14 @@ def _same_bits(*pair: Tensor) -> bool:
 
 
 SHARD_BYTES = 2 * 2**30
+
+
+def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a model directory, one tensor in memory at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                yield name, tensors.get_tensor(name)
 
 
 def digest_of(folder: Path) -> str:

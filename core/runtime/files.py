@@ -92,9 +92,13 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """As `write_text`."""
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:12]}")
-    partial.write_bytes(data)
-    sync(partial)
-    partial.replace(path)
+    try:
+        partial.write_bytes(data)
+        sync(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

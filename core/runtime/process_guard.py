@@ -24,8 +24,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def _die_with_the_guard() -> None:
-    """In the server, before it starts: be killed when the guard is (Linux; elsewhere nothing)."""
+def die_with_parent() -> None:
+    """Be killed when the process that started this one is (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -77,7 +77,7 @@ def main(command: list[str], grace: float = GRACE_S, tree: bool = False) -> None
         stdin=subprocess.DEVNULL,
         close_fds=False,  # files that the owner passed on are for the server
         start_new_session=True,  # a group of its own, to be signalled whole
-        preexec_fn=_die_with_the_guard,
+        preexec_fn=die_with_parent,
     )
     threading.Thread(target=_end_with, args=(server, tree), daemon=True).start()
     while os.read(0, 4096):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGTERM: it ends a command as Ctrl-C does, so that what it started stops too."""
+    raise KeyboardInterrupt
 
 
 def say_aside(text: str) -> None:

@@ -154,6 +154,8 @@ def _print(
     tokenizer: ChatTokenizer | None,
     values: dict[str, Any],
 ) -> None:
+    from posttrain.core.analysis.report import printable
+
     def say(text: str = "") -> None:
         console.print(text, markup=False)
 
@@ -166,7 +168,7 @@ def _print(
             _print_pieces(console, said["pieces"])
         if found.taken.purpose == "rl":
             say(
-                f"answer: {_printable(look.answer)} (compared by {look.judged_by})"
+                f"answer: {printable(look.answer)} (compared by {look.judged_by})"
                 if look.judged_by != "none"
                 else "no answer that a verifier reads"
             )
@@ -200,10 +202,12 @@ def _print_pieces(console: Console, pieces: Pieces) -> None:
     """Print learned text green and bold and the rest dim; without colour, mark it as {+text+}."""
     from rich.text import Text
 
+    from posttrain.core.analysis.report import printable
+
     colour = console.is_terminal and not os.environ.get("NO_COLOR")
     line, room = Text(), MOST_SHOWN
     for text, learned in pieces:
-        part = _printable(text[:room])
+        part = printable(text[:room])
         room -= len(text[:room])
         if colour:
             line.append(part, "bold green" if learned else "dim")
@@ -213,8 +217,3 @@ def _print_pieces(console: Console, pieces: Pieces) -> None:
     if left > 0:
         line.append(f" [... {left:,} more characters]")
     console.print(line)
-
-
-def _printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -6,14 +6,13 @@ import os
 import shlex
 import signal
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from posttrain.core.errors import ConfigError, ResourceError
 from posttrain.pipelines.cli.chat import DtypeOption, MaxModelLenOption, ModelArgument
-from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
+from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command, interrupt
 from posttrain.pipelines.services.listening import HOST, check_port
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _serve_builtin(
     dtype: str | None,
     max_model_len: int | None,
 ) -> None:
-    signal.signal(signal.SIGTERM, _interrupt)  # while the model is loaded; then uvicorn's own
+    signal.signal(signal.SIGTERM, interrupt)  # while the model is loaded; then uvicorn's own
     try:
         from posttrain.core.plugin_manager import PluginManager
         from posttrain.pipelines.using.serving import build_app, serve
@@ -127,8 +126,3 @@ def _serve_builtin(
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends as Ctrl-C does."""
-    raise KeyboardInterrupt

@@ -9,14 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processes import ServerProcess
-from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command
+from posttrain.pipelines.cli.common import EXIT_INTERRUPTED, CommandContext, command, interrupt
 from posttrain.pipelines.services.listening import HOST, answers, check_port
 
 EPILOG = (
@@ -49,7 +48,7 @@ def ui(
             f"port {mlflow_port} cannot serve both MLflow and Prefect; give them two ports"
         )
     prepare_home(context.home)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     servers: list[Server] = []
     try:
         servers += [Server(spec) for spec in specs]
@@ -76,11 +75,6 @@ def _watch(servers: list[Server]) -> None:
             if server.exit_code is not None:
                 server.wait_until_ready(0)
         time.sleep(0.5)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends as Ctrl-C does, so that the servers are stopped as well."""
-    raise KeyboardInterrupt
 
 
 def prepare_home(home: Path) -> None:

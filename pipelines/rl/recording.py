@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from posttrain.core.errors import ResourceError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, Evaluation
 from posttrain.core.evaluation.sampled import SampledEvaluation
 from posttrain.core.models.device import peak_memory_gb
-from posttrain.core.runtime.files import WrongContent, read_json
+from posttrain.core.runtime.files import WrongContent, read_json, write_text
 from posttrain.core.tracking.metric_names import ALARM
 from posttrain.core.tracking.mlflow_run import traced_responses
 from posttrain.core.tracking.tables import sample_rows
@@ -336,19 +335,13 @@ def tracked_rows(
         f"{'✓' if row.greedy_correct >= 1 else '✗'} {row.greedy_text[:TRACKED_LENGTH]}"
         for row in shown
     ]
-    _write(path, json.dumps(answers, ensure_ascii=False))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(answers, ensure_ascii=False))
+    except OSError as error:
+        raise ResourceError(f"the answers to held-out prompts cannot be kept: {error}") from error
     rows: list[dict[str, object]] = []
     for index, row in enumerate(shown):
         over_time = {f"step {at}": texts[index] for at, texts in answers.items()}
         rows.append({"prompt": row.problem.prompt, "answer": row.problem.answer, **over_time})
     return rows
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, "utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise ResourceError(f"the answers to held-out prompts cannot be kept: {error}") from error

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
 from posttrain.core.cluster.shared import ServerPlaces
 from posttrain.core.config.preference_stages import PreferenceStage
 from posttrain.core.config.rl_stage import RlStage
@@ -20,6 +17,7 @@ from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.models.device import ModelRuntime, is_cuda
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.rollout.weight_sync import stored_weights
 from posttrain.core.runtime.seeding import derive_seed
 from posttrain.pipelines.stage.inputs import load_tokenizer
 
@@ -37,14 +35,6 @@ def choose_engine(config: RunConfig, manager: PluginManager, runtime: ModelRunti
     if is_cuda(runtime.device) and vllm.unavailable_reason() is None:
         return "vllm"
     return "transformers"
-
-
-def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of a model directory, one tensor in memory at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                yield name, tensors.get_tensor(name)
 
 
 def largest_request(config: RunConfig) -> int:

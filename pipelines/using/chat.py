@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.core.analysis.report import printable
 from posttrain.core.errors import ConfigError, DataError, PosttrainError, ResourceError
 from posttrain.core.types import Message, SamplingParams
 from posttrain.pipelines.using.speaker import Answer, Speaker
@@ -183,11 +184,6 @@ def ending(answer: Answer) -> str:
     if answer.finish == "stop":
         return "" if answer.text.strip() else "[an empty answer]"
     return {"length": "[cut at the length limit]", "cancelled": "[stopped]"}[answer.finish]
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def save(conversations: Sequence[Conversation], name: str) -> str:

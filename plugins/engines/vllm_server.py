@@ -38,7 +38,6 @@ from posttrain.core.rollout.vllm_model import (
     check_model_dir,
     checkpoint_shapes,
     lora_modules,
-    stored_weights,
     vllm_version,
 )
 from posttrain.core.rollout.vllm_server import (
@@ -51,7 +50,13 @@ from posttrain.core.rollout.vllm_server import (
     server_arguments,
     server_variables,
 )
-from posttrain.core.rollout.weight_sync import sent, share_folder, share_weights, write_weights
+from posttrain.core.rollout.weight_sync import (
+    sent,
+    share_folder,
+    share_weights,
+    stored_weights,
+    write_weights,
+)
 from posttrain.core.runtime.locks import SharedLock
 from posttrain.core.types import Completion, SamplingParams
 

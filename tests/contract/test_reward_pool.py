@@ -31,8 +31,6 @@ from tests.helpers.faulty_rewards import (
     samples_of,
 )
 
-HANGS = {"sleep", "regex", "close", "write"}
-
 
 def make_pool(
     timeout_s: float = 5.0,

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typer.testing import CliRunner
 
 from posttrain.core.kit.tiny import make_tiny_bpe_tokenizer, make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.cli.main import app as program
 from posttrain.pipelines.run.model_reference import find_model
 from posttrain.pipelines.using.serving import build_app
@@ -225,16 +225,10 @@ def test_another_run_begins_with_the_stage(trained: Trained, tmp_path: Path) -> 
     assert past[1]["run_id"] == trained.run
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def served(trained: Trained, *words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     """A server of the run's model by the built-in engine."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [*COMMAND, "serve-model", trained.run, "--engine", "builtin", "--name", "tiny"]
     command += ["--port", str(port), "--home", str(trained.home), *words]
     process = subprocess.Popen(

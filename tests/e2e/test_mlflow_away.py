@@ -19,6 +19,7 @@ import yaml
 from mlflow import MlflowClient
 
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.runtime.processes import free_ports
 from posttrain.core.tracking.mlflow_store import prepare_database
 from tests.helpers.pipeline import (
     environment,
@@ -29,7 +30,6 @@ from tests.helpers.pipeline import (
     wait_for_step,
     write_config,
 )
-from tests.helpers.services import free_ports
 
 STEPS = 10
 

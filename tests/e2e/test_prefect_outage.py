@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.runtime.processes import free_ports
 from tests.helpers.pipeline import (
     environment,
     journal_lines,
@@ -26,7 +27,6 @@ from tests.helpers.pipeline import (
     wait_for_step,
     write_config,
 )
-from tests.helpers.services import free_ports
 
 STEPS = 100
 OUTAGE_STEPS = 60

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import pytest
 from PIL import Image
 
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.run.summary import TRAINING_VIEW
 from tests.helpers.browser import open_browser
 from tests.helpers.pipeline import (
@@ -93,12 +93,6 @@ class Ui:
         return f"{self.mlflow}/#/{place}?{TRAINING_VIEW}"
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
     with open_browser():
@@ -113,7 +107,7 @@ def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
         )
         assert done.code == 0, done.text
         runs.append(done.result["run_id"])
-    ports = [str(free_port()), str(free_port())]
+    ports = [str(port) for port in free_ports(2)]
     command = [*COMMAND, "ui", "--home", str(home), "--json"]
     command += ["--mlflow-port", ports[0], "--prefect-port", ports[1]]
     with subprocess.Popen(

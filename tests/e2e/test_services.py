@@ -25,6 +25,7 @@ from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.runtime.processes import free_ports
 from tests.helpers.pipeline import (
     Finished,
     environment,
@@ -33,7 +34,7 @@ from tests.helpers.pipeline import (
     wait_for_step,
     write_config,
 )
-from tests.helpers.services import HASTE, Services, free_ports, processes_of
+from tests.helpers.services import HASTE, Services, processes_of
 
 REPOSITORY = Path(__file__).parents[2]
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
+from tests.helpers.learning import make_model
 
 LONGEST = 6
 TASK = '''"""Say a digit as often as it says."""
@@ -42,14 +42,6 @@ class Lengths(Task[NoConfig]):
 '''
 
 
-def length_model(folder: Path, seed: int) -> Path:
-    """A random model of one layer that knows ten digits."""
-    tokenizer = make_tiny_tokenizer("\n0123456789", BARE_TEMPLATE)
-    return make_tiny_model(
-        folder / "model", seed=seed, layers=1, kv_heads=2, init_std=0.05, tokenizer=tokenizer
-    )
-
-
 def length_config(
     folder: Path, seed: int, stages: Mapping[str, Mapping[str, Any]], model: Path | None = None
 ) -> dict[str, Any]:
@@ -74,7 +66,7 @@ def length_config(
         "seed": seed,
         "engine": "transformers",
         "model": {
-            "source": str(model or length_model(folder, seed)),
+            "source": str(model or make_model(folder, seed)),
             "dtype": "float32",
             "max_model_len": 16,
         },

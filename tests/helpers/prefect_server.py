@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from posttrain.core.runtime.processes import free_ports
 from tests.helpers.pipeline import environment, prepared
-from tests.helpers.services import free_ports
 
 
 @contextmanager

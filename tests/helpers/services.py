@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.services.postgres import why_missing
 from posttrain.pipelines.services.processes import marked
 from tests.helpers.pipeline import Finished, run_command, start_command
@@ -68,18 +68,6 @@ class Services:
     def log(self, service: str) -> str:
         """The log of a service so far."""
         return (self.home / "services" / "logs" / f"{service}.log").read_text()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def skip_unless_possible() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.models.sampled_outputs import SampledOutputs
 from posttrain.core.training.columns import ColumnFiller
+from posttrain.core.training.learner import Learner
+from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.updates import PolicyLearner, UpdateResult
 
 
@@ -29,3 +33,14 @@ def with_old_logprobs(
 ) -> RolloutBatch:
     """`batch` with `old_logprobs` of the learner's policy."""
     return ColumnFiller(learner).fill(batch, {"old_logprobs"}, products=products)[0]
+
+
+def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
+    """What one update would step along, in the model's own precision."""
+    learner.optimizer.close()
+    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
+    idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
+    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
+    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
+    learner.model.zero_grad()
+    return held

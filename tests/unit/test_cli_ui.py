@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,14 +14,9 @@ import pytest
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.process_guard import GRACE_S
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.cli.ui import Server, ServerSpec, stop_all
 from posttrain.pipelines.services.listening import answers
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def spec(folder: Path, command: list[str], port: int) -> ServerSpec:
@@ -47,7 +41,7 @@ def wait_for(path: Path) -> str:
 
 
 def test_a_server_is_waited_for_and_stopped(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     server = Server(spec(tmp_path, command, port))
     server.wait_until_ready(20)
@@ -59,7 +53,7 @@ def test_a_server_is_waited_for_and_stopped(tmp_path: Path) -> None:
 
 def test_a_server_that_ends_by_itself_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no database')"]
-    server = Server(spec(tmp_path, command, free_port()))
+    server = Server(spec(tmp_path, command, free_ports(1)[0]))
     with pytest.raises(ResourceError, match="exit code 1.*ends with: no database"):
         server.wait_until_ready(20)
 
@@ -73,7 +67,7 @@ def test_a_stubborn_server_and_its_children_are_killed(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(60)\n"
     )
-    server = Server(spec(tmp_path, [sys.executable, "-c", program], free_port()))
+    server = Server(spec(tmp_path, [sys.executable, "-c", program], free_ports(1)[0]))
     child = int(wait_for(tmp_path / "pid"))
     began = time.monotonic()
     stop_all([server])
@@ -98,7 +92,7 @@ def test_both_pages_answer_an_artifact_can_be_seen_and_ctrl_c_stops_all(tmp_path
     experiment = client.create_experiment("e", artifact_location=root.as_uri())
     run = client.create_run(experiment)
     client.log_text(run.info.run_id, "seen through the page", "note.txt")
-    mlflow, prefect = free_port(), free_port()
+    mlflow, prefect = free_ports(2)
     command = [sys.executable, "-m", "posttrain.pipelines.cli", "ui", "--home", str(home)]
     command += ["--mlflow-port", str(mlflow), "--prefect-port", str(prefect)]
     shown = tmp_path / "shown"
@@ -131,8 +125,8 @@ def test_both_pages_answer_an_artifact_can_be_seen_and_ctrl_c_stops_all(tmp_path
 @pytest.mark.slow
 def test_ui_check_starts_both_sees_them_answer_and_ends_with_0(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "posttrain.pipelines.cli", "ui", "--check"]
-    command += ["--home", str(tmp_path), "--mlflow-port", str(free_port())]
-    command += ["--prefect-port", str(free_port()), "--json"]
+    command += ["--home", str(tmp_path), "--mlflow-port", str(free_ports(1)[0])]
+    command += ["--prefect-port", str(free_ports(1)[0]), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert '"status": "ok"' in done.stdout.splitlines()[-1]

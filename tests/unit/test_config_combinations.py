@@ -41,7 +41,6 @@ def stage_of(run: ResolvedRun) -> RlStage:
     return stage
 
 
-SOME_KL = {"name": "fixed", "coef": 0.1}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a sequence loss with a token aggregator",

@@ -7,9 +7,9 @@ import uuid
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.run import flow_records
 from posttrain.pipelines.run.flow_records import FlowProgress, tag_flow_run
-from tests.helpers.services import free_ports
 
 
 def test_a_server_that_is_gone_is_told_of_once_a_stage(

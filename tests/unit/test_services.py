@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from posttrain.core.config.loading import load_config
 from posttrain.core.config.resolve import resolve
 from posttrain.core.plugin_manager import PluginManager
+from posttrain.core.runtime.processes import free_ports
 from posttrain.pipelines.deploy.forms import EvaluateRequest, RunRequest
 from posttrain.pipelines.services import postgres
 from posttrain.pipelines.services.processes import find
 from tests.helpers.pipeline import Finished, run_command
 from tests.helpers.services import (
-    free_ports,
     processes_of,
     skip_unless_possible,
     temporary_home,

@@ -61,3 +61,10 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be kept: .*file"):
         tracked_rows(tmp_path / "file" / TRACKED_FILE, 0, evaluated(0))
+
+
+def test_a_write_that_fails_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / TRACKED_FILE / "in the way").mkdir(parents=True)
+    with pytest.raises(ResourceError, match="cannot be kept"):
+        tracked_rows(tmp_path, 10, evaluated(10))
+    assert [path.name for path in tmp_path.iterdir()] == [TRACKED_FILE]

@@ -25,7 +25,6 @@ from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import DistillationTerm, LossTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.teachers import LocalTeacher, Routing, Teachers
@@ -33,6 +32,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Problem
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
+from tests.helpers.updates import gradient
 
 FULL = {"divergence": "jsd", "beta": 0.3}
 CANDIDATES = {"divergence": "forward", "support": "topk", "top_k": 8}
@@ -67,17 +67,6 @@ def make_learner(
         UpdateSettings(1, 1, micro, temperature=temperature, seed=0),
         teachers={name: load_tiny(folders[1 + i]) for i, name in enumerate(names)},
     )
-
-
-def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
-    """What one update would step along, in the model's own precision."""
-    learner.optimizer.close()
-    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
-    idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
-    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
-    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
-    learner.model.zero_grad()
-    return held
 
 
 def by_hand(

@@ -19,7 +19,6 @@ from posttrain.core.errors import RunError
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.moving_reference import MovingReference
 from posttrain.core.training.objective import DistillationTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
@@ -29,6 +28,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Message, Problem
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny, ragged_batch, sequence
+from tests.helpers.updates import gradient
 
 TEMPLATE = "{prompt}\n\n{context}"
 FULL = {"divergence": "jsd", "beta": 0.3}
@@ -105,16 +105,6 @@ def make_learner(folder: Path, fields: dict[str, Any], weights: str, micro: int)
         UpdateSettings(1, 1, micro, temperature=TAU, seed=0),
         teachers={"me": model if weights == "live" else load_tiny(folder)},
     )
-
-
-def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
-    learner.optimizer.close()
-    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
-    idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
-    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
-    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
-    learner.model.zero_grad()
-    return held
 
 
 def teacher_logits(learner: Learner, prompt: Sequence[int], response: Tensor) -> Tensor:

@@ -44,7 +44,6 @@ from posttrain.core.math.divergence import divergence, sorted_distance
 from posttrain.core.training.columns import ColumnFiller
 from posttrain.core.training.exact_kl import over_logits
 from posttrain.core.training.learner import Learner
-from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import DistillationTerm, Objective
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.teacher_texts import TeacherReader
@@ -53,6 +52,7 @@ from posttrain.core.training.updates import UpdateSettings
 from posttrain.core.types import Message, Problem
 from tests.helpers.plugins import MANAGER
 from tests.helpers.rollouts import assert_same_gradient, load_tiny
+from tests.helpers.updates import gradient
 
 # --- alignment --------------------------------------------------------------------------------
 
@@ -365,17 +365,6 @@ def make_learner(
         routing,
         readers=tuple(TeacherReader(each, 512) for each in readers),
     )
-
-
-def gradient(learner: Learner, batch: RolloutBatch) -> list[Tensor]:
-    """What one update would step along."""
-    learner.optimizer.close()
-    mini, prepared = learner._prepare(batch, 1, 0, lambda: None)
-    idle = learner.settings.idle_rows(learner.objective, mini, 0.0)
-    learner._accumulate(mini, prepared, 0.0, MetricSums(), idle)
-    held = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
-    learner.model.zero_grad()
-    return held
 
 
 def by_hand(learner: Learner, batch: RolloutBatch, of_rows: dict[int, str]) -> list[Tensor]:
