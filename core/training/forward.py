@@ -53,7 +53,8 @@ class ResponseForward:
 
     `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
     `reused`: linear layers returned what sampling had computed. `observed` [B, T] are the log-probs
-    of the tokens in `obs_mask` at temperature 1, where they were asked for.
+    of the tokens in `obs_mask` at temperature 1, where they were asked for. `divergence` [B, T] are
+    the values of a distillation loss, `slope` [B, T] the norms of their d loss / d logits.
     """
 
     logprobs: Tensor
@@ -61,11 +62,15 @@ class ResponseForward:
     log_kept: Tensor | None = None
     reused: bool = False
     observed: Tensor | None = None
+    divergence: Tensor | None = None
+    slope: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
-        kept = None if self.log_kept is None else change(self.log_kept)
-        return ResponseForward(change(self.logprobs), change(self.entropy), kept)
+        names = ("log_kept", "divergence", "slope")
+        columns = {name: getattr(self, name) for name in names}
+        more = {name: change(column) for name, column in columns.items() if column is not None}
+        return ResponseForward(change(self.logprobs), change(self.entropy), **more)
 
     def rows(self, index: Tensor) -> ResponseForward:
         """The rows `index` [n], in that order."""
@@ -77,6 +82,12 @@ class ResponseForward:
         self.entropy[index] = found.entropy.detach().to(self.entropy)
         if self.log_kept is not None and found.log_kept is not None:
             self.log_kept[index] = found.log_kept.to(self.log_kept)
+
+    def put_distilled(self, index: Tensor, divergence: Tensor, slope: Tensor) -> None:
+        """Write the values and slopes [n, T] of a distillation loss, where they are wanted."""
+        if self.divergence is not None and self.slope is not None:
+            self.divergence[index] = divergence.to(self.divergence)
+            self.slope[index] = slope.to(self.slope)
 
 
 def response_logprobs(

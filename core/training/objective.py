@@ -112,6 +112,15 @@ class Distilled:
     scored: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def seen(self, metric: str) -> tuple[Tensor, Tensor]:
+        """The loss and a metric [B, T], detached; NaN where the teacher gave nothing."""
+        nothing = torch.full_like(self.loss, float("nan")).detach()
+        other = self.metrics.get(metric, nothing)
+        return (
+            torch.where(self.scored, self.loss.detach(), nothing),
+            torch.where(self.scored, other, nothing),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedMini:

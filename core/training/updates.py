@@ -75,7 +75,9 @@ class UpdateResult:
     `seen_logprobs` and `seen_entropy` [B, T] are those that the last optimizer step on each row was
     computed from, and `seen_by` [B] is that step's number on this batch, from 0; NaN and -1 for
     rows that none read. `first_pass` has the rows [n] that the first optimizer step read, and its
-    forward pass over them; None if no row was read, or by a trust region.
+    forward pass over them; None if no row was read, or by a trust region. `seen_divergence` and
+    `seen_slope` [B, T] are the values of the distillation loss and the norms of their
+    d loss / d logits in the same passes, where there is one.
     """
 
     metrics: dict[str, float]
@@ -84,6 +86,8 @@ class UpdateResult:
     seen_entropy: Tensor
     seen_by: Tensor
     first_pass: tuple[Tensor, ResponseForward] | None = None
+    seen_divergence: Tensor | None = None
+    seen_slope: Tensor | None = None
 
 
 class RemotePolicy(WeightSource, Protocol):
@@ -184,6 +188,8 @@ class Progress:
     seen_entropy: Tensor
     seen_by: Tensor
     first_pass: tuple[Tensor, ResponseForward] | None = None
+    seen_divergence: Tensor | None = None
+    seen_slope: Tensor | None = None
     sums: MetricSums = field(default_factory=MetricSums)
     report: StepReport | None = None
     norm_sum: float = 0.0
@@ -204,6 +210,16 @@ class Progress:
         if entropy is not None:
             self.seen_entropy[rows] = entropy.to(self.seen_entropy)
         self.seen_by[rows] = number
+
+    def saw_distilled(self, rows: Tensor, read: ResponseForward) -> None:
+        """Note the values and slopes [n, T] of the distillation loss in `rows` of the batch."""
+        if read.divergence is None or read.slope is None:
+            return
+        if self.seen_divergence is None or self.seen_slope is None:
+            self.seen_divergence = torch.full_like(self.seen_logprobs, float("nan"))
+            self.seen_slope = self.seen_divergence.clone()
+        self.seen_divergence[rows] = read.divergence.to(self.seen_divergence)
+        self.seen_slope[rows] = read.slope.to(self.seen_slope)
 
     def forget_products(self) -> None:
         """The first mini-batch has been through, and the policy moves."""

@@ -60,6 +60,8 @@ MAIN_METRICS = (
     "token_weight/share/bounded",
     "token_weight/share/long",
     "token_weight/share/late",
+    "distil/divergence",
+    "distil/rollout_kl",
     "sft/loss",
     "loss/preference",
     "rm/held_out_pair_accuracy",

@@ -183,6 +183,8 @@ class Recorder:
             seen_logprobs=result.seen_logprobs,
             seen_entropy=result.seen_entropy,
             seen_by=result.seen_by,
+            seen_divergence=result.seen_divergence,
+            seen_slope=result.seen_slope,
             kl_coef=update.kl_coef,
             component_names=tuple(self.reward_names),
             token_texts={token: self.tokenizer.token_text(token) for token in ids},
