@@ -113,6 +113,11 @@ class RunResults:
         found = self.series(metric)
         return found[max(found)] if found else None
 
+    @property
+    def rewarded(self) -> bool:
+        """Whether some step has rewards, or weights of a policy loss."""
+        return any(self.series(name) for name in ("reward/mean", "token_weight/max"))
+
     def measured(self) -> MeasuredRun | None:
         """Its held-out answers, if there are some."""
         return MeasuredRun(self.label, self.seed, self.outcomes) if self.outcomes else None
@@ -324,6 +329,12 @@ def _notes(groups: Sequence[Group], tests: Sequence[AccuracyTest]) -> list[str]:
     stages = sorted({run.stage for group in groups for run in group.runs})
     if len(stages) > 1:
         notes.append(f"the curves are of different stages: {', '.join(stages)}")
+    without = sorted({run.stage for group in groups for run in group.runs if not run.rewarded})
+    if without:
+        notes.append(
+            f"no rewards and no token weights of a policy loss in {', '.join(without)}: what is "
+            "compared are the stage's own losses, its held-out answers and its benchmarks"
+        )
     if len(groups) == 1:
         notes.append(
             "all runs are of one experiment (they differ in no more than "
