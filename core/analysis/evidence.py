@@ -29,7 +29,7 @@ FOLDER = "evidence"
 """Of the evidence in a stage's artifact, and among its checkpoints while it runs."""
 SCHEMA = 1
 _OWN = ("seen_logprobs", "seen_entropy", "seen_by")
-_IF_DISTILLED = ("seen_divergence", "seen_slope")
+_IF_DISTILLED = ("seen_divergence", "seen_slope", "seen_gap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class StepEvidence:
     on the batch, from 0, and -1 with NaN for a row that none read. `token_texts` has the text of
     each token id that occurs, `component_names` the names of the batch's reward components.
     `seen_divergence` and `seen_slope` [B, T] are the values of the distillation loss, if there is
-    one, and the norms of their d loss / d logits, both before the aggregator, at that step.
+    one, and the norms of their d loss / d logits, both before the aggregator, at that step;
+    `seen_gap` the teacher's log-prob minus the policy's, where it read the teacher's logits.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepEvidence:
     token_texts: Mapping[int, str] | None = None
     seen_divergence: Tensor | None = None
     seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
 
     def token_text(self, token: int) -> str:
         """The text of a token id, or the id in angle brackets."""

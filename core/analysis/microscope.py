@@ -195,6 +195,8 @@ def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
         said = batch.teacher_logprobs.to(evidence.seen_logprobs)
         found["teacher_logprobs"] = _where(takes_loss, said)
         found["teacher_gap"] = _where(known, said - evidence.seen_logprobs)
+    elif evidence.seen_gap is not None and bool(evidence.seen_gap.isfinite().any()):
+        found["teacher_gap"] = _where(takes_loss, evidence.seen_gap)
     if evidence.seen_divergence is not None:
         found["divergence"] = _where(takes_loss, evidence.seen_divergence)
     return found

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows
+from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows, TextLoss
 from posttrain.core.math.divergence import ABSENT
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.sharded import put_away
@@ -29,6 +29,8 @@ from posttrain.core.training.ranks import ALONE, Ranks, in_place
 TeacherT = TypeVar("TeacherT")
 LOGIT_GRADIENT = "distil/logit_gradient"
 """The metric that is the norm of a token's d loss / d logits, before the aggregator."""
+GAP = "distil/gap"
+"""The metric that is the teacher's log-prob of a sampled token minus the policy's, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ def response_distillation(
 def rows_with_slopes(loss: DistillationLoss[Any], logits: Tensor, teacher: TeacherRows) -> RowLoss:
     """`loss.rows` with `LOGIT_GRADIENT`, the norm of d loss / d logits [N], among its metrics.
 
+    And with `GAP`, where the teacher's logits are of the same tokens.
+
     A value depends on no logits but those of its row.
     """
     found = loss.rows(logits, teacher)
@@ -157,7 +161,14 @@ def rows_with_slopes(loss: DistillationLoss[Any], logits: Tensor, teacher: Teach
     with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
         value = loss.rows(leaf, replace(teacher, others=others)).loss.sum()
         (slope,) = torch.autograd.grad(value, leaf, materialize_grads=True)
-    return replace(found, metrics={**found.metrics, LOGIT_GRADIENT: slope.norm(dim=1)})
+    metrics = {**found.metrics, LOGIT_GRADIENT: slope.norm(dim=1)}
+    if teacher.logits is not None and teacher.matched is None and not isinstance(loss, TextLoss):
+        own, theirs = (
+            torch.log_softmax(each.detach(), dim=-1).gather(1, teacher.sampled[:, None]).squeeze(1)
+            for each in (logits, teacher.logits)
+        )
+        metrics[GAP] = theirs - own
+    return replace(found, metrics=metrics)
 
 
 def by_teacher(

@@ -54,7 +54,8 @@ class ResponseForward:
     `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
     `reused`: linear layers returned what sampling had computed. `observed` [B, T] are the log-probs
     of the tokens in `obs_mask` at temperature 1, where they were asked for. `divergence` [B, T] are
-    the values of a distillation loss, `slope` [B, T] the norms of their d loss / d logits.
+    the values of a distillation loss, `slope` [B, T] the norms of their d loss / d logits, `gap`
+    [B, T] the teacher's log-prob minus the policy's.
     """
 
     logprobs: Tensor
@@ -64,10 +65,11 @@ class ResponseForward:
     observed: Tensor | None = None
     divergence: Tensor | None = None
     slope: Tensor | None = None
+    gap: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
-        names = ("log_kept", "divergence", "slope")
+        names = ("log_kept", "divergence", "slope", "gap")
         columns = {name: getattr(self, name) for name in names}
         more = {name: change(column) for name, column in columns.items() if column is not None}
         return ResponseForward(change(self.logprobs), change(self.entropy), **more)
@@ -83,11 +85,12 @@ class ResponseForward:
         if self.log_kept is not None and found.log_kept is not None:
             self.log_kept[index] = found.log_kept.to(self.log_kept)
 
-    def put_distilled(self, index: Tensor, divergence: Tensor, slope: Tensor) -> None:
-        """Write the values and slopes [n, T] of a distillation loss, where they are wanted."""
-        if self.divergence is not None and self.slope is not None:
-            self.divergence[index] = divergence.to(self.divergence)
-            self.slope[index] = slope.to(self.slope)
+    def put_distilled(self, index: Tensor, divergence: Tensor, slope: Tensor, gap: Tensor) -> None:
+        """Write what is known of a distillation loss [n, T], where it is wanted."""
+        into = (self.divergence, self.slope, self.gap)
+        for column, found in zip(into, (divergence, slope, gap), strict=True):
+            if column is not None:
+                column[index] = found.to(column)
 
 
 def response_logprobs(

@@ -23,6 +23,7 @@ from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
 from posttrain.core.training.distillation import (
+    GAP,
     LOGIT_GRADIENT,
     TeacherScores,
     candidate_pass,
@@ -151,6 +152,7 @@ class Learner:
             done.first_pass,
             done.seen_divergence,
             done.seen_slope,
+            done.seen_gap,
         )
 
     def _one_update(
@@ -358,6 +360,7 @@ class Learner:
                 seen,
                 divergence=torch.zeros_like(mini.rollout_logprobs),
                 slope=torch.zeros_like(mini.rollout_logprobs),
+                gap=torch.zeros_like(mini.rollout_logprobs),
             )
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
@@ -398,7 +401,7 @@ class Learner:
                 distilled,
             )
             if counts and distilled is not None:
-                seen.put_distilled(rows, *distilled.seen(LOGIT_GRADIENT))
+                seen.put_distilled(rows, *distilled.seen(LOGIT_GRADIENT, GAP))
             if counts:
                 record_micro(sums, loss, out, micro, rows)
                 if heard is not None:

@@ -112,14 +112,11 @@ class Distilled:
     scored: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def seen(self, metric: str) -> tuple[Tensor, Tensor]:
-        """The loss and a metric [B, T], detached; NaN where the teacher gave nothing."""
+    def seen(self, *metrics: str) -> list[Tensor]:
+        """The loss and metrics [B, T], detached; NaN where there is nothing."""
         nothing = torch.full_like(self.loss, float("nan")).detach()
-        other = self.metrics.get(metric, nothing)
-        return (
-            torch.where(self.scored, self.loss.detach(), nothing),
-            torch.where(self.scored, other, nothing),
-        )
+        columns = [self.loss.detach(), *(self.metrics.get(name, nothing) for name in metrics)]
+        return [torch.where(self.scored, column, nothing) for column in columns]
 
 
 @dataclass(frozen=True, slots=True)

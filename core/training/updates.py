@@ -77,7 +77,8 @@ class UpdateResult:
     rows that none read. `first_pass` has the rows [n] that the first optimizer step read, and its
     forward pass over them; None if no row was read, or by a trust region. `seen_divergence` and
     `seen_slope` [B, T] are the values of the distillation loss and the norms of their
-    d loss / d logits in the same passes, where there is one.
+    d loss / d logits in the same passes, where there is one, and `seen_gap` the teacher's log-prob
+    minus the policy's (NaN where the loss was given no logits of the teacher).
     """
 
     metrics: dict[str, float]
@@ -88,6 +89,7 @@ class UpdateResult:
     first_pass: tuple[Tensor, ResponseForward] | None = None
     seen_divergence: Tensor | None = None
     seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
 
 
 class RemotePolicy(WeightSource, Protocol):
@@ -190,6 +192,7 @@ class Progress:
     first_pass: tuple[Tensor, ResponseForward] | None = None
     seen_divergence: Tensor | None = None
     seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
     sums: MetricSums = field(default_factory=MetricSums)
     report: StepReport | None = None
     norm_sum: float = 0.0
@@ -212,14 +215,15 @@ class Progress:
         self.seen_by[rows] = number
 
     def saw_distilled(self, rows: Tensor, read: ResponseForward) -> None:
-        """Note the values and slopes [n, T] of the distillation loss in `rows` of the batch."""
-        if read.divergence is None or read.slope is None:
-            return
-        if self.seen_divergence is None or self.seen_slope is None:
-            self.seen_divergence = torch.full_like(self.seen_logprobs, float("nan"))
-            self.seen_slope = self.seen_divergence.clone()
-        self.seen_divergence[rows] = read.divergence.to(self.seen_divergence)
-        self.seen_slope[rows] = read.slope.to(self.seen_slope)
+        """Note what the distillation loss was [n, T] in `rows` of the batch."""
+        for name in ("divergence", "slope", "gap"):
+            found, kept = getattr(read, name), getattr(self, f"seen_{name}")
+            if found is None:
+                continue
+            if kept is None:
+                kept = torch.full_like(self.seen_logprobs, float("nan"))
+                setattr(self, f"seen_{name}", kept)
+            kept[rows] = found.to(kept)
 
     def forget_products(self) -> None:
         """The first mini-batch has been through, and the policy moves."""

@@ -64,6 +64,10 @@ MAIN_METRICS = (
     "distil/rollout_kl",
     "sft/loss",
     "loss/preference",
+    "rewards/accuracy",
+    "rewards/margin",
+    "rm/pair_accuracy",
+    "rm/margin",
     "rm/held_out_pair_accuracy",
     "pref/held_out_pair_accuracy",
 )

@@ -185,6 +185,7 @@ class Recorder:
             seen_by=result.seen_by,
             seen_divergence=result.seen_divergence,
             seen_slope=result.seen_slope,
+            seen_gap=result.seen_gap,
             kl_coef=update.kl_coef,
             component_names=tuple(self.reward_names),
             token_texts={token: self.tokenizer.token_text(token) for token in ids},
