@@ -122,8 +122,9 @@ def token_weights(
                 norms[into] = _norms(objective, evidence, mini.rows[index], micro, its)[here]
             total[into], policy[into] = grad[here], without[here]
             clip[into] = _states(loss, without, micro)[here]
-    alone = norms is not None and not objective.terms
-    return TokenWeights(norms if alone else total, policy, clip, norms, alone)
+    if norms is not None and not objective.terms:
+        return TokenWeights(norms, policy, clip, norms, of_logits=True)
+    return TokenWeights(total, policy, clip, norms)
 
 
 def _read_tokens(evidence: StepEvidence) -> Tensor:

@@ -69,10 +69,11 @@ class ResponseForward:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
-        names = ("log_kept", "divergence", "slope", "gap")
-        columns = {name: getattr(self, name) for name in names}
-        more = {name: change(column) for name, column in columns.items() if column is not None}
-        return ResponseForward(change(self.logprobs), change(self.entropy), **more)
+        found = ResponseForward(change(self.logprobs), change(self.entropy))
+        columns = (
+            (name, getattr(self, name)) for name in ("log_kept", "divergence", "slope", "gap")
+        )
+        return replace(found, **{n: change(values) for n, values in columns if values is not None})
 
     def rows(self, index: Tensor) -> ResponseForward:
         """The rows `index` [n], in that order."""
