@@ -131,7 +131,7 @@ def look(
     texts, tokens = _vocabulary(evidence, shown)
     measured = _measured(evidence) | _taught(evidence)
     norms = weights[OWN_NAME].divergence
-    if norms is not None:
+    if norms is not None and not weights[OWN_NAME].of_logits:
         measured["divergence_pull"] = norms
     numbers = measured | {f"weight-{i}": found.total for i, found in enumerate(weights.values())}
     flat = {name: _flat(values, shown) for name, values in numbers.items()}
