@@ -137,9 +137,8 @@ def _gradient(
     leaf = micro.column("logprobs_now").clone().requires_grad_()
     with torch.enable_grad():
         distilled = _of_sampled(objective, leaf, micro)
-        loss = objective.loss(
-            leaf, micro.column("entropy"), micro, prepared, kl_coef, distilled=distilled
-        )
+        entropy = micro.column("entropy")
+        loss = objective.loss(leaf, entropy, micro, prepared, kl_coef, None, None, distilled)
         (grad,) = torch.autograd.grad(loss.total, leaf)
     return grad, loss
 

@@ -69,11 +69,18 @@ class ResponseForward:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
-        found = ResponseForward(change(self.logprobs), change(self.entropy))
-        columns = (
-            (name, getattr(self, name)) for name in ("log_kept", "divergence", "slope", "gap")
+
+        def of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else change(values)
+
+        return ResponseForward(
+            change(self.logprobs),
+            change(self.entropy),
+            of(self.log_kept),
+            divergence=of(self.divergence),
+            slope=of(self.slope),
+            gap=of(self.gap),
         )
-        return replace(found, **{n: change(values) for n, values in columns if values is not None})
 
     def rows(self, index: Tensor) -> ResponseForward:
         """The rows `index` [n], in that order."""
