@@ -29,6 +29,7 @@ FOLDER = "evidence"
 """Of the evidence in a stage's artifact, and among its checkpoints while it runs."""
 SCHEMA = 1
 _OWN = ("seen_logprobs", "seen_entropy", "seen_by")
+_IF_DISTILLED = ("seen_divergence", "seen_slope", "seen_gap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,9 @@ class StepEvidence:
     last optimizer step on each row was computed from; `seen_by` [B] is that optimizer step's number
     on the batch, from 0, and -1 with NaN for a row that none read. `token_texts` has the text of
     each token id that occurs, `component_names` the names of the batch's reward components.
+    `seen_divergence` and `seen_slope` [B, T] are the values of the distillation loss, if there is
+    one, and the norms of their d loss / d logits, both before the aggregator, at that step;
+    `seen_gap` the teacher's log-prob minus the policy's, where it read the teacher's logits.
     """
 
     step: int
@@ -50,6 +54,9 @@ class StepEvidence:
     kl_coef: float = 0.0
     component_names: tuple[str, ...] = ()
     token_texts: Mapping[int, str] | None = None
+    seen_divergence: Tensor | None = None
+    seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
 
     def token_text(self, token: int) -> str:
         """The text of a token id, or the id in angle brackets."""
@@ -79,7 +86,8 @@ def write_step(folder: Path, evidence: StepEvidence) -> int:
 
     batch = evidence.batch
     tensors = {name: batch.column(name).detach().cpu().contiguous() for name in batch.columns()}
-    tensors |= {name: getattr(evidence, name).detach().cpu().contiguous() for name in _OWN}
+    seen = {name: getattr(evidence, name) for name in (*_OWN, *_IF_DISTILLED)}
+    tensors |= {n: t.detach().cpu().contiguous() for n, t in seen.items() if t is not None}
     header = {
         "schema": SCHEMA,
         "step": evidence.step,
@@ -180,6 +188,7 @@ def _evidence(
         step=header["step"],
         batch=batch,
         **{name: tensors[name] for name in _OWN},
+        **{name: tensors[name] for name in _IF_DISTILLED if name in tensors},
         kl_coef=header["kl_coef"],
         component_names=tuple(header["component_names"]),
         token_texts={int(k): v for k, v in header["token_texts"].items()},

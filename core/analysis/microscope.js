@@ -50,8 +50,14 @@ const QUANTITIES = {
   kl_k3: { label: "KL to the reference, k3 (nats)", ends: ["0", "far from the reference"], one: true },
   entropy: { label: "entropy (nats)", ends: ["0", "undecided"], one: true },
   logprobs: { label: "log-prob (nats)", ends: ["certain", "surprising"], one: true, flip: true },
+  teacher_gap: { label: "teacher's log-prob less the policy's (nats)", ends: ["policy likelier", "teacher likelier"] },
+  teacher_logprobs: { label: "teacher's log-prob (nats)", ends: ["certain", "surprising"], one: true, flip: true },
+  divergence: { label: "value of the distillation loss", ends: ["0", "apart"], one: true },
+  divergence_pull: { label: "norm of d loss / d logits, of the teacher's loss", ends: ["0", "hard pull"], one: true },
   mismatch: { label: "trainer less engine (nats)", ends: ["engine likelier", "trainer likelier"] },
 };
+if (meta.of_logits) Object.assign(QUANTITIES.weight,
+  { label: "norm of d loss / d logits", one: true, ends: ["0", "hard pull"] });
 const CHOICES = {
   colour: Object.keys(QUANTITIES).filter((name) =>
     ["weight", "change", "clip"].includes(name) || meta.quantities.includes(name)),
@@ -266,8 +272,8 @@ async function tell(span) {
   const lines = [JSON.stringify(meta.texts[columns.get("tokens")[i]]) + "  token " + (i - meta.offsets[row]) + " of #" + row];
   for (const name of meta.quantities) lines.push(QUANTITIES[name].label + ": " + read(columns.get(name)[i], 6));
   lines.push("clip state: " + meta.clip_states[columns.get("clip-" + state.what)[i]]);
-  lines.push("gradient weight (own): " + read(columns.get("weight-0")[i], 6));
-  if (state.what) lines.push("gradient weight (" + meta.variants[state.what].name + "): " + read(columns.get("weight-" + state.what)[i], 6));
+  lines.push(QUANTITIES.weight.label + " (own): " + read(columns.get("weight-0")[i], 6));
+  if (state.what) lines.push(QUANTITIES.weight.label + " (" + meta.variants[state.what].name + "): " + read(columns.get("weight-" + state.what)[i], 6));
   const tip = $("tip"), box = span.getBoundingClientRect();
   tip.textContent = lines.join("\n");
   tip.hidden = false;

@@ -27,12 +27,14 @@ from posttrain.core.analysis.token_weights import (
     TokenWeights,
     clipped_tokens,
     read_rows,
+    reads_logits,
     token_weights,
     unread_rows,
 )
 from posttrain.core.errors import PosttrainError
 from posttrain.core.math.kl import k3
 from posttrain.core.math.masking import masked
+from posttrain.core.math.teacher_gap import taught
 from posttrain.core.tracking.tables import sample_rows
 from posttrain.core.training.objective import Objective
 from posttrain.core.training.updates import UpdateSettings
@@ -127,7 +129,10 @@ def look(
     shown = _shown(evidence)
     bits = LARGE_BITS if int(shown.sum()) >= LARGE else FULL_BITS
     texts, tokens = _vocabulary(evidence, shown)
-    measured = _measured(evidence)
+    measured = _measured(evidence) | _taught(evidence)
+    norms = weights[OWN_NAME].divergence
+    if norms is not None and not weights[OWN_NAME].of_logits:
+        measured["divergence_pull"] = norms
     numbers = measured | {f"weight-{i}": found.total for i, found in enumerate(weights.values())}
     flat = {name: _flat(values, shown) for name, values in numbers.items()}
     columns = {"tokens": pack(tokens)} | {name: pack(c, bits) for name, c in flat.items()}
@@ -141,6 +146,7 @@ def look(
         "offsets": [0, *shown.sum(dim=1).cumsum(0).tolist()],
         "texts": texts,
         "quantities": list(measured),
+        "of_logits": weights[OWN_NAME].of_logits,
         "scales": {name: _scale(column, name) for name, column in flat.items()},
         "variants": [{"name": name, **_totals(found)} for name, found in weights.items()],
         "rows": _rows(evidence),
@@ -176,6 +182,26 @@ def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
     return found
 
 
+def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
+    """Columns [B, T] of what a teacher says; none without one.
+
+    `teacher_logprobs` (nats) and `teacher_gap`, these minus the policy's as the last optimizer step
+    read them; `divergence` is the value of the distillation loss.
+    """
+    batch, found = evidence.batch, {}
+    takes_loss = taught(batch).bool()
+    if batch.teacher_logprobs is not None:
+        known = takes_loss & read_rows(evidence)[:, None]
+        said = batch.teacher_logprobs.to(evidence.seen_logprobs)
+        found["teacher_logprobs"] = _where(takes_loss, said)
+        found["teacher_gap"] = _where(known, said - evidence.seen_logprobs)
+    elif evidence.seen_gap is not None and bool(evidence.seen_gap.isfinite().any()):
+        found["teacher_gap"] = _where(takes_loss, evidence.seen_gap)
+    if evidence.seen_divergence is not None:
+        found["divergence"] = _where(takes_loss, evidence.seen_divergence)
+    return found
+
+
 def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> list[str]:
     """What a reader must know before believing a number."""
     found = []
@@ -193,6 +219,16 @@ def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> 
         )
     if own.kl is not None and own.kl.from_logits and evidence.kl_coef > 0:
         found.append("the KL term is over the whole vocabulary, and is not in the weights")
+    if own.distillation is not None and reads_logits(own):
+        name = own.distillation.loss.name
+        found.append(
+            f"{name} reads more of the policy than the sampled token's log-prob: "
+            + (
+                "it is not in the weights, and has a colour of its own"
+                if own.terms
+                else "a token's number is the norm of d loss / d logits, which has no sign"
+            )
+        )
     if own.observed is not None:
         found.append(
             f"{own.observed.loss.name} reads tokens that were not sampled: not in the weights"
@@ -317,10 +353,18 @@ def top_tokens(
                     "text": evidence.token_text(token),
                     "weight": float(total[row, column]),
                     "advantage": float(evidence.batch.column("advantages")[row, column]),
+                    **_of_teacher(evidence, row, column),
                     "clip": CLIP_STATES[int(weights.clip[row, column])],
                 }
             )
     return found
+
+
+def _of_teacher(evidence: StepEvidence, row: int, column: int) -> dict[str, float]:
+    """What its teacher says of a token, in nats; nothing without one."""
+    names = ("teacher_gap", "divergence")
+    columns = {name: values for name, values in _taught(evidence).items() if name in names}
+    return {name: float(values[row, column]) for name, values in columns.items()}
 
 
 # --- numbers as text ----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ likelier. Axes: B responses, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +15,11 @@ from torch import Tensor
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.frozen import freeze
 from posttrain.core.batch import RolloutBatch
+from posttrain.core.contracts import TeacherRows, TokenLoss
 from posttrain.core.errors import RunError
 from posttrain.core.math.masking import masked
-from posttrain.core.training.objective import MicroLoss, Objective, PreparedMini
+from posttrain.core.math.teacher_gap import taught
+from posttrain.core.training.objective import Distilled, MicroLoss, Objective, PreparedMini
 from posttrain.core.training.updates import UpdateSettings
 
 CLIP_STATES = ("none", "high", "low", "dual", "dropped", "no loss")
@@ -31,7 +32,8 @@ row that no optimizer step read.
 """
 _FLAGS = {"clip/high_frac": 1, "clip/low_frac": 2, "clip/dual_frac": 3}
 _DROPPED, _NO_LOSS = 4, 5
-LossOf = Callable[[Tensor, Tensor, RolloutBatch, PreparedMini, float], MicroLoss]
+SURE = -1e-12
+"""Log-prob from which a token counts as no more certain: log(1 - p) is finite there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,22 @@ class TokenWeights:
     """d loss / d logprob [B, T] of a step: `total`, and of it the part of the `policy` terms.
 
     The rest is the KL term's. 0 where a token takes no loss. `clip` [B, T] uint8 are numbers of
-    `CLIP_STATES`.
+    `CLIP_STATES`. `divergence` [B, T] are norms of d loss / d logits of a distillation loss that
+    reads more than the sampled token's log-prob; where it is the only loss, `of_logits` says that
+    `total` is the same.
     """
 
     total: Tensor
     policy: Tensor
     clip: Tensor
+    divergence: Tensor | None = None
+    of_logits: bool = False
+
+
+def reads_logits(objective: Objective) -> bool:
+    """Whether its distillation loss reads more of the policy than the sampled token's log-prob."""
+    term = objective.distillation
+    return term is not None and term.loss.reads() != "sampled"
 
 
 def read_rows(evidence: StepEvidence) -> Tensor:
@@ -83,6 +95,13 @@ def token_weights(
     )
     total = torch.zeros_like(evidence.seen_logprobs)
     policy, clip = total.clone(), torch.full(total.shape, _NO_LOSS, dtype=torch.uint8)
+    norms = total.clone() if reads_logits(objective) and evidence.seen_slope is not None else None
+    if reads_logits(objective) and norms is None and not objective.terms:
+        raise RunError(
+            f"the evidence of step {evidence.step} has no gradients of its distillation loss: the "
+            "stage set token_weights: false, or an older version kept it; compute the stage again "
+            "with --no-cache"
+        )
     for mini in frozen.minis:
         rows, own = batch.select(mini.rows), mini.taken & read_rows(evidence)[mini.rows]
         if objective.needs_prepare() and bool((rows.mask.bool().any(dim=1) & ~own).any()):
@@ -95,13 +114,17 @@ def token_weights(
         for index in settings.micro_rows(rows):
             micro, its, here = rows.select(index), prepared.rows(index), own[index]
             into = mini.rows[index][here]
-            without, loss = _gradient(without_kl.loss, micro, its, 0.0)
+            without, loss = _gradient(without_kl, micro, its, 0.0)
             grad = without
             if objective.kl is not None and evidence.kl_coef > 0:
-                grad, _ = _gradient(objective.loss, micro, its, evidence.kl_coef)
+                grad, _ = _gradient(objective, micro, its, evidence.kl_coef)
+            if norms is not None:
+                norms[into] = _norms(objective, evidence, mini.rows[index], micro, its)[here]
             total[into], policy[into] = grad[here], without[here]
             clip[into] = _states(loss, without, micro)[here]
-    return TokenWeights(total, policy, clip)
+    if norms is not None and not objective.terms:
+        return TokenWeights(norms, policy, clip, norms, of_logits=True)
+    return TokenWeights(total, policy, clip, norms)
 
 
 def _read_tokens(evidence: StepEvidence) -> Tensor:
@@ -109,13 +132,59 @@ def _read_tokens(evidence: StepEvidence) -> Tensor:
 
 
 def _gradient(
-    loss_of: LossOf, micro: RolloutBatch, prepared: PreparedMini, kl_coef: float
+    objective: Objective, micro: RolloutBatch, prepared: PreparedMini, kl_coef: float
 ) -> tuple[Tensor, MicroLoss]:
     leaf = micro.column("logprobs_now").clone().requires_grad_()
     with torch.enable_grad():
-        loss = loss_of(leaf, micro.column("entropy"), micro, prepared, kl_coef)
+        distilled = _of_sampled(objective, leaf, micro)
+        entropy = micro.column("entropy")
+        loss = objective.loss(leaf, entropy, micro, prepared, kl_coef, None, None, distilled)
         (grad,) = torch.autograd.grad(loss.total, leaf)
     return grad, loss
+
+
+def _of_sampled(objective: Objective, logprobs: Tensor, micro: RolloutBatch) -> Distilled | None:
+    """The values [b, T] of a distillation loss that depend on `logprobs` [b, T] alone.
+
+    All other tokens of the vocabulary stand as one, which has the rest of the probability.
+    """
+    if objective.distillation is None or reads_logits(objective):
+        return None
+    where = taught(micro).bool() & logprobs.isfinite()
+    own = logprobs[where].double()
+    own = own + (own.clamp(max=SURE) - own).detach()  # moved, and not cut off from its gradient
+    logits = torch.stack([own, (-own.expm1()).log()], dim=1)
+    old = micro.old_logprobs
+    said = TeacherRows(
+        sampled=torch.zeros(len(own), dtype=torch.int64),
+        old_logprobs=None if old is None else old[where].double(),
+        logprobs=micro.column("teacher_logprobs")[where].double(),
+    )
+    found = objective.distillation.loss.rows(logits, said)
+    scored = torch.zeros(logprobs.shape, dtype=torch.bool)
+    scored[where] = found.scored
+    values = masked(found.loss, found.scored)
+    return Distilled(values.new_zeros(logprobs.shape).index_put((where,), values), scored)
+
+
+def _norms(
+    objective: Objective,
+    evidence: StepEvidence,
+    rows: Tensor,
+    micro: RolloutBatch,
+    prepared: PreparedMini,
+) -> Tensor:
+    """Norms of d loss / d logits [b, T] of the distillation loss, by the slopes of its values."""
+    term = objective.distillation
+    assert term is not None and evidence.seen_slope is not None, "asked for where both are there"
+    mask, slope = term.loss.counted(micro), evidence.seen_slope[rows]
+    leaf = torch.zeros_like(slope).requires_grad_()
+    with torch.enable_grad():
+        value = TokenLoss(leaf, masked(mask, slope.isfinite()))
+        counts = prepared.distillation_counts
+        share = term.share(value, mask, counts, micro, prepared.step)
+        (grad,) = torch.autograd.grad(share, leaf)
+    return masked(grad.abs() * slope, value.mask)
 
 
 def _states(loss: MicroLoss, policy: Tensor, micro: RolloutBatch) -> Tensor:

@@ -14,7 +14,7 @@ from posttrain.core.config.spec import parse_spec
 from posttrain.core.contracts import Aggregator, PolicyLoss
 from posttrain.core.errors import ConfigError
 from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.training.objective import LossTerm, Objective
+from posttrain.core.training.objective import LossTerm, Objective, Term
 
 OWN = "own"
 OPTION = "--what-if"
@@ -54,6 +54,8 @@ def objective_under(
     aggregator = None
     if what.aggregator is not None:
         aggregator = _aggregator(what.aggregator, what.aggregator_fields, manager, norm_length)
+    if not base.terms:
+        return _distilled_under(what, base, aggregator)
     terms = tuple(
         replace(term, aggregator=aggregator or term.aggregator)
         for term in _terms(what, base, manager)
@@ -67,6 +69,24 @@ def objective_under(
                 f"{term.loss.name}@{min(allowed)}, or set allow_any_agg=true where it has that"
             )
     return replace(base, terms=terms, aggregator=aggregator or base.aggregator)
+
+
+def _distilled(base: Objective) -> tuple[Term, ...]:
+    return () if base.distillation is None else (base.distillation,)
+
+
+def _distilled_under(
+    what: WhatIf, base: Objective, aggregator: Aggregator[Any] | None
+) -> Objective:
+    """The same of a stage whose only loss is its distillation loss."""
+    term = base.distillation
+    if term is None or what.loss != OWN or what.loss_fields:
+        raise ConfigError(
+            f"what-if '{what.text}': this stage has no policy loss, and another distillation loss "
+            "takes the logits, which evidence does not hold; write own@AGGREGATOR"
+        )
+    term = replace(term, aggregator=aggregator or term.aggregator)
+    return replace(base, distillation=term, aggregator=aggregator or base.aggregator)
 
 
 def _terms(what: WhatIf, base: Objective, manager: PluginManager) -> tuple[LossTerm, ...]:
@@ -105,9 +125,11 @@ def usual(base: Objective, manager: PluginManager) -> list[WhatIf]:
     The run's own is not among them, and some may be refused: `gspo` where advantages differ
     within a response.
     """
-    own = {term.aggregator.name for term in base.terms}
+    own = {term.aggregator.name for term in base.terms or _distilled(base)}
     names = [e.name for e in manager.entries(Aggregator.kind)]
     asked = [f"{OWN}@{name}" for name in names if {name} != own]
+    if not base.terms:
+        return [parse(text) for text in asked]
     asked += ["ppo_clip", "ppo_clip,clip_high=0.28", "gspo@seq-mean-token-mean", "cispo"]
     asked += ["vanilla_pg"]
     taken = {term.loss.name: term.loss.config for term in base.terms}

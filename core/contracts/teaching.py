@@ -103,7 +103,10 @@ class DistillationLoss(Plugin[ConfigT]):
     kind = "distillation_loss"
 
     def reads(self) -> Literal["logits", "topk", "sampled"]:
-        """What of the teacher it needs: its weights, its best candidates, or one log-prob."""
+        """What of the teacher it needs: its weights, its best candidates, or one log-prob.
+
+        With `sampled` a token's value depends on the policy's log-prob of that token alone.
+        """
         return "logits"
 
     def num_candidates(self) -> int:

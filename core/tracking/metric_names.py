@@ -121,6 +121,12 @@ METRICS: dict[str, Metric] = {
     "loss/distillation": Metric("loss", "divergence from the teacher, coefficient included"),
     "loss/total": Metric("loss", "what the gradient is taken of"),
     "distil/divergence": Metric("nats", "divergence from the teacher per token, mean"),
+    "distil/gap": Metric(
+        "nats", "the teacher's log-prob of sampled tokens minus the policy's in the update, mean"
+    ),
+    "distil/logit_gradient": Metric(
+        "norm", "norm of d divergence / d logits per token before the aggregator, mean"
+    ),
     "distil/reverse_kl": Metric(
         "nats", "the policy's log-prob above the teacher's, mean over sampled tokens"
     ),

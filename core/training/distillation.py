@@ -7,16 +7,17 @@ tokens, N tokens of all rows, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows
+from posttrain.core.contracts import DistillationLoss, RowLoss, TeacherRows, TextLoss
 from posttrain.core.math.divergence import ABSENT
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.sharded import put_away
@@ -26,6 +27,10 @@ from posttrain.core.training.objective import Distilled
 from posttrain.core.training.ranks import ALONE, Ranks, in_place
 
 TeacherT = TypeVar("TeacherT")
+LOGIT_GRADIENT = "distil/logit_gradient"
+"""The metric that is the norm of a token's d loss / d logits, before the aggregator."""
+GAP = "distil/gap"
+"""The metric that is the teacher's log-prob of a sampled token minus the policy's, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +119,13 @@ def response_distillation(
     temperature: float,
     *,
     states: States | None = None,
+    slopes: bool = False,
 ) -> Distilled:
     """`loss` of `model` against the rows' `teachers` at the tokens of `batch` that take loss.
 
     A teacher is None where only its columns are known. `states` are what `response_states` gave for
-    `model`, when a forward pass was made already. All tensors are on the CPU.
+    `model`, when a forward pass was made already. With `slopes` the metrics have `LOGIT_GRADIENT`.
+    All tensors are on the CPU.
     """
     states = states or response_states(model, batch, include_last=False)
     shape, length = batch.response_ids.shape, states.ids.shape[1]
@@ -130,7 +137,7 @@ def response_distillation(
         part = take[rows.to(take.device)]
         micro = batch.select(rows)
         own = states.hidden[rows.to(take.device), :length][part]
-        found = _rows(model, own, micro, part, loss, teacher, temperature)
+        found = _rows(model, own, micro, part, loss, teacher, temperature, slopes)
         value = to_rows(found.loss, part, micro.mask.shape).cpu()
         total = total + value.new_zeros(shape).index_add(0, rows, value)
         scored[rows] = to_rows(found.scored, part, micro.mask.shape).cpu().bool()
@@ -138,6 +145,30 @@ def response_distillation(
             into = metrics.setdefault(name, torch.zeros(shape))
             into[rows] = to_rows(column.float(), part, micro.mask.shape).cpu()
     return Distilled(total, scored, metrics)
+
+
+def rows_with_slopes(loss: DistillationLoss[Any], logits: Tensor, teacher: TeacherRows) -> RowLoss:
+    """`loss.rows` with `LOGIT_GRADIENT`, the norm of d loss / d logits [N], among its metrics.
+
+    And with `GAP`, where the teacher's logits are of the same tokens.
+
+    A value depends on no logits but those of its row.
+    """
+    found = loss.rows(logits, teacher)
+    others = None if teacher.others is None else teacher.others.detach()
+    leaf = logits.detach().requires_grad_()
+    # Hooks of its own: those of a checkpoint would give up what this gradient needs.
+    with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        value = loss.rows(leaf, replace(teacher, others=others)).loss.sum()
+        (slope,) = torch.autograd.grad(value, leaf, materialize_grads=True)
+    metrics = {**found.metrics, LOGIT_GRADIENT: slope.norm(dim=1)}
+    if teacher.logits is not None and teacher.matched is None and not isinstance(loss, TextLoss):
+        own, theirs = (
+            torch.log_softmax(each.detach(), dim=-1).gather(1, teacher.sampled[:, None]).squeeze(1)
+            for each in (logits, teacher.logits)
+        )
+        metrics[GAP] = theirs - own
+    return replace(found, metrics=metrics)
 
 
 def by_teacher(
@@ -161,6 +192,7 @@ def _rows(
     loss: DistillationLoss[Any],
     teacher: PreTrainedModel | None,
     temperature: float,
+    slopes: bool,
 ) -> RowLoss:
     """The losses [N] of the states `own` [N, H], at the places `take` [B, n] of `batch`."""
     device, length = own.device, take.shape[1]
@@ -192,17 +224,15 @@ def _rows(
         def cut(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[rows]
 
-        return loss.rows(
-            logits,
-            TeacherRows(
-                sampled=said.sampled[rows],
-                logits=logits_there,
-                topk_ids=cut(said.topk_ids),
-                topk_logprobs=cut(said.topk_logprobs),
-                old_logprobs=cut(said.old_logprobs),
-                logprobs=cut(said.logprobs),
-            ),
+        here = TeacherRows(
+            sampled=said.sampled[rows],
+            logits=logits_there,
+            topk_ids=cut(said.topk_ids),
+            topk_logprobs=cut(said.topk_logprobs),
+            old_logprobs=cut(said.old_logprobs),
+            logprobs=cut(said.logprobs),
         )
+        return rows_with_slopes(loss, logits, here) if slopes else loss.rows(logits, here)
 
     parts = over_logits(own, policy_head(model), of_chunk, temperature=temperature)
     if not parts:

@@ -53,7 +53,9 @@ class ResponseForward:
 
     `log_kept` [B, T] is the log of the probability that top-k and top-p keep, where they cut.
     `reused`: linear layers returned what sampling had computed. `observed` [B, T] are the log-probs
-    of the tokens in `obs_mask` at temperature 1, where they were asked for.
+    of the tokens in `obs_mask` at temperature 1, where they were asked for. `divergence` [B, T] are
+    the values of a distillation loss, `slope` [B, T] the norms of their d loss / d logits, `gap`
+    [B, T] the teacher's log-prob minus the policy's.
     """
 
     logprobs: Tensor
@@ -61,11 +63,24 @@ class ResponseForward:
     log_kept: Tensor | None = None
     reused: bool = False
     observed: Tensor | None = None
+    divergence: Tensor | None = None
+    slope: Tensor | None = None
+    gap: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ResponseForward:
         """The same with `change` made to each tensor."""
-        kept = None if self.log_kept is None else change(self.log_kept)
-        return ResponseForward(change(self.logprobs), change(self.entropy), kept)
+
+        def of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else change(values)
+
+        return ResponseForward(
+            change(self.logprobs),
+            change(self.entropy),
+            of(self.log_kept),
+            divergence=of(self.divergence),
+            slope=of(self.slope),
+            gap=of(self.gap),
+        )
 
     def rows(self, index: Tensor) -> ResponseForward:
         """The rows `index` [n], in that order."""
@@ -77,6 +92,13 @@ class ResponseForward:
         self.entropy[index] = found.entropy.detach().to(self.entropy)
         if self.log_kept is not None and found.log_kept is not None:
             self.log_kept[index] = found.log_kept.to(self.log_kept)
+
+    def put_distilled(self, index: Tensor, divergence: Tensor, slope: Tensor, gap: Tensor) -> None:
+        """Write what is known of a distillation loss [n, T], where it is wanted."""
+        into = (self.divergence, self.slope, self.gap)
+        for column, found in zip(into, (divergence, slope, gap), strict=True):
+            if column is not None:
+                column[index] = found.to(column)
 
 
 def response_logprobs(

@@ -9,6 +9,7 @@ reads were filled before, by `columns.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from posttrain.core.models.sharded import put_away
 from posttrain.core.runtime.seeding import generator
 from posttrain.core.training.columns import update_columns, with_old_logprobs
 from posttrain.core.training.distillation import (
+    GAP,
+    LOGIT_GRADIENT,
     TeacherScores,
     candidate_pass,
     response_distillation,
@@ -141,7 +144,15 @@ class Learner:
         first = batch.rollout_logprobs if done.first_logprobs is None else done.first_logprobs
         metrics |= self._phase_end(batch.with_columns(old_logprobs=first), metrics, check)
         return UpdateResult(
-            metrics, first, done.seen_logprobs, done.seen_entropy, done.seen_by, done.first_pass
+            metrics,
+            first,
+            done.seen_logprobs,
+            done.seen_entropy,
+            done.seen_by,
+            done.first_pass,
+            done.seen_divergence,
+            done.seen_slope,
+            done.seen_gap,
         )
 
     def _one_update(
@@ -172,6 +183,7 @@ class Learner:
         rows = (~idle).nonzero().squeeze(1)
         read = seen.rows(rows)
         done.saw(of_batch[rows], read.logprobs, read.entropy, place[1])
+        done.saw_distilled(of_batch[rows], read)
         if done.first_pass is None and len(rows):
             done.first_pass = (of_batch[rows], read)
         if self.guard is not None and self.guard.exceeded(own.mean("kl/old_k3", default=0.0)):
@@ -343,6 +355,13 @@ class Learner:
             torch.zeros_like(mini.rollout_logprobs),
             torch.zeros_like(mini.rollout_logprobs) if cut else None,
         )
+        if self.objective.distillation is not None and self.settings.token_weights:
+            seen = replace(
+                seen,
+                divergence=torch.zeros_like(mini.rollout_logprobs),
+                slope=torch.zeros_like(mini.rollout_logprobs),
+                gap=torch.zeros_like(mini.rollout_logprobs),
+            )
         active = (~idle).nonzero().squeeze(1)
         if len(active) == 0 and mini.mask.any():
             self.optimizer.fill_gradients()
@@ -370,6 +389,7 @@ class Learner:
                 seen.put(rows, out)
             if micro.old_logprobs is None:
                 micro = with_old_logprobs(micro, out)
+            distilled = self._distilled(micro, states)
             loss = self.objective.loss(
                 out.logprobs.cpu(),
                 out.entropy.cpu(),
@@ -378,8 +398,10 @@ class Learner:
                 kl_coef,
                 self._exact_kl(micro, states, kl_coef),
                 None if out.observed is None else out.observed.cpu(),
-                self._distilled(micro, states),
+                distilled,
             )
+            if counts and distilled is not None:
+                seen.put_distilled(rows, *distilled.seen(LOGIT_GRADIENT, GAP))
             if counts:
                 record_micro(sums, loss, out, micro, rows)
                 if heard is not None:
@@ -415,6 +437,7 @@ class Learner:
         if term is None:
             return None
         teachers, temperature = list(self.teachers.values()), self.settings.temperature
+        slopes = self.settings.token_weights
         if isinstance(term.loss, TextLoss):
             local = [
                 (teacher, self.matched[name])
@@ -422,10 +445,10 @@ class Learner:
                 if teacher is not None
             ]
             return text_distillation(
-                self.model, micro, term.loss, local, temperature, states=states
+                self.model, micro, term.loss, local, temperature, states=states, slopes=slopes
             )
         return response_distillation(
-            self.model, micro, term.loss, teachers, temperature, states=states
+            self.model, micro, term.loss, teachers, temperature, states=states, slopes=slopes
         )
 
     def _exact_kl(self, micro: RolloutBatch, states: States, kl_coef: float) -> Tensor | None:

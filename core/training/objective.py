@@ -112,6 +112,12 @@ class Distilled:
     scored: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def seen(self, *metrics: str) -> list[Tensor]:
+        """The loss and metrics [B, T], detached; NaN where there is nothing."""
+        nothing = torch.full_like(self.loss, float("nan")).detach()
+        columns = [self.loss.detach(), *(self.metrics.get(name, nothing) for name in metrics)]
+        return [torch.where(self.scored, column, nothing) for column in columns]
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedMini:

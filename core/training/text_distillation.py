@@ -18,7 +18,7 @@ from posttrain.core.contracts import RowLoss, TeacherRows, TextLoss
 from posttrain.core.math.alignment import TokenGroups, members, products, whole_groups
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.models.paths import OutputHead
-from posttrain.core.training.distillation import by_teacher
+from posttrain.core.training.distillation import by_teacher, rows_with_slopes
 from posttrain.core.training.exact_kl import no_tokens, over_logits
 from posttrain.core.training.forward import States, policy_head, response_states
 from posttrain.core.training.objective import Distilled
@@ -32,12 +32,14 @@ def text_distillation(
     temperature: float,
     *,
     states: States | None = None,
+    slopes: bool = False,
 ) -> Distilled:
     """`loss` of `model` against the rows' `teachers`, each with the tokens [M, 2] that it shares.
 
     The value of a group stands at the token that `loss.counted` has for it. `states` are what
-    `response_states` gave for `model`, when a forward pass was made already. All tensors are on the
-    CPU.
+    `response_states` gave for `model`, when a forward pass was made already. With
+    `slopes` the metrics have `LOGIT_GRADIENT`, of the logits that stand for the group. All tensors
+    are on the CPU.
     """
     states = states or response_states(model, batch, include_last=False)
     shape = batch.response_ids.shape
@@ -55,6 +57,7 @@ def text_distillation(
             teacher,
             matched,
             temperature,
+            slopes,
         )
         places = rows[own.rows], own.columns
         # Out of place: gradients flow through what was put there before.
@@ -74,6 +77,7 @@ def _groups(
     teacher: PreTrainedModel,
     matched: Tensor,
     temperature: float,
+    slopes: bool,
 ) -> tuple[TokenGroups, RowLoss]:
     """The groups `keys` [G] of `batch`, and their losses [G] from the policy's states [B, T, H]."""
     device, width = hidden.device, batch.response_ids.shape[1]
@@ -101,7 +105,7 @@ def _groups(
             teacher_others=their_others[rows],
             matched=pairs,
         )
-        return loss.rows(logits, said)
+        return rows_with_slopes(loss, logits, said) if slopes else loss.rows(logits, said)
 
     parts = over_logits(states, head, of_chunk, temperature=temperature)
     if not parts:

@@ -75,7 +75,10 @@ class UpdateResult:
     `seen_logprobs` and `seen_entropy` [B, T] are those that the last optimizer step on each row was
     computed from, and `seen_by` [B] is that step's number on this batch, from 0; NaN and -1 for
     rows that none read. `first_pass` has the rows [n] that the first optimizer step read, and its
-    forward pass over them; None if no row was read, or by a trust region.
+    forward pass over them; None if no row was read, or by a trust region. `seen_divergence` and
+    `seen_slope` [B, T] are the values of the distillation loss and the norms of their
+    d loss / d logits in the same passes, where there is one, and `seen_gap` the teacher's log-prob
+    minus the policy's (NaN where the loss was given no logits of the teacher).
     """
 
     metrics: dict[str, float]
@@ -84,6 +87,9 @@ class UpdateResult:
     seen_entropy: Tensor
     seen_by: Tensor
     first_pass: tuple[Tensor, ResponseForward] | None = None
+    seen_divergence: Tensor | None = None
+    seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
 
 
 class RemotePolicy(WeightSource, Protocol):
@@ -184,6 +190,9 @@ class Progress:
     seen_entropy: Tensor
     seen_by: Tensor
     first_pass: tuple[Tensor, ResponseForward] | None = None
+    seen_divergence: Tensor | None = None
+    seen_slope: Tensor | None = None
+    seen_gap: Tensor | None = None
     sums: MetricSums = field(default_factory=MetricSums)
     report: StepReport | None = None
     norm_sum: float = 0.0
@@ -204,6 +213,17 @@ class Progress:
         if entropy is not None:
             self.seen_entropy[rows] = entropy.to(self.seen_entropy)
         self.seen_by[rows] = number
+
+    def saw_distilled(self, rows: Tensor, read: ResponseForward) -> None:
+        """Note what the distillation loss was [n, T] in `rows` of the batch."""
+        for name in ("divergence", "slope", "gap"):
+            found, kept = getattr(read, name), getattr(self, f"seen_{name}")
+            if found is None:
+                continue
+            if kept is None:
+                kept = torch.full_like(self.seen_logprobs, float("nan"))
+                setattr(self, f"seen_{name}", kept)
+            kept[rows] = found.to(kept)
 
     def forget_products(self) -> None:
         """The first mini-batch has been through, and the policy moves."""

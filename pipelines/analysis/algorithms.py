@@ -93,7 +93,7 @@ def compare_algorithms(
         results,
         [compare_pair(a, b, frozen.tokens) for a, b in combinations(results, 2)],
         _largest((results[0].advantages - evidence.batch.column("advantages"))[frozen.tokens]),
-        notes=[*built.notes, *_notes(frozen, config.resample is not None)],
+        notes=[*built.notes, *_notes(frozen, config.resample is not None), *_left_out(config)],
     )
     if made.advantage_gap > 1e-6:
         made.notes.append(
@@ -117,6 +117,16 @@ def compare_algorithms(
 
 def _largest(gaps: Tensor) -> float:
     return float(gaps.abs().max()) if gaps.numel() else 0.0
+
+
+def _left_out(config: RlStage) -> list[str]:
+    """A note on the distillation loss, whose values no variant changes."""
+    if config.distillation is None:
+        return []
+    return [
+        f"the distillation loss {config.distillation.name} is in none of these numbers: they are "
+        "of policy losses; `posttrain inspect` shows what it gave each token"
+    ]
 
 
 def _notes(frozen: FrozenStep, resampled: bool) -> list[str]:

@@ -60,8 +60,14 @@ MAIN_METRICS = (
     "token_weight/share/bounded",
     "token_weight/share/long",
     "token_weight/share/late",
+    "distil/divergence",
+    "distil/rollout_kl",
     "sft/loss",
     "loss/preference",
+    "rewards/accuracy",
+    "rewards/margin",
+    "rm/pair_accuracy",
+    "rm/margin",
     "rm/held_out_pair_accuracy",
     "pref/held_out_pair_accuracy",
 )
@@ -110,6 +116,11 @@ class RunResults:
         """Its value at the last step that has one."""
         found = self.series(metric)
         return found[max(found)] if found else None
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether some step has rewards, or weights of a policy loss."""
+        return any(self.series(name) for name in ("reward/mean", "token_weight/max"))
 
     def measured(self) -> MeasuredRun | None:
         """Its held-out answers, if there are some."""
@@ -322,6 +333,12 @@ def _notes(groups: Sequence[Group], tests: Sequence[AccuracyTest]) -> list[str]:
     stages = sorted({run.stage for group in groups for run in group.runs})
     if len(stages) > 1:
         notes.append(f"the curves are of different stages: {', '.join(stages)}")
+    without = sorted({run.stage for group in groups for run in group.runs if not run.rewarded})
+    if without:
+        notes.append(
+            f"no rewards and no token weights of a policy loss in {', '.join(without)}: what is "
+            "compared are the stage's own losses, its held-out answers and its benchmarks"
+        )
     if len(groups) == 1:
         notes.append(
             "all runs are of one experiment (they differ in no more than "

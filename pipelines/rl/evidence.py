@@ -38,7 +38,8 @@ def find_evidence(
         what = f"is of kind '{kinds[stage]}'" if stage in kinds else "is none of this run's"
         raise ConfigError(
             f"stage '{stage}' {what}{nearest(stage, rl)}; steps of its stages of kind rl or "
-            f"distill can be looked at: {rl}"
+            f"distill can be looked at: {rl} (`posttrain compare RUN RUN --stage NAME` compares "
+            "whole stages of every kind)"
         )
     if stage is None and len(rl) != 1:
         raise ConfigError(

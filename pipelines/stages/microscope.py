@@ -38,7 +38,7 @@ def microscope_of(
     stage = there.stage
     assert isinstance(stage, RlStage), "only rl stages have evidence"
     own = build_objective(there, stage)
-    if not own.terms:
+    if not own.terms and own.distillation is None:
         raise ConfigError(
             f"stage '{there.name}' has no loss on its rollout, so its tokens have no weights"
         )

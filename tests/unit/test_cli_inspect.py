@@ -173,6 +173,63 @@ def test_a_damaged_step_and_an_unknown_run_are_refused(home: Path) -> None:
     assert result.exit_code == 2 and "no run '77'" in result.stderr
 
 
+DISTIL = """\
+task: {name: arithmetic}
+seed: 3
+stages:
+  teacher: {kind: sft, inputs: {model: base}}
+  rl:
+    kind: distill
+    inputs: {model: base, teacher: teacher}
+    generation: {max_response_length: 16}
+"""
+
+
+def distilled_home(folder: Path, **columns: torch.Tensor) -> Path:
+    home = folder / "home"
+    recorder = RunRecorder(home, RUN, "r", "now", DISTIL)
+    recorder.stage("rl", "f" * 64)
+    kept = evidence(1, 0)
+    kept = replace(kept, seen_by=torch.zeros(16, dtype=torch.int64), **columns)
+    kept = replace(kept, batch=kept.batch.with_columns(advantages=torch.zeros(16, 16)))
+    write_step(checkpoint_folder(home, "rl", "f" * 64) / FOLDER, kept)
+    return home
+
+
+def test_a_distillation_loss_has_norms_and_the_gap_to_its_teacher(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    value, slope, gap = (torch.rand(16, 16, generator=draw) for _ in range(3))
+    home = distilled_home(tmp_path, seen_divergence=value, seen_slope=slope, seen_gap=gap)
+    out = tmp_path / "page.html"
+    stdout, _ = inspected(home, "--step", "1", "--json", "--out", str(out))
+    reported = json.loads(stdout)
+    assert any("norm of d loss / d logits" in note for note in reported["notes"])
+    names = [variant["name"] for variant in reported["variants"]]
+    assert names[0] == "own" and "own@token-sum" in names and "cispo" not in names
+    mask = evidence(1, 0).batch.mask
+    sums = next(v for v in reported["variants"] if v["name"] == "own@token-sum")
+    assert sums["size"] == pytest.approx(float((slope * mask).sum()), rel=1e-5)
+    first = reported["top_tokens"][0]
+    place = first["row"], first["token"]
+    assert first["teacher_gap"] == pytest.approx(float(gap[place]))
+    assert first["divergence"] == pytest.approx(float(value[place]))
+    meta = meta_of(out.read_text("utf-8"))
+    assert meta["of_logits"] and {"teacher_gap", "divergence"} <= set(meta["quantities"])
+
+
+def test_what_a_distillation_loss_cannot_be_asked_is_told(tmp_path: Path) -> None:
+    zeros = torch.zeros(16, 16)
+    there = distilled_home(tmp_path / "a", seen_divergence=zeros, seen_slope=zeros)
+    bare = distilled_home(tmp_path / "b")
+    for home, more, code, says in (
+        (there, ("--what-if", "cispo"), 2, "this stage has no policy loss"),
+        (bare, (), 1, "no gradients of its distillation loss"),
+    ):
+        arguments = ["inspect", RUN, "--home", str(home), "--step", "1", *more]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == code and says in result.stderr, result.output
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr_grpo"])
 def test_the_presets_have_pages(tmp_path: Path, algorithm: str) -> None:
     stdout, _ = inspected(home_of(tmp_path, algorithm), "--step", "1", "--json")
