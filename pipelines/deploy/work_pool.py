@@ -268,7 +268,7 @@ def _deployment(pool: str) -> UUID:
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    return made.apply()
+    return UUID(str(made.apply()))
 
 
 def _defaults(pool: str) -> dict[str, str]:

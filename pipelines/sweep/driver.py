@@ -1,7 +1,8 @@
 """Runs the branches of a sweep where its placement says, and keeps a record of how far it got.
 
 A branch begins once no other is at work on a stage that it has as well: nothing is computed twice,
-and no branch waits for another while it runs. A branch that is on record as finished is not run again.
+and no branch waits for another while it runs. A branch that is on record as finished is not run
+again.
 """
 
 from __future__ import annotations
