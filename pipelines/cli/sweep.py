@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,7 @@ EPILOG = (
     "  posttrain sweep my.yaml --seeds 0,1,2 --parallel 2\n\n"
     "  posttrain sweep my.yaml --only 'clip-higher' --stop-early\n\n"
     "  posttrain sweep my.yaml --work-pool posttrain --home /data/runs\n\n"
+    "  posttrain sweep my.yaml --ray 10.0.0.1:6379 --home /data/runs\n\n"
     "The config has a section `variants` (docs/sweeps.md). Stages that variants share run once. A "
     "variant that fails is in the table with its reason, the others go on, and the exit code is 1. "
     "The same command after an interruption goes on where it was.\n\n" + EPILOG_CODES
@@ -85,6 +87,16 @@ def sweep(
         ),
     ] = None,
     job_variables: JobVariables = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Run the branches on the nodes of this Ray cluster: HOST:PORT, env "
+            "(POSTTRAIN_RAY_ADDRESS), or config (cluster.ray.address).",
+            show_default=False,
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="One line per step instead of a live display.")
     ] = False,
@@ -94,7 +106,7 @@ def sweep(
 
     options = SweepOptions(
         *(context.home, context.store, parallel, parse_seeds(seeds), tuple(only or ())),
-        *(stop_early, placed(context, work_pool, job_variables or [])),
+        *(stop_early, placed(context, work_pool, job_variables or [], ray)),
     )
     if dry_run:
         found = planned_sweep(configs, overrides, options)
@@ -127,12 +139,18 @@ def sweep(
 
 
 def placed(
-    context: CommandContext, work_pool: str | None, job_variables: Sequence[str]
+    context: CommandContext, work_pool: str | None, job_variables: Sequence[str], ray: str | None
 ) -> Callable[[Sweep, SweepOptions], Placement] | None:
     """Where branches run, None for this machine."""
+    if work_pool is not None and ray is not None:
+        raise ConfigError("--work-pool and --ray are two places for the branches: give one")
+    if work_pool is None and job_variables:
+        raise ConfigError("--job-variable is for the jobs of a work pool: add --work-pool")
+    if ray is not None:
+        from posttrain.pipelines.sweep.nodes import Nodes
+
+        return partial(Nodes, ray)
     if work_pool is None:
-        if job_variables:
-            raise ConfigError("--job-variable is for the jobs of a work pool: add --work-pool")
         return None
     variables = parse_variables(job_variables)
     from posttrain.pipelines.services.shared_servers import (
@@ -146,12 +164,9 @@ def placed(
 
     configure_client(context.home)
 
-    def placement(sweep: Sweep, options: SweepOptions) -> Placement:
-        from posttrain.pipelines.deploy.work_pool import WorkPool  # Prefect takes 2 s to import
+    from posttrain.pipelines.deploy.work_pool import WorkPool  # Prefect takes 2 s to import
 
-        return WorkPool(work_pool, variables, sweep, options)
-
-    return placement
+    return partial(WorkPool, work_pool, variables)
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...] | None:
