@@ -9,8 +9,9 @@ import json
 import signal
 import threading
 import time
+from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import UUID
 
 import httpx
@@ -27,7 +28,7 @@ from posttrain.core.redaction import redact_logs, redacted
 from posttrain.pipelines.deploy.flows import note_process
 from posttrain.pipelines.run.progress import LogReporter
 from posttrain.pipelines.services.shared_servers import require_shared_mlflow
-from posttrain.pipelines.sweep.places import BranchRequest
+from posttrain.pipelines.sweep.places import BranchRequest, Json
 from posttrain.pipelines.sweep.worker import run_branch
 
 PREFIX = "sweep-"
@@ -74,7 +75,8 @@ class Mailbox:
     def __init__(self, run_id: UUID, stop: threading.Event) -> None:
         self.is_unread = False
         self._run_id, self._stop = run_id, stop
-        self._waiting: list[dict[str, Any]] = []  # Any: JSON
+        self._waiting: list[Json] = []
+        self._batch: list[Json] = []  # is on its way
         self._sent: dict[str, float] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="mailbox")
@@ -86,6 +88,10 @@ class Mailbox:
             if event == "step" and self._waiting and self._waiting[-1]["event"] == "step":
                 self._waiting.pop()
             self._waiting.append(message)
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._waiting or self._batch)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -109,7 +115,7 @@ class Mailbox:
                 now = time.monotonic()
                 ends = min(ends, now + LAST_S) if over else ends
                 try:
-                    if self._waiting or (now - signed > SIGN_S and not over):
+                    if self._has_more or (now - signed > SIGN_S and not over):
                         self._post(client)
                         signed = now
                     if now - looked > SIGN_S and not over:
@@ -118,26 +124,33 @@ class Mailbox:
                 except AWAY:
                     if over:
                         time.sleep(SEND_S)
-                if over and (not self._waiting or now > ends):
+                if over and (not self._has_more or now > ends):
                     return
 
     def _post(self, client: SyncPrefectClient) -> None:
         with self._lock:
-            messages, self._waiting = self._waiting, []
+            if not self._batch:
+                self._batch, self._waiting = self._waiting, []
         key = f"{PREFIX}{len(self._sent):08}"
-        value = redacted(json.dumps(messages, default=str))
+        value = redacted(json.dumps(self._batch, default=str))
         try:
             client.create_flow_run_input(self._run_id, key, value)
-        except AWAY:
-            with self._lock:
-                self._waiting = messages + self._waiting
-            raise
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == HTTPStatus.NOT_FOUND:  # somebody deleted the run
+                self._end_unread()
+            # With a conflict the server has it, and its answer was lost.
+            if error.response.status_code != HTTPStatus.CONFLICT:
+                raise
         self._sent[key] = time.monotonic()
+        self._batch = []
 
     def _look(self, client: SyncPrefectClient) -> None:
         """End the run where the oldest message that was not read is old."""
         unread = client.filter_flow_run_input(self._run_id, PREFIX, 1, set())
         since = min((self._sent.get(item.key, 0.0) for item in unread), default=None)
         if since is not None and time.monotonic() - since > UNREAD_S:
-            self.is_unread = True
-            self._stop.set()
+            self._end_unread()
+
+    def _end_unread(self) -> None:
+        self.is_unread = True
+        self._stop.set()

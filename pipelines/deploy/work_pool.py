@@ -6,6 +6,7 @@ server that is away is asked again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
@@ -130,7 +132,15 @@ class WorkPool:
 
     def _look(self, client: SyncPrefectClient, active: list[PoolPlace]) -> None:
         for place in active:
-            self._ask(client, place)
+            try:
+                self._ask(client, place)
+            except httpx.HTTPStatusError as error:
+                if not error.response.is_client_error:
+                    raise
+                place.finish(
+                    "failed", f"Prefect refused it: {' '.join(error.response.text.split())}"
+                )
+        active = [place for place in active if place.request is not None]
         ids = {place.run_id: place for place in active if place.run_id is not None}
         if not ids:
             return
@@ -217,7 +227,7 @@ class PoolPlace(Place):
     def kill(self) -> None:
         """As in `Place`: on the server; a flow that goes on finds that nobody reads it."""
         if not self._idle.is_set() and self.run_id is not None:
-            with get_client(sync_client=True) as client:
+            with contextlib.suppress(*AWAY), get_client(sync_client=True) as client:
                 client.set_flow_run_state(self.run_id, Cancelled(), force=True)
 
     def how_it_ended(self) -> str:

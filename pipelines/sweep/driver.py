@@ -161,13 +161,13 @@ class Driver:
             self._judged(branch, message, waiting)
         elif event == "ended":
             status, reason = message["status"], message["reason"]
-            if status == "finished" and (missing := self._missing(found.run_id, message["run"])):
+            if status == "finished" and (missing := self.missing(found.run_id, message["run"])):
                 status, reason = "failed", missing
             self._branch_ended(place, branch, status, reason)
         if event != "step":
             write_record(self.folder, self.record)
 
-    def _missing(self, run_id: str, run: Json) -> str:
+    def missing(self, run_id: str, run: Json) -> str:
         """What of a finished run cannot be found here, in a sentence; empty if all is there.
 
         The record of a run that has another home comes with its last message.

@@ -9,7 +9,7 @@ from posttrain.core.store.run_record import find_run
 
 
 def made(home: Path, run_id: str) -> list[str]:
-    """The stages of a run and the digests of what each has made, but for reports, which have times."""
+    """The stages of a run and the digests of what each has made; reports, with times, are not."""
     store, found = ArtifactStore(home / "artifacts"), []
     for stage, identity in find_run(home, run_id).stages.items():
         result, why = store.lookup(stage, identity)
