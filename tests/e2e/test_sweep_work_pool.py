@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 
+from posttrain.pipelines.sweep.record import SweepRecord
 from tests.e2e.test_sweep import VARIANTS, record_of, sweep_config
-from tests.helpers.pipeline import prepared, run_command, start_command
+from tests.helpers import stopped_sweep
+from tests.helpers.pipeline import (
+    environment,
+    prepared,
+    run_command,
+    start_command,
+    write_config,
+)
 from tests.helpers.services import Services
 from tests.helpers.sweeps import made
 
+REPOSITORY = Path(__file__).parents[2]
 UNFINISHED = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING"]
 
 
@@ -96,6 +107,35 @@ def test_an_interrupted_sweep_is_cancelled_in_the_pool_and_goes_on(
     cut = mlflow.search_runs([experiment], resumed)
     of = {run.data.tags.get("mlflow.parentRunId") for run in cut}
     assert of & {run["run_id"] for run in runs}, "what was cut went on from its checkpoint"
+
+
+@pytest.mark.slow
+def test_a_variant_that_is_stopped_early_is_cancelled_in_the_pool(
+    services: Services, pool: str, tmp_path: Path
+) -> None:
+    path = sweep_config(tmp_path, VARIANTS | {"seeds": [50]}, steps=200)
+    config = yaml.safe_load(path.read_text()) | {"name": "stopped"}
+    config["variants"]["named"]["grpo"] = {"set": {"stages.rl.steps": 1}}
+    write_config(path, config)
+    done = subprocess.run(
+        [sys.executable, "-m", stopped_sweep.__name__, str(path), str(services.home), pool],
+        env=environment() | services.variables,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = SweepRecord.model_validate_json(done.stdout.splitlines()[-1])
+    found = {one.variant: one for one in record.branches.values()}
+    assert found["grpo"].status == "finished"
+    faster = found["faster"]
+    assert (faster.status, faster.reason) == ("stopped", "stopped at step 1")
+    assert 1 <= faster.step < 200
+    cancelled = runs_of_branches(services, ["CANCELLED"])
+    assert "faster, seed 50" in {run["name"] for run in cancelled}
+    assert not runs_of_branches(services, UNFINISHED)
 
 
 def wait_for_step(home: Path, seed: int, process: subprocess.Popen[str]) -> None:
