@@ -155,7 +155,7 @@ class Driver:
             self.reporter.warn(f"{branch.label}: {message['text']}")
         elif event == "stage_finished":
             self._stage_finished(place, branch, message)
-        elif event == "evaluated":
+        elif event == "evaluated" and not found.reason:  # a stopped run may take a few steps more
             found.right[message["step"]] = message["right"]
             found.problems = message["problems"]
             self._judged(branch, message, waiting)

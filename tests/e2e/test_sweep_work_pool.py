@@ -88,7 +88,7 @@ def test_an_interrupted_sweep_is_cancelled_in_the_pool_and_goes_on(
     services: Services, pool: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     seed = 40 + number  # other stages than those of the tests before
-    path = sweep_config(tmp_path, VARIANTS | {"seeds": [seed]}, steps=12, checkpoint_every=1)
+    path = sweep_config(tmp_path, VARIANTS | {"seeds": [seed]}, steps=40, checkpoint_every=1)
     command = ("sweep", str(path), "--work-pool", pool, "--home", str(services.home))
     process = start_command(*command, "--plain", variables=services.variables)
     wait_for_step(services.home, seed, process)
