@@ -79,6 +79,7 @@ class Mailbox:
         self._batch: list[Json] = []  # is on its way
         self._sent: dict[str, float] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
+        self._client = get_client(sync_client=True)
         self._thread = threading.Thread(target=self._work, daemon=True, name="mailbox")
 
     def send(self, event: str, **values: object) -> None:
@@ -109,7 +110,7 @@ class Mailbox:
     def _work(self) -> None:
         looked = signed = time.monotonic()
         ends = float("inf")
-        with get_client(sync_client=True) as client:
+        with self._client as client:
             while True:
                 over = self._over.wait(SEND_S)
                 now = time.monotonic()
