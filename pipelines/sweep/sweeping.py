@@ -62,7 +62,7 @@ def planned_sweep(
     configs: Configs, overrides: Sequence[str] | None, options: SweepOptions
 ) -> Sweep:
     """The sweep that would run, all variants checked; writes nothing."""
-    if not 1 <= (options.parallel or 1) <= MOST_PARALLEL:
+    if options.parallel is not None and not 1 <= options.parallel <= MOST_PARALLEL:
         raise ConfigError(
             f"--parallel is {options.parallel}, expected 1 to {MOST_PARALLEL} branches at once"
         )

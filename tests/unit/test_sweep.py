@@ -32,6 +32,7 @@ from posttrain.pipelines.sweep.record import (
 )
 from posttrain.pipelines.sweep.search import is_in, require_optuna
 from posttrain.pipelines.sweep.stopping import StopBehind
+from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep
 from posttrain.pipelines.sweep.worker import record_of
 from tests.helpers.made_runs import RUN, made_run
 from tests.helpers.pipeline import tiny_config
@@ -323,6 +324,15 @@ def test_places_that_are_not_ready_get_no_branch_and_without_any_the_sweep_ends(
     with pytest.raises(RunError, match="no branch of the sweep can begin: its process ended"):
         driver.run(driver.sweep.branches)
     assert not driver.record.branches
+
+
+@pytest.mark.parametrize("count", [0, -1, 257])
+def test_a_number_of_branches_at_once_that_means_nothing_is_refused(
+    model: Path, tmp_path: Path, count: int
+) -> None:
+    options = SweepOptions(tmp_path, tmp_path, count)
+    with pytest.raises(ConfigError, match=f"--parallel is {count}, expected 1 to 256"):
+        planned_sweep([config(model, {"named": {"a": {}}})], [], options)
 
 
 class NoRoom(Processes):
