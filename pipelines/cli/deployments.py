@@ -49,6 +49,10 @@ TimezoneOption = Annotated[
 FlowOption = Annotated[
     str, typer.Option("--flow", help="Flow to deploy: train, evaluate or continual.")
 ]
+JobVariables = Annotated[
+    list[str] | None,
+    typer.Option("--job-variable", metavar="A=B", help="A variable of the pool's jobs."),
+]
 NameOption = Annotated[
     str | None,
     typer.Option(
@@ -103,10 +107,7 @@ def deploy(
     timezone: TimezoneOption = None,
     flow: FlowOption = "train",
     name: NameOption = None,
-    job_variables: Annotated[
-        list[str] | None,
-        typer.Option("--job-variable", metavar="A=B", help="A variable of the pool's jobs."),
-    ] = None,
+    job_variables: JobVariables = None,
     home: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +122,7 @@ def deploy(
     PREFECT_API_URL names the server. The same command again changes the deployment.
     """
     request, default_name = _request(configs, overrides, home)
-    variables = _variables(job_variables or [])
+    variables = parse_variables(job_variables or [])
     from posttrain.pipelines.services.shared_servers import require_shared_prefect
 
     require_shared_prefect()
@@ -156,7 +157,7 @@ def _request(
     return request, resolved.config.name
 
 
-def _variables(given: Sequence[str]) -> dict[str, Any]:
+def parse_variables(given: Sequence[str]) -> dict[str, Any]:
     """`a=b` pairs; values are YAML, so that numbers and lists are what they look like."""
     import yaml
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,16 +18,21 @@ from posttrain.pipelines.cli.common import (
     SetOption,
     command,
 )
+from posttrain.pipelines.cli.deployments import JobVariables, parse_variables
 
 if TYPE_CHECKING:
     from posttrain.core.runtime.reporter import Reporter
     from posttrain.pipelines.sweep.branches import Sweep
+    from posttrain.pipelines.sweep.places import Placement
+    from posttrain.pipelines.sweep.sweeping import SweepOptions
 
 EPILOG = (
     "Examples:\n\n"
     "  posttrain sweep my.yaml --dry-run\n\n"
     "  posttrain sweep my.yaml --seeds 0,1,2 --parallel 2\n\n"
     "  posttrain sweep my.yaml --only 'clip-higher' --stop-early\n\n"
+    "  posttrain sweep my.yaml --work-pool posttrain --home /data/runs\n\n"
+    "  posttrain sweep my.yaml --ray 10.0.0.1:6379 --home /data/runs\n\n"
     "The config has a section `variants` (docs/sweeps.md). Stages that variants share run once. A "
     "variant that fails is in the table with its reason, the others go on, and the exit code is 1. "
     "The same command after an interruption goes on where it was.\n\n" + EPILOG_CODES
@@ -39,8 +45,15 @@ def sweep(
     configs: ConfigsArgument,
     overrides: SetOption = None,
     parallel: Annotated[
-        int, typer.Option("--parallel", metavar="N", help="Processes that run variants at once.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--parallel",
+            metavar="N",
+            help="Branches that run at once.  \\[default: 1 on this machine, elsewhere as many as "
+            "there is room for]",
+            show_default=False,
+        ),
+    ] = None,
     seeds: Annotated[
         str | None,
         typer.Option(
@@ -64,6 +77,26 @@ def sweep(
             help="Stop a variant at an evaluation during training that shows it behind the base.",
         ),
     ] = False,
+    work_pool: Annotated[
+        str | None,
+        typer.Option(
+            "--work-pool",
+            metavar="POOL",
+            help="Run the branches in this Prefect work pool (PREFECT_API_URL names the server).",
+            show_default=False,
+        ),
+    ] = None,
+    job_variables: JobVariables = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Run the branches on the nodes of this Ray cluster: HOST:PORT, env "
+            "(POSTTRAIN_RAY_ADDRESS), or config (cluster.ray.address).",
+            show_default=False,
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="One line per step instead of a live display.")
     ] = False,
@@ -72,7 +105,8 @@ def sweep(
     from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep, run_sweep
 
     options = SweepOptions(
-        context.home, context.store, parallel, parse_seeds(seeds), tuple(only or ()), stop_early
+        *(context.home, context.store, parallel, parse_seeds(seeds), tuple(only or ())),
+        *(stop_early, placed(context, work_pool, job_variables or [], ray)),
     )
     if dry_run:
         found = planned_sweep(configs, overrides, options)
@@ -102,6 +136,37 @@ def sweep(
         mlflow_run_id=swept.mlflow_run_id,
     )
     return Result(values.values, exit_code=1 if swept.failed else 0)
+
+
+def placed(
+    context: CommandContext, work_pool: str | None, job_variables: Sequence[str], ray: str | None
+) -> Callable[[Sweep, SweepOptions], Placement] | None:
+    """Where branches run, None for this machine."""
+    if work_pool is not None and ray is not None:
+        raise ConfigError("--work-pool and --ray are two places for the branches: give one")
+    if work_pool is None and job_variables:
+        raise ConfigError("--job-variable is for the jobs of a work pool: add --work-pool")
+    if ray is not None:
+        from posttrain.pipelines.sweep.nodes import Nodes
+
+        return partial(Nodes, ray)
+    if work_pool is None:
+        return None
+    variables = parse_variables(job_variables)
+    from posttrain.pipelines.services.shared_servers import (
+        require_shared_mlflow,
+        require_shared_prefect,
+    )
+
+    require_shared_prefect()
+    require_shared_mlflow()
+    from posttrain.pipelines.run.prefect_env import configure_client
+
+    configure_client(context.home)
+
+    from posttrain.pipelines.deploy.work_pool import WorkPool  # Prefect takes 2 s to import
+
+    return partial(WorkPool, work_pool, variables)
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...] | None:

@@ -102,9 +102,9 @@ def _parameters(wanted: Wanted) -> dict[str, Any]:
 def deploy(wanted: Wanted, pool: str) -> str:
     """Make or change the deployment; returns its page. Raises `ResourceError` without the pool."""
     flow = flow_named(wanted.flow)
-    _end_dead_runs()
+    end_dead_here()
     variables = dict(wanted.job_variables)
-    if _pool_type(pool) == "process":
+    if pool_type(pool) == "process":
         # Paths in a config are relative to where the command runs; elsewhere the image decides.
         variables.setdefault("working_dir", str(Path.cwd()))
     made = RunnerDeployment.from_flow(
@@ -122,7 +122,8 @@ def deploy(wanted: Wanted, pool: str) -> str:
     return f"{address(get_current_settings().ui_url or '')}/deployments/deployment/{made.apply()}"
 
 
-def _pool_type(pool: str) -> str:
+def pool_type(pool: str) -> str:
+    """What the jobs of a pool are. Raises `ResourceError` where there is no such pool."""
     with get_client(sync_client=True) as client:
         try:
             return client.read_work_pool(pool).type
@@ -184,11 +185,12 @@ def _end(runs: Sequence[psutil.Process]) -> None:
 def _keep_ending_dead_runs() -> None:
     """What a killed `serve` left running, or a run that died while the server was away."""
     while True:
-        _end_dead_runs()
+        end_dead_here()
         time.sleep(DEAD_RUNS_EVERY_S)
 
 
-def _end_dead_runs() -> None:
+def end_dead_here() -> None:
+    """Report runs of this machine whose process is gone as crashed."""
     with contextlib.suppress(httpx.HTTPError):  # the server is away: the next time
         end_dead_runs(get_current_settings().api.url or "")
 

@@ -67,7 +67,7 @@ def continual(request: RunRequest) -> State[None] | None:
     return _run(request)
 
 
-def _note_process() -> None:
+def note_process() -> None:
     """Say on the server which process runs this, so that a run that was killed is found."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -81,7 +81,7 @@ def _note_process() -> None:
 def _run(request: RunRequest) -> State[None] | None:
     """One request from its form to its record; what a user can fix fails with one sentence."""
     redact_logs()
-    _note_process()
+    note_process()
     cancelled = cancelled_before()
     if cancelled is not None:
         return Cancelled(message=f"the run that asked, {cancelled}, was cancelled or deleted")

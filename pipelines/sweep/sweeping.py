@@ -19,6 +19,9 @@ from posttrain.core.store.artifacts import check_free_disk, make_folder
 from posttrain.pipelines.run.summary import TRAINING_VIEW, UI_MLFLOW
 from posttrain.pipelines.sweep.branches import Branch, Configs, Sweep, sweep_of
 from posttrain.pipelines.sweep.driver import Driver
+from posttrain.pipelines.sweep.places import Placement
+from posttrain.pipelines.sweep.processes import Processes
+from posttrain.pipelines.sweep.record import sweep_folder
 from posttrain.pipelines.sweep.results import Measured, measured, report_of
 from posttrain.pipelines.sweep.stopping import StopBehind
 
@@ -30,14 +33,19 @@ MOST_PARALLEL = 256
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What the command line adds to a config. `store` is a folder, of a URL its cache here."""
+    """What the command line adds to a config. `store` is a folder, of a URL its cache here.
+
+    `parallel` is None for what `placed` makes of it; without `placed` branches run in processes of
+    this machine.
+    """
 
     home: Path
     store: Path
-    parallel: int = 1
+    parallel: int | None = None
     seeds: Sequence[int] | None = None
     only: Sequence[str] = ()
     stop_early: bool = False
+    placed: Callable[[Sweep, SweepOptions], Placement] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,9 @@ def planned_sweep(
     configs: Configs, overrides: Sequence[str] | None, options: SweepOptions
 ) -> Sweep:
     """The sweep that would run, all variants checked; writes nothing."""
-    if not 1 <= options.parallel <= MOST_PARALLEL:
+    if options.parallel is not None and not 1 <= options.parallel <= MOST_PARALLEL:
         raise ConfigError(
-            f"--parallel is {options.parallel}, expected 1 to {MOST_PARALLEL} processes"
+            f"--parallel is {options.parallel}, expected 1 to {MOST_PARALLEL} branches at once"
         )
     found = sweep_of(configs, overrides, seeds=options.seeds, only=options.only, home=options.home)
     if found.section.search is not None:
@@ -89,7 +97,7 @@ def run_sweep(
         options.home,
         options.store,
         _name_of_store(options.store),
-        options.parallel,
+        _placement(sweep, options),
         judge=judge,
     )
     driver.start()
@@ -113,6 +121,14 @@ def run_sweep(
         driver.close(interrupted=status == "KILLED")
         if tracker is not None:
             tracker.finish(status)
+
+
+def _placement(sweep: Sweep, options: SweepOptions) -> Placement:
+    """Where the branches run."""
+    if options.placed is not None:
+        return options.placed(sweep, options)
+    folder = sweep_folder(options.home, sweep.name)
+    return Processes(options.home, folder, options.parallel or 1)
 
 
 def _run_all(

@@ -1,4 +1,4 @@
-"""A process that runs branches of a sweep, one after another: `python -m` this, by `Worker`.
+"""A process that runs branches of a sweep, one after another: `python -m` this, by `ProcessPlace`.
 
 What a run needs is loaded once, and Prefect's server is started once. Jobs come as lines of JSON on
 standard input, and what happens goes out as lines of JSON; whatever libraries print goes to the
@@ -15,22 +15,23 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import PosttrainError
 from posttrain.core.redaction import redacted
+from posttrain.pipelines.sweep.places import BranchRequest, Json
 
 if TYPE_CHECKING:
     from posttrain.core.evaluation.accuracy import Evaluation
+    from posttrain.core.runtime.reporter import Reporter
     from posttrain.pipelines.run.pipeline import Pipeline
     from posttrain.pipelines.run.prefect_server import OwnServer
 
 SHOWN = ("reward/mean", "acc/mean", "sft/loss", "eval/greedy_accuracy", "loss/preference")
 """Metrics of a step that a sweep shows while it runs."""
-Json = dict[str, Any]  # Any: JSON
 Send = Callable[..., None]
 
 
@@ -62,19 +63,22 @@ class ToTheSweep:
 class Jobs:
     """What the sweep asked for: runs in order, and whether the one at work is to stop."""
 
-    waiting: queue.SimpleQueue[Json | None] = field(default_factory=queue.SimpleQueue)
+    waiting: queue.SimpleQueue[BranchRequest | None] = field(default_factory=queue.SimpleQueue)
     at_work: str = ""
     """The key of the branch that runs; one that has ended since is not stopped in its place."""
     stop: threading.Event = field(default_factory=threading.Event)
+    asked: bool = False
+    """Whether the sweep asked for that stop; a signal sets it too."""
     over: bool = False
 
     def read(self) -> None:
         """Until the sweep closes its end."""
         for line in sys.stdin:
             command = json.loads(line)
-            if command["do"] == "run":
-                self.waiting.put(command)
+            if command.pop("do") == "run":
+                self.waiting.put(BranchRequest.model_validate(command))
             elif command["key"] == self.at_work:
+                self.asked = True
                 self.stop.set()
         self.over = True
         self.waiting.put(None)
@@ -104,23 +108,35 @@ def main() -> None:
 
         while (job := jobs.waiting.get()) is not None:
             jobs.stop.clear()
-            jobs.at_work = job["key"]
-            status, reason = run_branch(job, server, jobs, send)
+            jobs.asked = False
+            jobs.at_work = job.key
+            last = run_branch(job, send, jobs.stop, server)
             jobs.at_work = ""
-            send("ended", status=status, reason=reason)
-            if status == "interrupted":
+            if last["status"] == "stopped" and (jobs.over or not jobs.asked):
+                send("ended", **ended("interrupted"))
                 break
+            send("ended", **last)
     except KeyboardInterrupt:
         pass
 
 
-def run_branch(job: Json, server: OwnServer, jobs: Jobs, send: Send) -> tuple[str, str]:
-    """Run one branch; returns how it ended, and why if it did not finish."""
+def run_branch(
+    request: BranchRequest,
+    send: Send,
+    stop: threading.Event,
+    server: OwnServer | None = None,
+    also: Sequence[Reporter] = (),
+) -> Json:
+    """Run one branch; returns how it ended, and why if it did not finish.
+
+    What happens is sent, and reported to `also`. A run that `stop` or a signal ended is `stopped`.
+    """
     from posttrain.pipelines.run.checks import folders, resolve_configs
     from posttrain.pipelines.run.execute import RunOptions, execute
+    from posttrain.pipelines.run.progress import Reporters
 
     def opened(pipeline: Pipeline) -> None:
-        pipeline.tracker.set_tags(job["tags"])
+        pipeline.tracker.set_tags(request.tags)
         pipeline.evaluated = evaluated
         send("opened", run_id=pipeline.tracker.run_id)
 
@@ -131,27 +147,37 @@ def run_branch(job: Json, server: OwnServer, jobs: Jobs, send: Send) -> tuple[st
         digest = problems_digest([row.problem for row in result.rows])
         send("evaluated", stage=stage, step=step, right=right, problems=digest)
 
-    configs = [Path(c) if isinstance(c, str) else c for c in job["configs"]]
+    configs = [Path(c) if isinstance(c, str) else c for c in request.configs]
+    home, store = folders(Path(request.home), request.store)
     try:
-        resolved, manager = resolve_configs(configs, job["overrides"])
-        home, store = folders(Path(job["home"]), job["store"])
-        options = RunOptions(
-            home=home,
-            store=store,
-            server=server,
-            stop=jobs.stop,
-            opened=opened,
-        )
-        result = execute(resolved, manager, options, ToTheSweep(send))
+        resolved, manager = resolve_configs(configs, request.overrides)
+        options = RunOptions(home=home, store=store, server=server, stop=stop, opened=opened)
+        result = execute(resolved, manager, options, Reporters([ToTheSweep(send), *also]))
     except PosttrainError as error:
-        return "failed", str(error)
+        return ended("failed", str(error))
     except KeyboardInterrupt:
-        return ("stopped", "") if jobs.stop.is_set() and not jobs.over else ("interrupted", "")
+        return ended("stopped")
     except Exception as error:  # of a plugin or a library: the other branches go on
         traceback.print_exc()
         first = (str(error).splitlines() or ["no message"])[0]
-        return "failed", redacted(f"unexpected {type(error).__name__}: {first}")
-    return ("finished", "") if result.status == "completed" else ("failed", result.status)
+        return ended("failed", redacted(f"unexpected {type(error).__name__}: {first}"))
+    if result.status != "completed":
+        return ended("failed", result.status)
+    return ended("finished", run=record_of(home, result.run_id))
+
+
+def ended(status: str, reason: str = "", run: Json | None = None) -> Json:
+    """The last message of a branch; `run` is its run's record."""
+    return {"status": status, "reason": reason, "run": run}
+
+
+def record_of(home: Path, run_id: str) -> Json:
+    """What a home keeps of a run, for a sweep that has another home."""
+    from posttrain.core.store.run_record import find_run
+
+    run = find_run(home, run_id)
+    stages, config = dict(run.stages), run.config.read_text()
+    return {"name": run.name, "began": run.began, "stages": stages, "config": config}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ run's own start. Tests of that server, of its database and of kills keep it.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from posttrain.core.runtime.processes import free_ports
+from posttrain.core.runtime.processes import ServerProcess, free_ports
 from tests.helpers.pipeline import environment, prepared
 
 
@@ -24,22 +23,19 @@ def running_prefect(folder: Path) -> Iterator[str]:
     """The address of the API of a server with its data in `folder`."""
     (port,) = free_ports(1)
     home = prepared(folder) / "prefect"
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"],
-            env=environment() | {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"},
-            stdout=log,
-            stderr=log,
-        )
+    server = ServerProcess(  # it ends with this process, also with one that is killed
+        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"],
+        environment() | {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"},
+        folder / "server.log",
+    )
     url, ends = f"http://127.0.0.1:{port}/api", time.monotonic() + 120
     try:
         while not _answers(url):
-            assert server.poll() is None and time.monotonic() < ends, folder / "server.log"
+            assert server.exit_code is None and time.monotonic() < ends, server.log_tail()
             time.sleep(0.2)
         yield url
     finally:
-        server.terminate()
-        server.wait(30)
+        server.stop()
 
 
 def _answers(url: str) -> bool:

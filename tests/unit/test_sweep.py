@@ -17,8 +17,12 @@ from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.variants import VariantsSection, setting_name
 from posttrain.core.errors import ConfigError, ResourceError, RunError
 from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.core.store.run_record import find_run
 from posttrain.pipelines.cli.sweep import parse_seeds
 from posttrain.pipelines.sweep.branches import Sweep, sweep_of
+from posttrain.pipelines.sweep.driver import Driver
+from posttrain.pipelines.sweep.places import Messages, Place
+from posttrain.pipelines.sweep.processes import Processes
 from posttrain.pipelines.sweep.record import (
     FILE,
     BranchRecord,
@@ -28,6 +32,9 @@ from posttrain.pipelines.sweep.record import (
 )
 from posttrain.pipelines.sweep.search import is_in, require_optuna
 from posttrain.pipelines.sweep.stopping import StopBehind
+from posttrain.pipelines.sweep.sweeping import SweepOptions, planned_sweep
+from posttrain.pipelines.sweep.worker import record_of
+from tests.helpers.made_runs import RUN, made_run
 from tests.helpers.pipeline import tiny_config
 
 LEARNING_RATE = "stages.rl.optimizer.learning_rate"
@@ -282,6 +289,60 @@ def test_a_record_is_read_back_and_a_damaged_one_is_reported(tmp_path: Path) -> 
     (tmp_path / FILE).write_text('{"branches": 3}')
     with pytest.raises(RunError, match="is not what a sweep wrote"):
         read_record(tmp_path)
+
+
+def test_a_run_of_another_home_is_here_with_its_record_or_missing_in_one_sentence(
+    model: Path, tmp_path: Path
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    recorder = made_run(there, model)
+    run = record_of(there, RUN)
+    del run["stages"]["rl"]  # of a run that has finished all are done
+    stage, *_ = run["stages"]
+    sweep = swept(model, {"named": {"a": {}}})
+
+    def missing(store: Path) -> str:
+        driver = Driver(sweep, here, store, str(store), Processes(here, here, 1))
+        return driver.missing(RUN, run)
+
+    assert missing(there / "artifacts") == ""
+    assert find_run(here, RUN).stages == run["stages"]
+    assert find_run(here, RUN).config.read_text() == (recorder.folder / "config.yaml").read_text()
+    reported = missing(here / "artifacts")
+    assert f"the result of its stage '{stage}' is not in {here / 'artifacts'}" in reported
+    assert "\n" not in reported
+
+
+def test_places_that_are_not_ready_get_no_branch_and_without_any_the_sweep_ends(
+    model: Path, tmp_path: Path
+) -> None:
+    """A process that ends while it starts, as on a node without room: really started, and ended."""
+    home = tmp_path / "home"
+    driver = Driver(
+        swept(model, {"named": {"a": {}}}), home, home / "artifacts", "", NoRoom(home, home, 1)
+    )
+    with pytest.raises(RunError, match="no branch of the sweep can begin: its process ended"):
+        driver.run(driver.sweep.branches)
+    assert not driver.record.branches
+
+
+@pytest.mark.parametrize("count", [0, -1, 257])
+def test_a_number_of_branches_at_once_that_means_nothing_is_refused(
+    model: Path, tmp_path: Path, count: int
+) -> None:
+    options = SweepOptions(tmp_path, tmp_path, count)
+    with pytest.raises(ConfigError, match=f"--parallel is {count}, expected 1 to 256"):
+        planned_sweep([config(model, {"named": {"a": {}}})], [], options)
+
+
+class NoRoom(Processes):
+    """Processes that end before they can take a branch."""
+
+    def open(self, messages: Messages) -> Place:
+        place = super().open(messages)
+        place.is_ready = False
+        place.kill()
+        return place
 
 
 def test_trials_of_another_space_are_not_of_this_search() -> None:
