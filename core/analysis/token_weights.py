@@ -20,7 +20,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.math.masking import masked
 from posttrain.core.math.teacher_gap import taught
 from posttrain.core.training.objective import Distilled, MicroLoss, Objective, PreparedMini
-from posttrain.core.training.updates import UpdateSettings
+from posttrain.core.training.updates import SLOPES_EVERY, UpdateSettings
 
 CLIP_STATES = ("none", "high", "low", "dual", "dropped", "no loss")
 """What became of a token, by its number in `TokenWeights.clip`.
@@ -98,9 +98,9 @@ def token_weights(
     norms = total.clone() if reads_logits(objective) and evidence.seen_slope is not None else None
     if reads_logits(objective) and norms is None and not objective.terms:
         raise RunError(
-            f"the evidence of step {evidence.step} has no gradients of its distillation loss: the "
-            "stage set token_weights: false, or an older version kept it; compute the stage again "
-            "with --no-cache"
+            f"the evidence of step {evidence.step} has no gradients of its distillation loss: "
+            f"they are measured at steps 1, {1 + SLOPES_EVERY}, {1 + 2 * SLOPES_EVERY} ..., unless "
+            "the stage sets token_weights: false; look at one of these"
         )
     for mini in frozen.minis:
         rows, own = batch.select(mini.rows), mini.taken & read_rows(evidence)[mini.rows]

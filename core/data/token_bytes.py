@@ -123,8 +123,9 @@ _BYTES = _byte_alphabet()
 def matched_tokens(own: TokenBytes, other: TokenBytes) -> Tensor:
     """Pairs of ids [M, 2] of tokens in both: of equal bytes, or control tokens of equal names.
 
-    The tokens that end a response are a pair too, where no name has paired either already. Each id is in one pair at most. Of several that write the same the last is taken: SentencePiece
-    has single bytes in front of characters.
+    The tokens that end a response are a pair too, where no name has paired either already. Each id
+    is in one pair at most. Of several that write the same the last is taken: SentencePiece has
+    single bytes in front of characters.
     """
     written = [{t: i for i, t in enumerate(each.pieces) if t} for each in (own, other)]
     named = [{name: i for i, name in each.names.items()} for each in (own, other)]

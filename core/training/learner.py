@@ -355,7 +355,8 @@ class Learner:
             torch.zeros_like(mini.rollout_logprobs),
             torch.zeros_like(mini.rollout_logprobs) if cut else None,
         )
-        if self.objective.distillation is not None and self.settings.token_weights:
+        slopes = self.settings.measures_slopes(prepared.step)
+        if self.objective.distillation is not None and slopes:
             seen = replace(
                 seen,
                 divergence=torch.zeros_like(mini.rollout_logprobs),
@@ -389,7 +390,7 @@ class Learner:
                 seen.put(rows, out)
             if micro.old_logprobs is None:
                 micro = with_old_logprobs(micro, out)
-            distilled = self._distilled(micro, states)
+            distilled = self._distilled(micro, states, slopes)
             loss = self.objective.loss(
                 out.logprobs.cpu(),
                 out.entropy.cpu(),
@@ -431,13 +432,12 @@ class Learner:
             ranks=self.ranks,
         )
 
-    def _distilled(self, micro: RolloutBatch, states: States) -> Distilled | None:
+    def _distilled(self, micro: RolloutBatch, states: States, slopes: bool) -> Distilled | None:
         """The divergence [B, T] from the teachers, for a term of it."""
         term = self.objective.distillation
         if term is None:
             return None
         teachers, temperature = list(self.teachers.values()), self.settings.temperature
-        slopes = self.settings.token_weights
         if isinstance(term.loss, TextLoss):
             local = [
                 (teacher, self.matched[name])

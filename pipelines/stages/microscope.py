@@ -8,6 +8,7 @@ from pathlib import Path
 
 from posttrain.core.analysis.evidence import StepEvidence, read_step, steps_in
 from posttrain.core.analysis.microscope import LARGE, OWN_NAME, Microscope, Variant, look
+from posttrain.core.analysis.token_weights import reads_logits
 from posttrain.core.analysis.what_if import WhatIf, objective_under, usual
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, PosttrainError
@@ -71,12 +72,22 @@ def log_pages(context: StageContext) -> None:
     if keeper is None:
         return
     keeper.flush()
-    kept = steps_in(keeper.folder)
+    kept = _with_weights(context, steps_in(keeper.folder))
     for step in sorted({kept[0], kept[-1]}) if kept else []:
         try:
             _log_page(context, read_step(keeper.folder, step))
         except (PosttrainError, OSError, RuntimeError, ValueError) as error:
             context.warn(f"{context.name}: no microscope page of step {step}: {error}")
+
+
+def _with_weights(context: StageContext, steps: Sequence[int]) -> list[int]:
+    """The steps whose tokens have weights: those of a divergence alone are not always measured."""
+    stage = context.stage
+    assert isinstance(stage, RlStage), "only rl stages have evidence"
+    own = build_objective(context, stage)
+    if own.terms or not reads_logits(own):
+        return list(steps)
+    return [n for n in steps if update_settings(context, stage, n).measures_slopes(n)]
 
 
 def _log_page(context: StageContext, evidence: StepEvidence) -> None:

@@ -78,9 +78,9 @@ class UldLoss(TextLoss[UldConfig]):
     distribution of one of its tokens times the probabilities (at least 1e-8) of the others, so the
     p of several tokens does not sum to 1. D is of `gkd`, with log p of at least log 1e-8; where a
     side has no other tokens, the second part is 0. The end of a response is a stretch of its own.
-    The aggregator counts stretches. Sources: arXiv:2402.12030 (ULD); TRL's GOLD, which divides by the
-    stretches of a response, then by responses (`aggregator: seq-mean-token-mean`), and reads logits
-    one position late in `observed`, which this does not.
+    The aggregator counts stretches. Sources: arXiv:2402.12030 (ULD); TRL's GOLD, which divides by
+    the stretches of a response, then by responses (`aggregator: seq-mean-token-mean`), and reads
+    logits one position late in `observed`, which this does not.
     """
 
     name = "uld"

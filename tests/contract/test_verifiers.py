@@ -111,7 +111,10 @@ def test_the_taskset_of_the_page_shares_one_tool_server(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("dead tool", "tool server 'adder' ended with exit code 1 within 20 s of its start: no lic"),
+        (
+            "dead tool",
+            "tool server 'adder' ended with exit code 1 within 20 s of its start: no lic",
+        ),
         ("deaf tool", "tool server 'adder' did not answer within 20 s of its start"),
         ("broken reward", "ZeroDivisionError: no such number"),
         ("killed", "the worker of verifiers ended by signal 9"),
