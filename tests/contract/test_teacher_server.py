@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from posttrain.core.contracts.rollout import PromptGroup, SamplingParams
+from posttrain.core.contracts import PromptGroup
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ResourceError
 from posttrain.core.kit.tiny import make_tiny_model
@@ -24,7 +24,7 @@ from posttrain.core.runtime.processes import ServerProcess, free_ports
 from posttrain.core.training.distillation import candidate_pass
 from posttrain.core.training.teacher_server import TeacherServer
 from posttrain.core.training.updates import no_check
-from posttrain.core.types import Problem
+from posttrain.core.types import Problem, SamplingParams
 from posttrain.plugins.engines.vllm_server import VllmServerEngine
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 from tests.helpers.rollouts import load_tiny, ragged_batch
