@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_nodes_make_what_one_process_makes_and_shared_stages_run_once(tmp_path: Path) -> None:
     path = sweep_config(tmp_path, VARIANTS, evaluate_every=0)
     home, local = prepared(tmp_path / "there"), prepared(tmp_path / "here")
