@@ -81,6 +81,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_alarms_are_told_once_as_warnings_tags_and_events_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

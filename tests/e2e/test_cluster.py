@@ -58,6 +58,7 @@ def local(config: Path) -> dict[str, Any]:
     return run_here(config)
 
 
+@pytest.mark.slow
 def test_two_nodes_make_the_weights_of_one_machine(
     cluster: Cluster, config: Path, local: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def digests(run: Finished) -> dict[str, str]:
     return {n: stage["artifacts"][0]["digest"] for n, stage in run.result["stages"].items()}
 
 
+@pytest.mark.slow
 def test_a_killed_student_goes_on_and_its_steps_replay(tmp_path: Path) -> None:
     made = config(tmp_path, 0, ["half", "offline"], teacher=2, steps=6)
     made["stages"]["half"]["checkpoint_every"] = 2

@@ -92,6 +92,7 @@ def test_a_run_goes_on_without_what_prefect_would_only_show(
         assert done.text.count(f"Prefect's pages lack {lacking}") == 1, done.text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_full_disk_stops_a_run_and_what_it_left_is_gone_on_from(
     config: Path, whole: Finished, small_disk: Path

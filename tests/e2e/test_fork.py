@@ -119,6 +119,7 @@ def test_an_unchanged_fork_is_killed_goes_on_and_ends_as_its_parent(small: Path)
     assert refused.code == 2 and f"posttrain replay {run[:12]} --step 2" in refused.text
 
 
+@pytest.mark.slow
 def test_changed_forks_forks_of_forks_and_seeds_from_python(small: Path) -> None:
     home = small / "home"
     whole = json.loads((small / "whole.json").read_text())

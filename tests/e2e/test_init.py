@@ -62,6 +62,7 @@ def test_sixty_rows_of_ones_own_become_a_model(
     assert (tmp_path / ".posttrain").is_dir()
 
 
+@pytest.mark.slow
 def test_a_teacher_makes_it_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_tiny_model(tmp_path / "small")

@@ -57,6 +57,7 @@ def counted(home: Path, done: Finished) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in found)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", sft_only(poisoned_model(tmp_path / "model")))
     home = prepared(tmp_path / "home")

@@ -64,6 +64,7 @@ def config(folder: Path, prm: dict[str, Any], **stages: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_own_answers_become_labelled_steps_and_a_reward(tmp_path: Path) -> None:
     prm = {"num_prompts": 12, "num_generations": 4, "num_continuations": 4}
     made = config(tmp_path, {**prm, "checkpoint_every": 1}, rl=RL)

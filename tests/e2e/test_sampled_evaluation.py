@@ -56,6 +56,7 @@ def curve(done: Finished, metric: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in found)
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_without_it_and_a_killed_run_draws_the_same(workspace: Path) -> None:
     plain = run(workspace, "without.yaml", prepared(workspace / "plain"))
     whole = run(workspace, "with.yaml", workspace / "plain")

@@ -61,6 +61,7 @@ def resume(services: Services, run: str, answer: dict[str, str]) -> Any:
     return services.ask("POST", f"/flow_runs/{run}/resume", {"run_input": answer})
 
 
+@pytest.mark.slow
 def test_a_suspended_run_waits_without_a_process_and_goes_on_with_the_answer(
     services: Services, deployment: str
 ) -> None:

@@ -112,6 +112,7 @@ def test_another_machine_finds_everything_and_computes_nothing(
     assert not server.files().find(f"{BUCKET}/shared/leases")
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_where_one_was_killed(
     config: Path, server: S3Server, undisturbed: Finished, tmp_path: Path
 ) -> None:
