@@ -221,10 +221,11 @@ def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> 
         found.append("the KL term is over the whole vocabulary, and is not in the weights")
     if own.distillation is not None and reads_logits(own):
         name = own.distillation.loss.name
+        has_colour = "" if evidence.seen_slope is None else ", and has a colour of its own"
         found.append(
             f"{name} reads more of the policy than the sampled token's log-prob: "
             + (
-                "it is not in the weights, and has a colour of its own"
+                f"it is not in the weights{has_colour}"
                 if own.terms
                 else "a token's number is the norm of d loss / d logits, which has no sign"
             )
@@ -342,6 +343,7 @@ def top_tokens(
     total = weights.total
     width = total.shape[1]
     order = total.abs().flatten().argsort(descending=True, stable=True)[:limit].tolist()
+    said = {n: v for n, v in _taught(evidence).items() if n in ("teacher_gap", "divergence")}
     found: list[dict[str, object]] = []
     for row, column in (divmod(place, width) for place in order):
         token = int(evidence.batch.response_ids[row, column])
@@ -353,18 +355,11 @@ def top_tokens(
                     "text": evidence.token_text(token),
                     "weight": float(total[row, column]),
                     "advantage": float(evidence.batch.column("advantages")[row, column]),
-                    **_of_teacher(evidence, row, column),
+                    **{name: float(values[row, column]) for name, values in said.items()},
                     "clip": CLIP_STATES[int(weights.clip[row, column])],
                 }
             )
     return found
-
-
-def _of_teacher(evidence: StepEvidence, row: int, column: int) -> dict[str, float]:
-    """What its teacher says of a token, in nats; nothing without one."""
-    names = ("teacher_gap", "divergence")
-    columns = {name: values for name, values in _taught(evidence).items() if name in names}
-    return {name: float(values[row, column]) for name, values in columns.items()}
 
 
 # --- numbers as text ----------------------------------------------------------------------------

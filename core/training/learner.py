@@ -401,7 +401,7 @@ class Learner:
                 None if out.observed is None else out.observed.cpu(),
                 distilled,
             )
-            if counts and distilled is not None:
+            if counts and slopes and distilled is not None:
                 seen.put_distilled(rows, *distilled.seen(LOGIT_GRADIENT, GAP))
             if counts:
                 record_micro(sums, loss, out, micro, rows)

@@ -123,7 +123,7 @@ def deploy(wanted: Wanted, pool: str) -> str:
 
 
 def pool_type(pool: str) -> str:
-    """What the jobs of a pool are. Raises `ResourceError` where there is no such pool."""
+    """The type of a pool. Raises `ResourceError` if the pool does not exist."""
     with get_client(sync_client=True) as client:
         try:
             return client.read_work_pool(pool).type

@@ -57,7 +57,7 @@ UNFINISHED = [
 
 
 class WorkPool:
-    """The runs of one sweep in a pool. Raises `ResourceError` where there is no such pool.
+    """The runs of one sweep in a pool. Raises `ResourceError` if it does not exist.
 
     Those of the same sweep that an earlier command has left are cancelled.
     """

@@ -148,8 +148,8 @@ def run_branch(
         send("evaluated", stage=stage, step=step, right=right, problems=digest)
 
     configs = [Path(c) if isinstance(c, str) else c for c in request.configs]
-    home, store = folders(Path(request.home), request.store)
     try:
+        home, store = folders(Path(request.home), request.store)
         resolved, manager = resolve_configs(configs, request.overrides)
         options = RunOptions(home=home, store=store, server=server, stop=stop, opened=opened)
         result = execute(resolved, manager, options, Reporters([ToTheSweep(send), *also]))

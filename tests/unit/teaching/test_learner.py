@@ -110,6 +110,38 @@ def test_the_gradient_is_that_of_whole_logits_whatever_the_split(
     assert_same_gradient(gradient(learner, ready), wanted)
 
 
+@pytest.mark.parametrize("fields", [FULL, CANDIDATES])
+def test_slopes_of_an_update_are_those_of_whole_logits_and_change_nothing(
+    folders: list[Path], fields: dict[str, Any]
+) -> None:
+    batch = ragged_batch([5, 9, 3], group_size=3)
+    teachers = Teachers({"a": LocalTeacher("a")}, top_k=8 if fields is CANDIDATES else 0)
+    weights, results = [], []
+    for step in (1, 2):
+        learner = make_learner(folders, fields, micro=5)
+        ready = ColumnFiller(learner, teachers).fill_for_update(batch, step, 0.0).batch
+        results.append(learner.update(ready, step, 0.0))
+        weights.append([p.detach().clone() for p in learner.model.parameters()])
+    assert all(map(torch.equal, *weights)), "to measure changes nothing"
+    assert results[1].seen_slope is None
+    slopes = results[0].seen_slope
+    assert slopes is not None and not slopes[~batch.mask.bool()].isfinite().any()
+    learner = make_learner(folders, fields)
+    teacher, term = learner.teachers["a"], learner.objective.distillation
+    assert teacher is not None and term is not None
+    for row in range(len(batch)):
+        prompt, response = sequence(batch, row)
+        ids, cut = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+        with torch.no_grad():
+            own, other = (m(ids).logits[0, cut] / 0.7 for m in (learner.model, teacher))
+        leaf, best = own.requires_grad_(), torch.log_softmax(other, -1).topk(8, dim=-1)
+        said = TeacherRows(response, other, best.indices, best.values)
+        (wanted,) = torch.autograd.grad(term.loss.rows(leaf, said).loss.sum(), leaf)
+        taken = batch.mask[row, : len(response)].bool()
+        found = slopes[row, : len(response)][taken].to(wanted)
+        torch.testing.assert_close(found, wanted[taken].norm(dim=1), rtol=1e-5, atol=1e-8)
+
+
 def routed(batch: RolloutBatch, fields: list[str]) -> RolloutBatch:
     problems = [Problem("k", "p", "a", "w", {"field": field}) for field in fields]
     return replace(batch, problems=tuple(problems))
