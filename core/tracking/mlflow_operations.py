@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ class Sender:
         """A layout of charts: training goes on where a server does not take it."""
         name, state = operation["name"], packed(operation["state"])
         try:
-            self.client.set_experiment_tag(self.experiment_id, f"{VIEW_TAG}{name}", state)
+            save = partial(self.client.set_experiment_tag, self.experiment_id, f"{VIEW_TAG}{name}")
+            store.upsert(partial(save, state))
         except MlflowException as error:
             if unreachable(error):
                 raise
@@ -153,20 +155,9 @@ class Sender:
             logger.warning("responses of run %s are not shown as traces: %s", run_id, error)
 
     def _dataset(self, operation: Operation, again: bool) -> None:
-        """Make a dataset an input of the run.
-
-        MLflow looks whether the dataset is known and then adds it. Another run may add it in
-        between, which the database refuses ("UNIQUE constraint failed", "violates unique
-        constraint"): then it is there, and the second look finds it.
-        """
         tag = InputTag("mlflow.data.context", operation["context"])
         dataset = DatasetInput(Dataset(**operation["dataset"]), [tag])
-        try:
-            self.client.log_inputs(operation["run"], datasets=[dataset])
-        except MlflowException as error:
-            if "unique constraint" not in str(error).lower():
-                raise
-            self.client.log_inputs(operation["run"], datasets=[dataset])
+        store.upsert(partial(self.client.log_inputs, operation["run"], datasets=[dataset]))
 
     def _model(self, operation: Operation, again: bool) -> str:
         found = self._tagged_model(store.TAG_REQUEST, operation["request"]) if again else ""

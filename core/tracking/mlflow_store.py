@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -51,6 +51,7 @@ _reached: set[str] = set()
 _REFUSED_LOGIN = re.compile(
     r"error code 40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|not authenticated", re.IGNORECASE
 )
+_TAKEN = re.compile(r"unique constraint|unique violation|duplicate (key|entry)", re.IGNORECASE)
 MAX_METRICS_PER_CALL = 1000  # MLflow's own limit for one log_batch
 
 
@@ -90,6 +91,20 @@ def connect(uri: str) -> MlflowClient:
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def upsert(write: Callable[[], object]) -> None:
+    """Write a tag, an alias or a data set that other processes may write at the same time.
+
+    MLflow looks for the row and then inserts it, so the later of two is refused; called again, it
+    finds the row.
+    """
+    try:
+        write()
+    except MlflowException as error:
+        if not _TAKEN.search(str(error)):
+            raise
+        write()
 
 
 def _require_answer(uri: str) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def add_version(client: MlflowClient, model_id: str, name: str, tags: Mapping[st
     else:
         version = str(known[0].version)
         for key, value in tags.items():
-            client.set_model_version_tag(name, version, key, value)
+            store.upsert(partial(client.set_model_version_tag, name, version, key, value))
     _show_on_model(client, model_id, name, version)
     return version
 
@@ -182,7 +183,7 @@ def register_champion(uri: str, model_id: str, name: str, tags: Mapping[str, str
 def move_alias(uri: str, name: str, alias: str, version: str) -> None:
     client = store.connect(uri)
     with store.explained(f"move '{name}@{alias}' to version {version}", uri):
-        client.set_registered_model_alias(name, alias, version)
+        store.upsert(partial(client.set_registered_model_alias, name, alias, version))
 
 
 def tag_version(uri: str, name: str, version: str, tags: Mapping[str, str]) -> None:
@@ -192,7 +193,7 @@ def tag_version(uri: str, name: str, version: str, tags: Mapping[str, str]) -> N
         known = client.get_model_version(name, version).tags
         for key, value in tags.items():
             if value:
-                client.set_model_version_tag(name, version, key, value)
+                store.upsert(partial(client.set_model_version_tag, name, version, key, value))
             elif key in known:
                 client.delete_model_version_tag(name, version, key)
 

@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from mlflow.entities import Run
 
 from posttrain.core.errors import ResourceError
 from posttrain.core.runtime.processes import Owner
-from posttrain.core.tracking import mlflow_store
+from posttrain.core.tracking import mlflow_store, registry
 from posttrain.core.tracking.journal import JournalRow
 from posttrain.core.tracking.mlflow_tracker import (
     PipelineTracker,
@@ -146,6 +148,29 @@ def test_preparing_again_keeps_what_is_there(uri: str, tmp_path: Path) -> None:
     assert prepare_database(tmp_path) == uri
     assert read(uri, tracker.run_id).info.status == "FINISHED"
     assert not list((tmp_path / "mlflow").glob(".partial*"))
+
+
+def test_what_several_processes_set_at_once_is_refused_to_none(uri: str) -> None:
+    """MLflow looks before it inserts: the database refuses the second of two that saw nothing."""
+    client = mlflow_store.connect(uri)
+    client.create_registered_model("policy")
+    client.create_model_version("policy", "file:///weights")
+    with ThreadPoolExecutor(4) as pool:
+        for index in range(10):
+            together = threading.Barrier(4, timeout=60)
+
+            def alias(together: threading.Barrier = together, name: str = f"best{index}") -> None:
+                together.wait()
+                registry.move_alias(uri, "policy", name, "1")
+
+            def tag(together: threading.Barrier = together, name: str = f"tag{index}") -> None:
+                together.wait()
+                registry.tag_version(uri, "policy", "1", {name: "yes"})
+
+            for job in [pool.submit(act) for act in (alias, alias, tag, tag)]:
+                job.result()
+    kept = client.get_model_version("policy", "1")
+    assert len(kept.aliases) == len(kept.tags) == 10
 
 
 def test_nothing_is_written_to_the_terminal_or_the_working_directory(tmp_path: Path) -> None:
