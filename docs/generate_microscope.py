@@ -12,12 +12,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.microscope import Microscope, Variant, look
+from posttrain.core.analysis.microscope import Microscope, Variant, look, notes_of
+from posttrain.core.analysis.token_weights import token_weights
 from posttrain.core.analysis.what_if import objective_under, parse
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.contracts import Aggregator, PolicyLoss
@@ -193,12 +195,15 @@ def seen(example: Example, manager: PluginManager) -> Microscope:
     loss = manager.build(PolicyLoss, asked.loss, asked.loss_fields)
     own = Objective((LossTerm(loss, aggregator),), aggregator)
     longest = max(len(answer.words) for answer in example.answers)
-    others = [
-        Variant(text, objective_under(parse(text), own, manager, longest))
-        for text in example.others
-    ]
+    others = []
+    for text in example.others:
+        objective = objective_under(parse(text), own, manager, longest)
+        weigh = partial(token_weights, objective=objective, settings=ONE_UPDATE)
+        others.append(Variant(text, weigh))
     step = example.evidence()
-    return look(step, own, ONE_UPDATE, others, title=example.title, notes=example.says)
+    notes = [*example.says, *notes_of(step, own, ONE_UPDATE)]
+    weights = token_weights(step, own, ONE_UPDATE)
+    return look(step, weights, others, title=example.title, notes=notes)
 
 
 def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The evidence of RL steps: everything a step's loss read, with the texts, kept within a size.
+"""The evidence of steps: everything a step's loss read, with the texts, kept within a size.
 
 Two files a step in the stage's folder `evidence/`: `step-000003.safetensors` has the columns of the
 batch, `step-000003.parquet` a row for each response with its texts and scores. The first is written
@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ FOLDER = "evidence"
 SCHEMA = 1
 _OWN = ("seen_logprobs", "seen_entropy", "seen_by")
 _IF_DISTILLED = ("seen_divergence", "seen_slope", "seen_gap")
+_GIVEN = "given/"
+"""Of the names of `StepEvidence.given` among a step's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvidence:
-    """One step of an RL stage. B responses, T padded response width.
+    """One step of a stage. B responses, T padded response width.
 
     `batch` is as the update left it: advantages, rewards, old and reference log-probs. The policy's
     own log-probs and entropy (nats) are `seen_logprobs` and `seen_entropy` [B, T], those that the
@@ -44,6 +46,9 @@ class StepEvidence:
     `seen_divergence` and `seen_slope` [B, T] are the values of the distillation loss, if there is
     one, and the norms of their d loss / d logits, both before the aggregator, at that step;
     `seen_gap` the teacher's log-prob minus the policy's, where it read the teacher's logits.
+
+    Of stages that learn from given answers, `given` has what else their loss reads (see
+    `core.training.readings`).
     """
 
     step: int
@@ -57,6 +62,7 @@ class StepEvidence:
     seen_divergence: Tensor | None = None
     seen_slope: Tensor | None = None
     seen_gap: Tensor | None = None
+    given: Mapping[str, Tensor] = field(default_factory=dict)
 
     def token_text(self, token: int) -> str:
         """The text of a token id, or the id in angle brackets."""
@@ -87,6 +93,7 @@ def write_step(folder: Path, evidence: StepEvidence) -> int:
     batch = evidence.batch
     tensors = {name: batch.column(name).detach().cpu().contiguous() for name in batch.columns()}
     seen = {name: getattr(evidence, name) for name in (*_OWN, *_IF_DISTILLED)}
+    seen |= {f"{_GIVEN}{name}": tensor for name, tensor in evidence.given.items()}
     tensors |= {n: t.detach().cpu().contiguous() for n, t in seen.items() if t is not None}
     header = {
         "schema": SCHEMA,
@@ -192,6 +199,7 @@ def _evidence(
         kl_coef=header["kl_coef"],
         component_names=tuple(header["component_names"]),
         token_texts={int(k): v for k, v in header["token_texts"].items()},
+        given={n.removeprefix(_GIVEN): t for n, t in tensors.items() if n.startswith(_GIVEN)},
     )
 
 

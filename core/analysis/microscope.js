@@ -54,10 +54,14 @@ const QUANTITIES = {
   teacher_logprobs: { label: "teacher's log-prob (nats)", ends: ["certain", "surprising"], one: true, flip: true },
   divergence: { label: "value of the distillation loss", ends: ["0", "apart"], one: true },
   divergence_pull: { label: "norm of d loss / d logits, of the teacher's loss", ends: ["0", "hard pull"], one: true },
+  score: { label: "score of the reward model", ends: ["low", "high"] },
+  label: { label: "label of the step", one: true, ends: ["wrong", "right"] },
   mismatch: { label: "trainer less engine (nats)", ends: ["engine likelier", "trainer likelier"] },
 };
 if (meta.of_logits) Object.assign(QUANTITIES.weight,
   { label: "norm of d loss / d logits", one: true, ends: ["0", "hard pull"] });
+if (meta.of_scores) Object.assign(QUANTITIES.weight,
+  { label: "d loss / d score", ends: ["lowers its score", "raises it"] });
 const CHOICES = {
   colour: Object.keys(QUANTITIES).filter((name) =>
     ["weight", "change", "clip"].includes(name) || meta.quantities.includes(name)),
@@ -68,7 +72,7 @@ const CHOICES = {
 const SAYS = {
   sort: { group: "by prompt", weight: "largest weights first", change: "most changed first",
     reward: "lowest reward first", clipped: "most clipped first", length: "longest first" },
-  show: { all: "all", wrong: "wrong", right: "right", clipped: "with clipped tokens",
+  show: { all: "all", wrong: meta.verdicts[0], right: meta.verdicts[1], clipped: "with clipped tokens",
     weighted: "with a weight" },
 };
 const state = { colour: "weight", what: 0, sort: "group", show: "all" };
@@ -126,14 +130,19 @@ function verdict(row) {
   return row.correct === null ? "" : row.correct >= 1 ? "right" : "wrong";
 }
 
+function said(row) {
+  return { right: meta.verdicts[1], wrong: meta.verdicts[0] }[verdict(row)] ?? "";
+}
+
 function about(index) {
   const row = meta.rows[index], parts = Object.entries(row.parts).map(([k, v]) => k + " " + read(v));
-  const own = meta.variants[0], now = meta.variants[state.what];
+  const own = meta.variants[0], now = meta.variants[state.what], has = (name) => row[name] !== undefined;
   const words = [
-    "#" + index, verdict(row), "reward " + read(row.reward) + (parts.length ? " (" + parts.join(", ") + ")" : ""),
+    "#" + index, said(row), has("loss") ? "loss " + read(row.loss) : "",
+    has("loss") && row.reward === null ? "" : "reward " + read(row.reward) + (parts.length ? " (" + parts.join(", ") + ")" : ""),
     row.status && row.status !== "ok" ? "reward status " + row.status : "",
-    "advantage " + read(row.advantage), "finish " + row.finish_reason, row.loss_tokens + " tokens with loss",
-    "sequence ratio " + read(row.sequence_ratio),
+    has("advantage") ? "advantage " + read(row.advantage) : "", has("finish_reason") ? "finish " + row.finish_reason : "",
+    row.loss_tokens + " tokens with loss", has("sequence_ratio") ? "sequence ratio " + read(row.sequence_ratio) : "",
     now.clipped[index] ? now.clipped[index] + " clipped" : "", row.seen_by < 0 ? "read by no update" : "",
     "sum |weight| " + read(own.size[index]) + " (" + percent(share(0, index)) + ")",
   ];

@@ -10,7 +10,7 @@ import base64
 import html
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -20,6 +20,12 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from posttrain.core.analysis.answer_weights import (
+    AnswerWeights,
+    answer_columns,
+    answer_rows,
+    answer_samples,
+)
 from posttrain.core.analysis.evidence import StepEvidence
 from posttrain.core.analysis.report import plain
 from posttrain.core.analysis.token_weights import (
@@ -28,7 +34,6 @@ from posttrain.core.analysis.token_weights import (
     clipped_tokens,
     read_rows,
     reads_logits,
-    token_weights,
     unread_rows,
 )
 from posttrain.core.errors import PosttrainError
@@ -40,6 +45,7 @@ from posttrain.core.training.objective import Objective
 from posttrain.core.training.updates import UpdateSettings
 
 OWN_NAME = "own"
+VERDICTS = ("wrong", "right")
 LARGE = 100_000
 """Tokens from which a page keeps `LARGE_BITS` binary digits of a number, four decimal ones."""
 LARGE_BITS, FULL_BITS = 13, 23
@@ -49,22 +55,27 @@ Column = NDArray[np.float32] | NDArray[np.uint8] | NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The run's own objective, or one that was asked for; `name` is its name on the page."""
+    """A loss that was asked for; `name` is its name on the page.
+
+    `weigh` gives the weights of a step under it; it raises `PosttrainError` where that cannot be.
+    """
 
     name: str
-    objective: Objective
+    weigh: Callable[[StepEvidence], TokenWeights]
 
 
 @dataclass(frozen=True, slots=True)
 class Microscope:
     """A page's content: `meta` is JSON, `columns` are packed (see `pack`).
 
-    `weights` are those of each variant that could be computed, by name.
+    `weights` are those of each variant that could be computed, by name; `answers` what is known of
+    given answers, where the step learned from these.
     """
 
     meta: Mapping[str, Any]  # Any: JSON
     columns: Mapping[str, str]
     weights: Mapping[str, TokenWeights] = field(repr=False)
+    answers: AnswerWeights | None = field(default=None, repr=False)
 
     def page(self) -> str:
         """The page. What people or models wrote stands in it as JSON alone, with no `<` in it."""
@@ -102,34 +113,37 @@ class Microscope:
 
 def look(
     evidence: StepEvidence,
-    own: Objective,
-    settings: UpdateSettings,
+    own: TokenWeights,
     asked: Sequence[Variant] = (),
     usual: Sequence[Variant] = (),
     *,
     title: str,
     notes: Sequence[str] = (),
+    answers: AnswerWeights | None = None,
 ) -> Microscope:
-    """A step under its `own` objective and under others.
+    """A step under its `own` loss and under others; `answers` of one that learned from given ones.
 
-    One of `asked` that cannot be computed raises what `token_weights` does; one of `usual` is left
-    out with a note that says why.
+    One of `asked` that cannot be computed raises what it does; one of `usual` is left out with a
+    note that says why.
     """
-    said = [*notes, *_notes(evidence, own, settings)]
-    weights = {OWN_NAME: token_weights(evidence, own, settings)}
+    said = list(notes)
+    weights = {OWN_NAME: own}
     for variant in asked:
-        weights[variant.name] = token_weights(evidence, variant.objective, settings)
+        weights[variant.name] = variant.weigh(evidence)
+    left_out: dict[str, list[str]] = {}
     for variant in usual:
         try:
-            found = token_weights(evidence, variant.objective, settings)
+            weights.setdefault(variant.name, variant.weigh(evidence))
         except PosttrainError as error:
-            said.append(f"{variant.name} is left out: {error}")
-            continue
-        weights.setdefault(variant.name, found)
+            left_out.setdefault(str(error), []).append(variant.name)
+    said += [f"{', '.join(names)} left out: {reason}" for reason, names in left_out.items()]
     shown = _shown(evidence)
     bits = LARGE_BITS if int(shown.sum()) >= LARGE else FULL_BITS
     texts, tokens = _vocabulary(evidence, shown)
-    measured = _measured(evidence) | _taught(evidence)
+    if answers is None:
+        measured = _measured(evidence) | _taught(evidence)
+    else:
+        measured = answer_columns(evidence) | _from_reference(evidence, evidence.batch.mask.bool())
     norms = weights[OWN_NAME].divergence
     if norms is not None and not weights[OWN_NAME].of_logits:
         measured["divergence_pull"] = norms
@@ -149,9 +163,11 @@ def look(
         "of_logits": weights[OWN_NAME].of_logits,
         "scales": {name: _scale(column, name) for name, column in flat.items()},
         "variants": [{"name": name, **_totals(found)} for name, found in weights.items()],
-        "rows": _rows(evidence),
+        "rows": _rows(evidence, answers),
+        "verdicts": list(VERDICTS if answers is None else answers.verdicts),
+        "of_scores": answers is not None and answers.of_scores,
     }
-    return Microscope(meta, columns, weights)
+    return Microscope(meta, columns, weights, answers)
 
 
 def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
@@ -175,11 +191,15 @@ def _measured(evidence: StepEvidence) -> dict[str, Tensor]:
         "entropy": _where(known, evidence.seen_entropy),
         "mismatch": _where(computed, old - batch.rollout_logprobs.to(old)),
     }
-    if batch.ref_logprobs is not None:
-        k1 = seen - batch.ref_logprobs.to(seen)
-        found["kl_k1"] = _where(known, k1)
-        found["kl_k3"] = _where(known, k3(masked(k1, known), CLAMP, None))
-    return found
+    return found | _from_reference(evidence, known)
+
+
+def _from_reference(evidence: StepEvidence, known: Tensor) -> dict[str, Tensor]:
+    """`kl_k1` and `kl_k3` where they are `known` [B, T]; none without a reference."""
+    if evidence.batch.ref_logprobs is None:
+        return {}
+    k1 = evidence.seen_logprobs - evidence.batch.ref_logprobs.to(evidence.seen_logprobs)
+    return {"kl_k1": _where(known, k1), "kl_k3": _where(known, k3(masked(k1, known), CLAMP, None))}
 
 
 def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
@@ -202,8 +222,8 @@ def _taught(evidence: StepEvidence) -> dict[str, Tensor]:
     return found
 
 
-def _notes(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> list[str]:
-    """What a reader must know before believing a number."""
+def notes_of(evidence: StepEvidence, own: Objective, settings: UpdateSettings) -> list[str]:
+    """What a reader of an RL step must know before believing a number."""
     found = []
     unread = int(unread_rows(evidence).sum())
     if unread:
@@ -288,9 +308,12 @@ def _totals(found: TokenWeights) -> dict[str, list[float]]:
     }
 
 
-def _rows(evidence: StepEvidence) -> list[dict[str, Any]]:
+def _rows(evidence: StepEvidence, answers: AnswerWeights | None) -> list[dict[str, Any]]:
     """Of each response what stands above its tokens; JSON, so nothing that is not finite."""
     batch, names = evidence.batch, evidence.component_names
+    if answers is not None:
+        shown = answer_rows(evidence, answers, len(batch))
+        return [{name: plain(value) for name, value in row.items()} for row in shown]
     ratios = _sequence_ratios(evidence).tolist()
     rows = []
     for index, row in enumerate(sample_rows(batch, names, limit=len(batch))):
@@ -323,12 +346,17 @@ def _where(known: Tensor, values: Tensor) -> Tensor:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def samples(evidence: StepEvidence, weights: TokenWeights, limit: int) -> list[dict[str, object]]:
+def samples(
+    evidence: StepEvidence, weights: TokenWeights, limit: int, answers: AnswerWeights | None = None
+) -> list[dict[str, object]]:
     """One row per response, at least `limit`, as MLflow's table `samples` has it.
 
     With `weight`, the sum of |weight| over its tokens, and `clipped`, how many are clipped.
     """
-    rows = sample_rows(evidence.batch, evidence.component_names, limit)
+    if answers is None:
+        rows = sample_rows(evidence.batch, evidence.component_names, limit)
+    else:
+        rows = answer_samples(evidence, answers, limit)
     sizes = weights.total.double().abs().sum(dim=1).tolist()
     clipped = clipped_tokens(weights).tolist()
     return [
@@ -344,6 +372,8 @@ def top_tokens(
     width = total.shape[1]
     order = total.abs().flatten().argsort(descending=True, stable=True)[:limit].tolist()
     said = {n: v for n, v in _taught(evidence).items() if n in ("teacher_gap", "divergence")}
+    advantages = evidence.batch.advantages
+    beside = answer_columns(evidence) if advantages is None else {"advantage": advantages}
     found: list[dict[str, object]] = []
     for row, column in (divmod(place, width) for place in order):
         token = int(evidence.batch.response_ids[row, column])
@@ -354,7 +384,7 @@ def top_tokens(
                     "token": column,
                     "text": evidence.token_text(token),
                     "weight": float(total[row, column]),
-                    "advantage": float(evidence.batch.column("advantages")[row, column]),
+                    **{n: float(v[row, column]) for n, v in beside.items()},
                     **{name: float(values[row, column]) for name, values in said.items()},
                     "clip": CLIP_STATES[int(weights.clip[row, column])],
                 }

@@ -71,6 +71,8 @@ class RewardComponent(Component):
 
 RL_KINDS = ("rl", "distill")
 """Kinds of stages that are an `RlStage`: they sample, or learn as if they did, step by step."""
+TRAINING_KINDS = (*RL_KINDS, "sft", "preference", "reward_model", "process_reward_model")
+"""Kinds of stages that take optimizer steps, and keep evidence of them."""
 TOTAL = "total"
 """What reports call the sum of the rewards."""
 

@@ -594,9 +594,9 @@ class KeepSection(Section):
     evidence_mb: int = Field(
         default=256,
         ge=0,
-        description="of a stage's steps, what each token was paid and how it was taught, for "
-        "`posttrain inspect`, `compare` and `rescore`: of all steps while they fit into this many "
-        "MB, then of every second, fourth and so on, and of the last; 0 = none",
+        description="of the steps of each stage that trains, what each token was paid and how it "
+        "was taught, for `posttrain inspect`, `compare` and `rescore`: of all steps while they fit "
+        "into this many MB, then of every second, fourth and so on, and of the last; 0 = none",
     )
     traces_every: int = Field(
         default=10,

@@ -2,8 +2,6 @@
 
 Axes: N pairs or labelled rows of a mini-batch, B rows of its batch (two for each pair), T response
 tokens.
-
-Axes: N pairs or labelled rows of a mini-batch, B rows of its batch, T response tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from posttrain.core.training.preference_objective import (
     with_margin,
 )
 from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.readings import StepReadings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,16 @@ class PairMini:
     def counts(self) -> MiniCounts:
         return MiniCounts(float(len(self.margin)), float(self.batch.mask[0::2].sum()))
 
+    def given(self) -> dict[str, Tensor]:
+        return {"margin": self.margin}
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of `batch` that pairs `index` [n] have."""
+        return torch.stack([2 * index, 2 * index + 1], dim=1).flatten()
+
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, PairMini]]:
         for index in torch.split(torch.arange(len(self.margin)), size):
-            rows = torch.stack([2 * index, 2 * index + 1], dim=1).flatten()
-            yield index, PairMini(self.batch.select(rows), self.margin[index])
+            yield index, PairMini(self.batch.select(self.rows(index)), self.margin[index])
 
     def tokens(self, logprobs: Tensor, log_sum_sq: Tensor | None = None) -> PairTokens:
         """The log-probs [B, T] of the batch's rows, chosen and rejected apart."""
@@ -93,6 +98,12 @@ class LabelMini:
 
     def counts(self) -> MiniCounts:
         return MiniCounts(float(len(self.desirable)))
+
+    def given(self) -> dict[str, Tensor]:
+        return {"desirable": self.desirable}
+
+    def rows(self, index: Tensor) -> Tensor:
+        return index
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, LabelMini]]:
         for index in torch.split(torch.arange(len(self.desirable)), size):
@@ -168,31 +179,44 @@ class PreferenceLearner:
     check: Callable[[], None] = lambda: None
     ranks: Ranks = ALONE
 
-    def step(self, rows: Rows, optimizer: MasterOptimizer) -> dict[str, float]:
+    def step(
+        self, rows: Rows, optimizer: MasterOptimizer, readings: StepReadings | None = None
+    ) -> dict[str, float]:
         """One optimizer step on the mean loss over `rows`, however it is split."""
-        metrics, suspects = self.accumulate(rows)
+        metrics, suspects = self.accumulate(rows, readings)
         total = metrics.get("loss/preference", 0.0)
         report = optimizer.step(loss=total, rows=suspects or range(len(rows)))
         return metrics | report.metrics() | {"grad/clipped": float(report.grad_clipped)}
 
-    def accumulate(self, rows: Rows) -> tuple[dict[str, float], set[int]]:
+    def accumulate(
+        self, rows: Rows, readings: StepReadings | None = None
+    ) -> tuple[dict[str, float], set[int]]:
         """Add the gradient of the mini-batch's loss to the model.
 
         Returns the metrics, and the rows whose part of the loss is not finite.
         """
         mini, sums = self._mini(rows), MetricSums()
         counts, prepared = mini.counts(), self._prepare(rows, mini)
+        if readings is not None:
+            seen = ["logprobs", "entropy", *(["log_sum_sq"] if self.objective.scoring.wpo else [])]
+            readings.begin(mini.batch, seen, {**mini.given(), "kl_scores": prepared.kl_scores})
         size = max(1, min(self.micro_batch_size, -(-len(rows) // self.ranks.size)))
         micros: list[tuple[Tensor, Mini]] = list(mini.micro_batches(size))
         for (index, micro), is_own in self.ranks.share(micros):
             self.check()
             out = response_logprobs(self.model, micro.batch, temperature=1.0)
-            tokens = micro.tokens(out.logprobs.cpu(), self._log_sum_sq(micro.batch))
+            squares = self._log_sum_sq(micro.batch)
+            tokens = micro.tokens(out.logprobs.cpu(), squares)
             share = self.objective.loss(tokens, counts, prepared.rows(index))
+            if readings is not None and is_own:
+                said = {"logprobs": out.logprobs, "entropy": out.entropy, "log_sum_sq": squares}
+                readings.put(mini.rows(index), **said)
             if is_own:
                 share.record(sums)
                 note_suspects(sums, share.total, index.tolist(), out.logprobs)
             (share.total if is_own else 0.0 * share.total).backward()  # type: ignore[no-untyped-call]
+        if readings is not None:
+            readings.merge(self.ranks)
         sums = self.ranks.merge(sums)
         metrics = with_margin(sums.result()) | dict(prepared.metrics)
         return metrics | {"tokens/response": float(mini.batch.mask.sum())}, sums.suspects

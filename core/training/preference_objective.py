@@ -1,11 +1,9 @@
 """The objective of preference learning: token log-probs to scores to one scalar.
 
-Axes: B pairs or labelled rows, T completion tokens. Sums over tokens are float64.
-
 It knows nothing of models. Every term is divided by counts of the global mini-batch, so
 micro-batches' shares add up exactly.
 
-Axes: B pairs or labelled rows, T completion tokens.
+Axes: B pairs or labelled rows, T completion tokens. Sums over tokens are float64.
 """
 
 from __future__ import annotations
@@ -241,10 +239,14 @@ class PreferenceTerm:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTerms:
-    """What each term took from the whole mini-batch before its first micro-batch."""
+    """What each term took from the whole mini-batch before its first micro-batch.
+
+    `kl_scores` [B] are the log-ratios of mismatched answers, where a loss asked for them.
+    """
 
     terms: tuple[Prepared | None, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    kl_scores: Tensor | None = None
 
     def rows(self, index: Tensor) -> PreparedTerms:
         return replace(self, terms=tuple(term and term.rows(index) for term in self.terms))
@@ -317,7 +319,7 @@ class PreferenceObjective:
     @torch.no_grad()
     def prepare(self, tokens: Tokens) -> PreparedTerms:
         """What the losses need of the whole mini-batch, from all its `tokens`."""
-        counts = MiniCounts.of(tokens)
+        counts, kl_scores = MiniCounts.of(tokens), None
         found: list[Prepared | None] = []
         for term in self.terms:
             loss = term.loss
@@ -326,9 +328,11 @@ class PreferenceObjective:
             elif isinstance(loss, PairLoss) and isinstance(tokens, PairTokens):
                 found.append(loss.prepare(self.scoring.pairs(tokens, counts)))
             elif isinstance(loss, LabelLoss) and isinstance(tokens, LabelTokens):
-                found.append(loss.prepare(self.scoring.labelled(tokens, counts)))
+                labelled = self.scoring.labelled(tokens, counts)
+                kl_scores = labelled.kl_scores
+                found.append(loss.prepare(labelled))
         metrics = {name: value for term in found if term for name, value in term.metrics.items()}
-        return PreparedTerms(tuple(found), metrics)
+        return PreparedTerms(tuple(found), metrics, kl_scores)
 
     def loss(self, tokens: Tokens, counts: MiniCounts, prepared: PreparedTerms) -> PreferenceMicro:
         """This micro-batch's share of the mini-batch's loss; `prepared` is cut to its rows."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.data.steps import StepRow
 from posttrain.core.data.tokens import response_batch
 from posttrain.core.models.sharded import put_away
@@ -24,23 +25,33 @@ from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.readings import StepReadings
 
 
 def step_logits(model: PreTrainedModel, rows: Sequence[StepRow]) -> Tensor:
     """Logits [M] of the rows' steps, float32, row after row."""
+    hidden, _, _, _ = response_states(model, step_batch(rows), include_last=True)
+    row_of, columns = places(rows)
+    ends = [column + 1 for column in columns]  # the state after that token
+    scores: Tensor = model.get_submodule("score")(hidden[row_of, ends])
+    return scores.squeeze(-1).float()
+
+
+def step_batch(rows: Sequence[StepRow]) -> RolloutBatch:
     numbers: dict[tuple[int, ...], int] = {}
-    batch = response_batch(
+    return response_batch(
         prompts=[row.prompt_ids for row in rows],
         responses=[row.response_ids for row in rows],
         group_ids=[numbers.setdefault(row.prompt_ids, len(numbers)) for row in rows],
         pad_token_id=0,
         problems=(),
     )
-    hidden, _, _, _ = response_states(model, batch, include_last=True)
+
+
+def places(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+    """Row and token [M] that each step ends at."""
     row_of = [number for number, row in enumerate(rows) for _ in row.places]
-    columns = [place + 1 for row in rows for place in row.places]  # the state after that token
-    scores: Tensor = model.get_submodule("score")(hidden[row_of, columns])
-    return scores.squeeze(-1).float()
+    return row_of, [place for row in rows for place in row.places]
 
 
 def process_step(
@@ -51,9 +62,19 @@ def process_step(
     micro_batch_size: int,
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    readings: StepReadings | None = None,
 ) -> dict[str, float]:
     """One optimizer step on the mean loss over all steps of `rows`, however they are split."""
     sums, total_steps = MetricSums(), sum(len(row.places) for row in rows)
+    if readings is not None:
+        batch = step_batch(rows)
+        scored = torch.zeros_like(batch.mask)
+        scored[places(rows)] = 1
+        known = torch.zeros(scored.shape, dtype=torch.float64)
+        known[places(rows)] = torch.tensor(
+            [v for row in rows for v in row.labels], dtype=known.dtype
+        )
+        readings.begin(batch, ["scores"], {"scored": scored, "labels": known})
     size = max(1, min(micro_batch_size, -(-len(rows) // ranks.size)))
     for start, counts in ranks.share(range(0, len(rows), size)):
         check()
@@ -62,6 +83,11 @@ def process_step(
         labels = torch.tensor([label for row in part for label in row.labels]).to(logits)
         share = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / total_steps
         own = sums if counts else MetricSums()
+        if readings is not None and counts:
+            index = torch.arange(start, start + len(part))
+            said = torch.zeros(len(part), readings.seen["scores"].shape[1])
+            said[places(part)] = logits.detach().cpu()
+            readings.put(index, scores=said)
         everywhere = torch.ones_like(logits, dtype=torch.bool)
         right = (logits > 0) == (labels > 0.5)
         own.add_scalar("loss/process_reward", share.detach())
@@ -70,6 +96,8 @@ def process_step(
         own.add("prm/label_mean", labels, everywhere)
         note_suspects(own, share, range(start, start + len(part)), logits)
         (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
+    if readings is not None:
+        readings.merge(ranks)
     sums = ranks.merge(sums)
     total = sums.mean("loss/process_reward", default=0.0)
     report = optimizer.step(loss=total, rows=sums.suspects or range(len(rows)))

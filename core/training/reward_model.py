@@ -23,6 +23,7 @@ from posttrain.core.training.forward import response_states
 from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.readings import StepReadings
 
 
 def score_batch_rows(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
@@ -40,17 +41,21 @@ def score_pairs(model: PreTrainedModel, pairs: Sequence[Pair]) -> PairScores:
 
     An answer's reward is read at its end, which is that of its last turn.
     """
+    scores = score_batch_rows(model, pair_batch(pairs))
+    margin = torch.tensor([pair.margin for pair in pairs]).to(scores)
+    return PairScores.of_rewards(scores[0::2], scores[1::2], margin)
+
+
+def pair_batch(pairs: Sequence[Pair]) -> RolloutBatch:
+    """The pairs' answers, chosen and rejected in turn."""
     answers = [answer for pair in pairs for answer in (pair.chosen_ids, pair.rejected_ids)]
-    batch = response_batch(
+    return response_batch(
         prompts=[pair.prompt_ids for pair in pairs for _ in range(2)],
         responses=answers,
         group_ids=[row // 2 for row in range(len(answers))],
         pad_token_id=0,
         problems=(),
     )
-    scores = score_batch_rows(model, batch)
-    margin = torch.tensor([pair.margin for pair in pairs]).to(scores)
-    return PairScores.of_rewards(scores[0::2], scores[1::2], margin)
 
 
 def reward_loss(loss: PairLoss[Any], scores: PairScores, sums: MetricSums) -> Tensor:
@@ -76,18 +81,31 @@ def reward_step(
     micro_batch_size: int,
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    readings: StepReadings | None = None,
 ) -> dict[str, float]:
     """One optimizer step on the mean loss over `pairs`, however it is split."""
     sums = MetricSums()
+    if readings is not None:
+        margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+        batch = pair_batch(pairs)
+        ends = batch.mask.cumsum(dim=1).argmax(dim=1)
+        scored = torch.zeros_like(batch.mask).scatter_(1, ends[:, None], 1)
+        readings.begin(batch, ["scores"], {"margin": margin, "scored": scored})
     size = max(1, min(micro_batch_size, -(-len(pairs) // ranks.size)))
     for start, counts in ranks.share(range(0, len(pairs), size)):
         check()
         scores = score_pairs(model, pairs[start : start + size])
         own = sums if counts else MetricSums()
         share = reward_loss(loss, replace(scores, num_pairs=float(len(pairs))), own)
+        if readings is not None and counts:
+            both = torch.stack([scores.chosen, scores.rejected], dim=1).flatten().detach().cpu()
+            index = torch.arange(2 * start, 2 * start + len(both))
+            readings.put(index, scores=both[:, None] * readings.given["scored"][index])
         rows = range(start, min(start + size, len(pairs)))
         note_suspects(own, share, rows, scores.chosen, scores.rejected)
         (share if counts else 0.0 * share).backward()  # type: ignore[no-untyped-call]
+    if readings is not None:
+        readings.merge(ranks)
     sums = ranks.merge(sums)
     total = sums.mean("loss/preference", default=0.0)
     report = optimizer.step(loss=total, rows=sums.suspects or range(len(pairs)))

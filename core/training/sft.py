@@ -22,6 +22,7 @@ from posttrain.core.training.metrics import MetricSums
 from posttrain.core.training.objective import LossTerm
 from posttrain.core.training.optim import MasterOptimizer
 from posttrain.core.training.ranks import ALONE, Ranks
+from posttrain.core.training.readings import StepReadings
 from posttrain.core.training.splitting import micro_rows
 from posttrain.core.types import Problem
 
@@ -56,6 +57,7 @@ def sft_step(
     weighting: TokenWeight = "none",
     check: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    readings: StepReadings | None = None,
 ) -> dict[str, float]:
     """One optimizer step on the mean over all response tokens of `batch`, however it is split.
 
@@ -63,10 +65,14 @@ def sft_step(
     """
     num_tokens = float(batch.mask.sum())
     sums = MetricSums()
+    if readings is not None:
+        readings.begin(batch, ["logprobs", "entropy"], {})
     for rows, counts in ranks.share(micro_rows(batch, micro_batch_size, None, ranks.size)):
         check()
         micro = batch.select(rows)
         out = response_logprobs(model, micro, temperature=1.0)
+        if readings is not None and counts:
+            readings.put(rows, logprobs=out.logprobs, entropy=out.entropy)
         logprobs, mask = out.logprobs, micro.mask.to(out.logprobs.device)
         loss = token_nll(logprobs, mask, weighting).sum() / num_tokens
         if counts:
@@ -76,6 +82,8 @@ def sft_step(
             note_suspects(sums, loss, rows.tolist(), out.logprobs)
             sums.add_scalar("entropy/mean", out.entropy.detach().sum() / num_tokens)
         (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+    if readings is not None:
+        readings.merge(ranks)
     sums = ranks.merge(sums)
     rows_of_loss = sums.suspects or range(len(batch))
     report = optimizer.step(loss=sums.mean("sft/loss", default=0.0), rows=rows_of_loss)

@@ -19,7 +19,7 @@ from posttrain.core.analysis.evidence import (
 from posttrain.core.config.dag import topological_order
 from posttrain.core.config.loading import LoadedConfig, load_config, validated
 from posttrain.core.config.resolve import ResolvedRun, resolve
-from posttrain.core.config.rl_stage import RL_KINDS, RewardComponent, RlStage
+from posttrain.core.config.rl_stage import RL_KINDS, TRAINING_KINDS, RewardComponent, RlStage
 from posttrain.core.config.schema import BUILT_IN
 from posttrain.core.config.spec import Spec
 from posttrain.core.contracts import Reward, Task
@@ -41,8 +41,6 @@ from posttrain.pipelines.run.past_inputs import inputs_read
 from posttrain.pipelines.stage.files import checkpoint_folder
 from posttrain.pipelines.stage.inputs import StageInputs
 
-TRAINING = ("rl", "distill", "sft", "reward_model", "process_reward_model", "preference")
-
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
@@ -59,9 +57,11 @@ class PastRun:
         """Enough of its id to distinguish it."""
         return self.record.run_id[:12]
 
-    def evidence(self, stage: str | None) -> EvidenceFolder:
-        """The evidence of `stage`, or of the only rl stage; errors as of `find_evidence`."""
-        return find_evidence(self.record, self.resolved, stage, self.home, self.store)
+    def evidence(self, stage: str | None, *, given_too: bool = False) -> EvidenceFolder:
+        """The evidence of `stage`, or of the only one that can be meant; as `find_evidence`."""
+        return find_evidence(
+            self.record, self.resolved, stage, self.home, self.store, given_too=given_too
+        )
 
     def rl_stage(self, name: str) -> RlStage:
         """The config of a stage of kind rl."""
@@ -112,7 +112,7 @@ class PastRun:
         """The stage named, or the only one that can be meant, of those with optimizer steps."""
         stages = self.resolved.config.stages
         able = {name: stages[name].kind for name in self.resolved.order}
-        able = {name: kind for name, kind in able.items() if kind in TRAINING}
+        able = {name: kind for name, kind in able.items() if kind in TRAINING_KINDS}
         if wanted is not None:
             if wanted in able:
                 return wanted

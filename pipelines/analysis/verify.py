@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from posttrain.core.analysis.report import Report, table
+from posttrain.core.config.rl_stage import TRAINING_KINDS
 from posttrain.core.errors import ConfigError, PosttrainError, ResourceError
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.ancestry import Ancestor, Family, Made
@@ -31,7 +32,7 @@ from posttrain.core.store.attestation import (
 from posttrain.core.store.identity import source_digest
 from posttrain.core.store.manifests import ATTESTATION, file_digest, model_digest
 from posttrain.core.store.provenance import environment
-from posttrain.pipelines.analysis.past_run import TRAINING, PastRun, listed, open_run
+from posttrain.pipelines.analysis.past_run import PastRun, listed, open_run
 from posttrain.pipelines.analysis.replay_comparison import StepSource, find_steps
 from posttrain.pipelines.analysis.verify_stage import (
     StageFiles,
@@ -219,7 +220,7 @@ def _opened(made: Made, home: Path, store: Path) -> _Stage:
     except PosttrainError as error:
         return _Stage(files, None, f"the run's config cannot be used: {error}")
     stage = _Stage(files, run)
-    if made.kind not in TRAINING:
+    if made.kind not in TRAINING_KINDS:
         stage.why_no_steps = f"a stage of kind {made.kind} records no steps"
         return stage
     try:

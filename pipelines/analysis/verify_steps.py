@@ -23,7 +23,13 @@ from posttrain.core.rewards.scoring import Scorer, score_samples
 from posttrain.core.runtime.reporter import Reporter
 from posttrain.core.store.attestation import Check
 from posttrain.core.training.digests import block_digests, tensor_digest
-from posttrain.core.training.step_record import POLICY, StepRecord, rollout_tensors, values_path
+from posttrain.core.training.step_record import (
+    POLICY,
+    StepRecord,
+    example_tensors,
+    rollout_tensors,
+    values_path,
+)
 from posttrain.core.types import Score
 from posttrain.pipelines.analysis.past_run import PastRun, listed
 from posttrain.pipelines.analysis.replay import CHANGED, Replay
@@ -58,7 +64,9 @@ def check_record(stage: StageFiles, source: StepSource) -> Check:
     with_evidence = set(steps_in(evidence))
     for step, record in source.recorded.items():
         try:
-            kept = _kept(source.folder, evidence, step, step in with_evidence)
+            kept = list(_kept(source.folder, step))
+            if step in with_evidence:
+                kept.append(_of_evidence(evidence, step, stage.made.kind, record))
         except (PosttrainError, SafetensorError, OSError) as error:
             problems.append(f"step {step}: {error}")
             continue
@@ -71,15 +79,22 @@ def check_record(stage: StageFiles, source: StepSource) -> Check:
     return stage.check(what, how, problems, "" if looked else "no tensors were kept (keep.values)")
 
 
-def _kept(
-    folder: Path, evidence: Path, step: int, has_evidence: bool
-) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _kept(folder: Path, step: int) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     path = values_path(folder, step)
     if path.is_file():
         yield path.name, load_file(path)
-    if has_evidence:
-        tensors = rollout_tensors(read_step(evidence, step).batch)
-        yield f"evidence/step-{step:06d}.safetensors", tensors
+
+
+def _of_evidence(
+    folder: Path, step: int, kind: str, record: StepRecord
+) -> tuple[str, Mapping[str, Tensor]]:
+    """The step's file of evidence, with the tensors in it that were recorded."""
+    batch = read_step(folder, step).batch
+    if kind in RL_KINDS:
+        tensors = rollout_tensors(batch)
+    else:  # of pairs other tensors are recorded; the files' own digests are checked for all
+        tensors = {n: t for n, t in example_tensors(batch).items() if n in record.batch}
+    return f"evidence/step-{step:06d}.safetensors", tensors
 
 
 def check_final_weights(stage: StageFiles, source: StepSource) -> Check | None:

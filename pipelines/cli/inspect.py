@@ -1,4 +1,4 @@
-"""`posttrain inspect`: a past RL step token by token, as a page and as a table."""
+"""`posttrain inspect`: a past step token by token, as a page and as a table."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ EPILOG = (
     "  posttrain inspect 3f2a9c --step 12 --what-if own@token-mean\n\n"
     "  posttrain inspect 3f2a9c --step 12 --what-if ppo_clip,clip_high=0.28 --what-if "
     "gspo@seq-mean-token-mean\n\n"
+    "  posttrain inspect 3f2a9c --stage dpo --step 12 --what-if simpo,beta=2\n\n"
     "The weight of a token is d loss / d logprob: below 0 it is made likelier. A what-if is "
     "LOSS[,field=value]...[@AGGREGATOR[,field=value]...], `own` the run's loss; `posttrain plugins "
-    "list --kind policy_loss` has the names, and `posttrain plugins show ppo_clip` the fields. The "
-    "page needs no network. keep.evidence_mb says how many steps a run keeps.\n\n" + EPILOG_CODES
+    "list --kind policy_loss` has the names, and `posttrain plugins show ppo_clip` the fields. Of "
+    "a stage on preferences it is one of `--kind preference_loss`, of sft a weighting. The page "
+    "needs no network. keep.evidence_mb says how many steps a run keeps.\n\n" + EPILOG_CODES
 )
 
 
@@ -43,7 +45,7 @@ def inspect(
         str | None,
         typer.Option(
             "--stage",
-            help="Stage of kind rl; needed where there are several.",
+            help="Stage that trains; left out, the only one of kind rl or distill.",
             autocompletion=complete.stages,
         ),
     ] = None,
@@ -58,7 +60,7 @@ def inspect(
         typer.Option("--out", help="The page.  \\[default: HOME/reports/...]", show_default=False),
     ] = None,
 ) -> Result:
-    """Show what each token of a past RL step got from its loss, and would get from another.
+    """Show what each token of a past step got from its loss, and would get from another.
 
     Writes one HTML page, prints the step's samples and its tokens of largest weight.
     """

@@ -37,6 +37,7 @@ from posttrain.core.training.preference_objective import (
     Scoring,
 )
 from posttrain.core.training.process_reward import StepRanking, process_step, rank_steps
+from posttrain.core.training.readings import StepReadings
 from posttrain.core.training.reward_model import pair_hits, reward_step
 from posttrain.core.training.sft import negative_log_likelihood, sft_step
 from posttrain.core.training.updates import UpdateResult
@@ -122,7 +123,7 @@ def sft(inputs: StageInputs, num_steps: int) -> Trained:
     optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
     size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
-    def step(batch: RolloutBatch) -> dict[str, float]:
+    def step(batch: RolloutBatch, readings: StepReadings | None) -> dict[str, float]:
         return sft_step(
             model,
             optimizer,
@@ -131,6 +132,7 @@ def sft(inputs: StageInputs, num_steps: int) -> Trained:
             weighting=stage.weighting,
             check=check,
             ranks=ranks,
+            readings=readings,
         )
 
     def likelihood(batch: RolloutBatch) -> tuple[float, float]:
@@ -138,7 +140,7 @@ def sft(inputs: StageInputs, num_steps: int) -> Trained:
             model, batch, micro_batch_size=size, check=check, ranks=ranks
         )
 
-    return Trained(model, {ONLY: optimizer}, {"step": step, "likelihood": likelihood})
+    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "likelihood": likelihood})
 
 
 def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
@@ -150,15 +152,22 @@ def reward_model(inputs: StageInputs, num_steps: int) -> Trained:
     loss = inputs.build(PairLoss, stage.preference_loss)
     size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
-    def step(pairs: Sequence[Pair]) -> dict[str, float]:
+    def step(pairs: Sequence[Pair], readings: StepReadings | None) -> dict[str, float]:
         return reward_step(
-            model, optimizer, pairs, loss, micro_batch_size=size, check=check, ranks=ranks
+            model,
+            optimizer,
+            pairs,
+            loss,
+            micro_batch_size=size,
+            check=check,
+            ranks=ranks,
+            readings=readings,
         )
 
     def hits(pairs: Sequence[Pair]) -> int:
         return pair_hits(model, pairs, size, check, ranks)
 
-    return Trained(model, {ONLY: optimizer}, {"step": step, "hits": hits})
+    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "hits": hits})
 
 
 def process_reward_model(inputs: StageInputs, num_steps: int) -> Trained:
@@ -169,13 +178,21 @@ def process_reward_model(inputs: StageInputs, num_steps: int) -> Trained:
     optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
     size, check, ranks = stage.micro_batch_size, inputs.check, inputs.ranks
 
-    def step(rows: Sequence[StepRow]) -> dict[str, float]:
-        return process_step(model, optimizer, rows, micro_batch_size=size, check=check, ranks=ranks)
+    def step(rows: Sequence[StepRow], readings: StepReadings | None) -> dict[str, float]:
+        return process_step(
+            model,
+            optimizer,
+            rows,
+            micro_batch_size=size,
+            check=check,
+            ranks=ranks,
+            readings=readings,
+        )
 
     def rank(rows: Sequence[StepRow]) -> StepRanking:
         return rank_steps(model, rows, size, check, ranks)
 
-    return Trained(model, {ONLY: optimizer}, {"step": step, "rank": rank})
+    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "rank": rank})
 
 
 def preference(inputs: StageInputs, num_steps: int) -> Trained:
@@ -197,10 +214,23 @@ def preference(inputs: StageInputs, num_steps: int) -> Trained:
     )
     optimizer = build_optimizer(inputs, model, stage.optimizer, num_steps, _seed(inputs))
 
-    def step(rows: Rows) -> dict[str, float]:
-        return learner.step(rows, optimizer)
+    def step(rows: Rows, readings: StepReadings | None) -> dict[str, float]:
+        return learner.step(rows, optimizer, readings)
 
-    return Trained(model, {ONLY: optimizer}, {"step": step, "rank": learner.rank})
+    return Trained(model, {ONLY: optimizer}, {"step": _read(step), "rank": learner.rank})
+
+
+def _read(step: Callable[[Any, StepReadings | None], dict[str, float]]) -> Callable[..., Any]:
+    """The method `step` of a stage on given answers, which returns what it was computed from too.
+
+    That is None unless it is asked to keep it.
+    """
+
+    def called(rows: Any, keep: bool) -> tuple[dict[str, float], StepReadings | None]:
+        readings = StepReadings() if keep else None
+        return step(rows, readings), readings
+
+    return called
 
 
 def _seed(inputs: StageInputs) -> int:

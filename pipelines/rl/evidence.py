@@ -1,4 +1,4 @@
-"""Where the evidence of an RL stage's steps lies, for the commands that read it."""
+"""Where the evidence of a stage's steps lies, for the commands that read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.core.analysis.evidence import FOLDER, steps_in
 from posttrain.core.config.resolve import ResolvedRun
-from posttrain.core.config.rl_stage import RL_KINDS
+from posttrain.core.config.rl_stage import RL_KINDS, TRAINING_KINDS
 from posttrain.core.errors import ConfigError, ResourceError, nearest
 from posttrain.core.store.artifacts import ArtifactStore
 from posttrain.core.store.manifests import read_manifest
@@ -17,7 +17,7 @@ from posttrain.pipelines.stage.files import checkpoint_folder
 
 @dataclass(frozen=True, slots=True)
 class EvidenceFolder:
-    """Where the evidence of an RL stage lies, and of which steps there is some."""
+    """Where the evidence of a stage lies, and of which steps there is some."""
 
     stage: str
     folder: Path
@@ -25,28 +25,42 @@ class EvidenceFolder:
 
 
 def find_evidence(
-    run: RunRecord, resolved: ResolvedRun, stage: str | None, home: Path, store: ArtifactStore
+    run: RunRecord,
+    resolved: ResolvedRun,
+    stage: str | None,
+    home: Path,
+    store: ArtifactStore,
+    given_too: bool = False,
 ) -> EvidenceFolder:
-    """The evidence of the run's stage `stage`, or of its only `rl` stage.
+    """The evidence of the run's stage `stage`, or of the only one that can be meant.
 
-    Raises `ConfigError` for a stage that is none of its `rl` stages, and `ResourceError` where
-    nothing was kept. A stage that still runs, or was interrupted, is looked up too.
+    That is a stage that samples (kinds `rl` and `distill`), with `given_too` also one that learns
+    from given answers. Raises `ConfigError` for any other stage, and `ResourceError` where nothing
+    was kept. A stage that still runs, or was interrupted, is looked up too.
     """
     kinds = {name: resolved.config.stages[name].kind for name in resolved.order}
     rl = [name for name, kind in kinds.items() if kind in RL_KINDS]
-    if stage is not None and stage not in rl:
+    able = [name for name, kind in kinds.items() if kind in TRAINING_KINDS] if given_too else rl
+    if stage is not None and stage not in able:
         what = f"is of kind '{kinds[stage]}'" if stage in kinds else "is none of this run's"
+        if given_too:
+            raise ConfigError(
+                f"stage '{stage}' {what}{nearest(stage, able)}; steps of the stages that train can "
+                f"be looked at: {able}"
+            )
         raise ConfigError(
             f"stage '{stage}' {what}{nearest(stage, rl)}; steps of its stages of kind rl or "
-            f"distill can be looked at: {rl} (`posttrain compare RUN RUN --stage NAME` compares "
-            "whole stages of every kind)"
+            f"distill can be compared: {rl} (`posttrain inspect RUN --stage NAME --step N` shows a "
+            "step of every stage that trains, `posttrain compare RUN RUN --stage NAME` its curves)"
         )
-    if stage is None and len(rl) != 1:
+    meant = rl if len(rl) == 1 else able
+    if stage is None and len(meant) != 1:
+        kind = "that train" if given_too else "of kind rl or distill"
         raise ConfigError(
-            f"of the stages of kind rl or distill this run has {len(rl)}"
-            + (f": {rl}; name one with --stage" if rl else ": there are no steps to look at")
+            f"of the stages {kind} this run has {len(meant)}"
+            + (f": {meant}; name one with --stage" if meant else ": there are no steps to look at")
         )
-    name = stage or rl[0]
+    name = stage or meant[0]
     identity = run.stages.get(name)
     if identity is None:
         raise ResourceError(

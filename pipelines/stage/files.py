@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from posttrain.core.analysis import evidence
-from posttrain.core.config.rl_stage import RL_KINDS
+from posttrain.core.config.rl_stage import TRAINING_KINDS
 from posttrain.core.config.sections import KeepSection
 from posttrain.core.rollout import episode_log
 from posttrain.core.store.mirror import Mirror
@@ -110,8 +110,8 @@ class StageFiles:
 def kept_evidence(
     files: StageFiles, found: Path | None, kind: str
 ) -> Iterator[evidence.EvidenceKeeper | None]:
-    """What keeps the evidence of a stage's steps while it runs; of stages like `rl` alone."""
-    keeper = files.evidence(found) if kind in RL_KINDS else None
+    """What keeps the evidence of a stage's steps while it runs, if it trains."""
+    keeper = files.evidence(found) if kind in TRAINING_KINDS else None
     try:
         yield keeper
     finally:

@@ -1,21 +1,29 @@
-"""The token microscope over a step of an RL stage, and the pages that the stage logs."""
+"""The token microscope over a step of a stage, and the pages that the stage logs."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from posttrain.core.analysis.evidence import StepEvidence, read_step, steps_in
-from posttrain.core.analysis.microscope import LARGE, OWN_NAME, Microscope, Variant, look
-from posttrain.core.analysis.token_weights import reads_logits
+from posttrain.core.analysis.microscope import (
+    LARGE,
+    OWN_NAME,
+    Microscope,
+    Variant,
+    look,
+    notes_of,
+)
+from posttrain.core.analysis.token_weights import TokenWeights, reads_logits, token_weights
 from posttrain.core.analysis.what_if import WhatIf, objective_under, usual
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.training.objective import Objective
 from posttrain.pipelines.rl.build import build_objective, update_settings
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import StageInputs
+from posttrain.pipelines.stages.answer_losses import Weigh, losses_on_answers
 
 FOLDER = "microscope"
 """Of the pages among the files of a stage's MLflow run."""
@@ -36,31 +44,61 @@ def microscope_of(
     Raises `ConfigError` for what is asked and cannot be built, `RunError` for what cannot be
     computed from the evidence.
     """
-    stage = there.stage
-    assert isinstance(stage, RlStage), "only rl stages have evidence"
+    names = [OWN_NAME, *(what.text for what in asked)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"what-if '{twice}' is on the page already; name each once")
+    if isinstance(there.stage, RlStage):
+        return _of_rollout(there, there.stage, evidence, title, asked, with_usual)
+    losses = losses_on_answers(there)
+    own = losses.own(evidence)
+    chosen = [Variant(what.text, _named(what, losses.under(what))) for what in asked]
+    fits = [Variant(what.text, losses.under(what)) for what in losses.usual() if with_usual]
+    return look(evidence, own.tokens, chosen, fits, title=title, answers=own)
+
+
+def _named(what: WhatIf, weigh: Weigh) -> Weigh:
+    """`weigh`, whose refusal says what was asked."""
+
+    def weighed(evidence: StepEvidence) -> TokenWeights:
+        try:
+            return weigh(evidence)
+        except ConfigError as error:
+            raise ConfigError(f"what-if '{what.text}': {error}; leave it out") from error
+
+    return weighed
+
+
+def _of_rollout(
+    there: StageInputs,
+    stage: RlStage,
+    evidence: StepEvidence,
+    title: str,
+    asked: Sequence[WhatIf],
+    with_usual: bool,
+) -> Microscope:
     own = build_objective(there, stage)
     if not own.terms and own.distillation is None:
         raise ConfigError(
             f"stage '{there.name}' has no loss on its rollout, so its tokens have no weights"
         )
-    chosen = [_variant(there, stage, what, own) for what in asked]
-    names = [OWN_NAME, *(variant.name for variant in chosen)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"what-if '{twice}' is on the page already; name each once")
+    settings = update_settings(there, stage, evidence.step)
+
+    def variant(what: WhatIf) -> Variant:
+        longest = stage.generation.max_response_length
+        objective = objective_under(what, own, there.manager, longest)
+        return Variant(what.text, partial(token_weights, objective=objective, settings=settings))
+
+    chosen = [variant(what) for what in asked]
     fits, refused = [], []
     for what in usual(own, there.manager) if with_usual else ():
         try:
-            fits.append(_variant(there, stage, what, own))
+            fits.append(variant(what))
         except ConfigError as error:
             refused.append(f"{what.text} is left out: {error}")
-    settings = update_settings(there, stage, evidence.step)
-    return look(evidence, own, settings, chosen, fits, title=title, notes=refused)
-
-
-def _variant(there: StageInputs, stage: RlStage, what: WhatIf, own: Objective) -> Variant:
-    longest = stage.generation.max_response_length
-    return Variant(what.text, objective_under(what, own, there.manager, longest))
+    notes = [*refused, *notes_of(evidence, own, settings)]
+    weights = token_weights(evidence, own, settings)
+    return look(evidence, weights, chosen, fits, title=title, notes=notes)
 
 
 def log_pages(context: StageContext) -> None:
@@ -83,7 +121,8 @@ def log_pages(context: StageContext) -> None:
 def _with_weights(context: StageContext, steps: Sequence[int]) -> list[int]:
     """The steps whose tokens have weights: those of a divergence alone are not always measured."""
     stage = context.stage
-    assert isinstance(stage, RlStage), "only rl stages have evidence"
+    if not isinstance(stage, RlStage):
+        return list(steps)
     own = build_objective(context, stage)
     if own.terms or not reads_logits(own):
         return list(steps)

@@ -47,6 +47,7 @@ from posttrain.pipelines.rl.recording import raise_alarm
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.own_answers import OnlinePairs, sample_pairs
 from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.steps import Steps
 
 RowT = TypeVar("RowT", Pair, LabelledAnswer)
@@ -160,6 +161,7 @@ def run_preference(context: StageContext) -> StageOutput:
     plots = preference_curves(run.steps.history, run.rankings, title, context.out / "plots")
     for path in plots:
         context.tracker.log_file(path, "plots")
+    log_pages(context)
     return StageOutput(
         {"model": context.out / "model", "report": context.out / "plots"},
         metrics,
@@ -252,7 +254,7 @@ class _PreferenceRun:
         """One update on `chosen`; none where there is nothing to learn from."""
         if not chosen:
             return {"train/updates": 0.0, "train/skipped_empty": 1.0}
-        metrics: dict[str, float] = self.trainer.call("step", chosen)
+        metrics = self.steps.take(chosen)
         text = alarm.after(metrics)
         metrics |= {"alarm/both_falling": 1.0} if alarm.ringing else {}
         if text is not None:

@@ -19,6 +19,7 @@ from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.own_steps import sample_steps
 from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.preference import mini_batches
 from posttrain.pipelines.stages.steps import Steps
 
@@ -36,11 +37,12 @@ def run_process_reward_model(context: StageContext) -> StageOutput:
         for step in steps.remaining:
             context.check()
             rows = [train[i] for i in schedule[step - 1]]
-            metrics = trainer.call("step", rows)
+            metrics = steps.take(rows)
             steps.done(step, metrics, partial(step_row_tensors, rows), [row.key for row in rows])
         trainer.finish()
         ranking: StepRanking = trainer.call("rank", held_out)
         model = trainer.trained_model()
+    log_pages(context)
     final = _measured(ranking) | {
         "prm/num_steps": float(sum(len(row.places) for row in train)),
         "prm/num_held_out_steps": float(ranking.steps),

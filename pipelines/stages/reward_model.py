@@ -14,6 +14,7 @@ from posttrain.core.training.step_record import preference_tensors
 from posttrain.pipelines.ranks.trainer import open_trainer
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.preference import gather_pairs, mini_batches
 from posttrain.pipelines.stages.steps import Steps
 
@@ -43,12 +44,13 @@ def train_on_pairs(
         for step in steps.remaining:
             context.check()
             rows = [train[i] for i in schedule[step - 1]]
-            metrics = trainer.call("step", rows)
+            metrics = steps.take(rows)
             keys = [pair.key for pair in rows]
             steps.done(step, metrics, partial(preference_tensors, rows), keys)
         trainer.finish()
         hits = trainer.call("hits", held_out)
         model = trainer.trained_model()
+    log_pages(context)
     low, high = wilson(hits, len(held_out))
     final = {
         "rm/held_out_pair_accuracy": hits / len(held_out),

@@ -41,6 +41,7 @@ from posttrain.pipelines.ranks.trainer import Trainer, open_trainer
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.inputs import PROBLEMS_FILE
 from posttrain.pipelines.stage.trained import save_trained
+from posttrain.pipelines.stages.microscope import log_pages
 from posttrain.pipelines.stages.steps import Steps
 
 TOKENS, BEST = "tokens", "best"
@@ -77,6 +78,7 @@ def _run(context: StageContext, stage: SftStage) -> StageOutput:
         metrics = run.train()
         trainer.finish()
         save_trained(context, trainer.trained_model(), tokenizer, "model")
+    log_pages(context)
     return StageOutput({"model": context.out / "model"}, metrics, steps.resumed)
 
 
@@ -348,7 +350,7 @@ class _SftRun:
     def _step(self, step: int) -> dict[str, float]:
         rows = self.data.plan[step - 1]
         batch = self.data.rows.batch(rows, self.pad_token_id)
-        metrics: dict[str, float] = self.trainer.call("step", batch)
+        metrics = self.steps.take(batch)
         return metrics | {"tokens/total": float(sum(self.data.rows.tokens[row] for row in rows))}
 
     def _tensors(self, step: int) -> dict[str, Tensor]:

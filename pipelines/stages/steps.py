@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from posttrain.core.config.preference_stages import (
     RewardModelStage,
 )
 from posttrain.core.config.sft_stage import SftStage
+from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.training.checkpoint import (
     Checkpoints,
@@ -22,10 +24,12 @@ from posttrain.core.training.checkpoint import (
     save_checkpoint,
 )
 from posttrain.core.training.finite import FiniteGuard
+from posttrain.core.training.readings import StepReadings
 from posttrain.core.training.step_record import StepTensors, weight_tensors
 from posttrain.pipelines.ranks.trainer import Trainer
 from posttrain.pipelines.rl.step import Stateful, load_parts
 from posttrain.pipelines.stage.context import StageContext
+from posttrain.pipelines.stages.answer_evidence import evidence_of
 
 TRAINED = SftStage | PreferenceStage | RewardModelStage | ProcessRewardModelStage
 """Stages without a loop of their own."""
@@ -46,6 +50,8 @@ class Steps:
     history: list[dict[str, float]] = field(default_factory=list)
     first: int = 1
     kept: Mapping[str, Stateful] = field(default_factory=dict)
+    readings: StepReadings | None = None
+    """What the step that was taken last was computed from, where evidence is kept."""
 
     @classmethod
     def begin(
@@ -76,6 +82,11 @@ class Steps:
         context.started(total)
         return steps
 
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """Of the model that is trained, for the texts of evidence."""
+        return self.context.tokenizer()
+
     @property
     def resumed(self) -> bool:
         return self.first > 1
@@ -83,6 +94,13 @@ class Steps:
     @property
     def remaining(self) -> range:
         return range(self.first, self.total + 1)
+
+    def take(self, rows: object) -> dict[str, float]:
+        """One optimizer step on `rows`, as the trainer's `step` takes them; returns its metrics."""
+        metrics: dict[str, float]
+        keep = self.context.evidence is not None
+        metrics, self.readings = self.trainer.call("step", rows, keep)
+        return metrics
 
     def done(
         self,
@@ -106,6 +124,9 @@ class Steps:
         if sink is not None and sink.wants(step):
             weights = weight_tensors(self.trainer.stored, None, step)
             sink.put(step, StepTensors(batch(), weights), metrics)
+        if self.context.evidence is not None and self.readings is not None:
+            self.context.evidence.put(evidence_of(step, self.readings, keys, self.tokenizer))
+            self.readings = None
         self.context.log_step(step, metrics)
         self.history.append({"step": float(step), **metrics})
         if self.checkpoints.is_due(step):

@@ -16,9 +16,10 @@ from posttrain.core.analysis.sweep import (
     paired_effect,
     seeds_effect,
 )
+from posttrain.core.config.rl_stage import TRAINING_KINDS
 from posttrain.core.errors import PosttrainError
 from posttrain.core.store.artifacts import StageResult
-from posttrain.pipelines.analysis.past_run import TRAINING, PastRun, open_record
+from posttrain.pipelines.analysis.past_run import PastRun, open_record
 from posttrain.pipelines.analysis.runs import (
     MAIN_METRICS,
     Group,
@@ -89,7 +90,7 @@ def _curves(run: PastRun, measured_by: str) -> RunResults | None:
     """The steps of the stage that trained the model that is measured, if they are kept."""
     stages = run.resolved.config.stages
     source = stages[measured_by].inputs.get("model", "")
-    trained = source if source in stages and stages[source].kind in TRAINING else None
+    trained = source if source in stages and stages[source].kind in TRAINING_KINDS else None
     try:
         return read_results(run, trained)
     except PosttrainError:  # no step is on record, as of a run that failed before the first

@@ -134,6 +134,35 @@ def test_the_first_and_the_last_step_of_rl_have_a_page_token_by_token(
     assert Path(looked["page"]).is_relative_to(home)
 
 
+def test_steps_of_sft_and_of_the_reward_model_are_looked_at_too(
+    workspace: Path, first: Finished, client: MlflowClient
+) -> None:
+    home, found = str(workspace / "home"), dict[str, Any]()
+    for stage in ("sft", "reward_model"):
+        run = children(client, first)[stage].info
+        pages = {f.path for f in client.list_artifacts(run.run_id, "microscope")}
+        assert "microscope/step-000001.html" in pages
+        given = ("inspect", first.result["run_id"], "--home", home, "--json", "--stage", stage)
+        assert run_command(*given).result["steps"][0]["step"] == 1
+        found[stage] = run_command(*given, "--step", "1").result
+        page = meta_of(load_text(f"{run.artifact_uri}/microscope/step-000001.html"))
+        ours = next(v for v in page["variants"] if v["name"] == "own")
+        assert sum(ours["size"]) == pytest.approx(found[stage]["variants"][0]["size"])
+    # The mean over learned tokens: each is pulled alike, and all together by 1.
+    assert found["sft"]["variants"][0]["net"] == pytest.approx(-1, rel=1e-5)
+    assert [v["name"] for v in found["sft"]["variants"]] == ["own", "dft", "phi"]
+    logged = client.get_metric_history(children(client, first)["sft"].info.run_id, "sft/loss")[
+        0
+    ].value
+    rows = found["sft"]["samples"]
+    tokens = sum(row["tokens"] for row in rows)
+    mean = sum(row["loss"] * row["tokens"] for row in rows) / tokens
+    assert mean == pytest.approx(logged, rel=1e-4), "the loss that the step reported"
+    # A new head scores 0: each pair is pulled by 1/2, over the number of pairs.
+    assert found["reward_model"]["variants"][0]["size"] == pytest.approx(1, rel=1e-4)
+    assert {row["answer"] for row in found["reward_model"]["samples"]} == {"chosen", "rejected"}
+
+
 def test_the_same_prompts_are_followed_and_a_few_responses_are_traces(
     first: Finished, client: MlflowClient
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from posttrain.core.analysis.evidence import read_step
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import (
     Finished,
@@ -107,6 +108,19 @@ def test_every_stage_makes_the_model_that_one_process_makes(
     done = run_command("run", str(config), "--set", RANKS, "--home", str(home), "--json")
     assert done.code == 0, done.text
     assert_same_models(done, alone)
+    one = config.parent / "one"
+    for stage in ("sft", "reward_model", "preference"):
+        (left,), (right,) = (list((at / "artifacts").glob(f"{stage}-*")) for at in (home, one))
+        ours, wanted = (read_step(at / "evidence", 1) for at in (left, right))
+        known = wanted.batch.mask.bool()
+        torch.testing.assert_close(
+            ours.seen_logprobs[known],
+            wanted.seen_logprobs[known],
+            rtol=0,
+            atol=1e-4,
+            equal_nan=True,
+        )
+        assert ours.given.keys() == wanted.given.keys()
     (record,) = (home / "artifacts").glob("rl-*/replay/steps.jsonl")
     row = next(r for r in map(json.loads, record.read_text().splitlines()) if r.get("step") == 3)
     critic = [name for name in row["weights"] if name.startswith("critic/")]

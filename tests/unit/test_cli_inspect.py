@@ -119,7 +119,8 @@ def test_the_mini_batches_are_those_of_the_runs_seed(home: Path) -> None:
     [
         (("--step", "2"), 2, "there is evidence of the steps 1, 5"),
         (("--what-if", "cispo"), 2, "--what-if and --out are about one step"),
-        (("--stage", "sft"), 2, "stage 'sft' is of kind 'sft'"),
+        (("--stage", "evaluate"), 2, "stage 'evaluate' is none of this run's"),
+        (("--stage", "sft"), 4, "stage 'sft' never began"),
         (("--stage", "rll"), 2, "did you mean 'rl'?"),
         (("--step", "1", "--what-if", "cipso"), 2, "did you mean 'cispo'?"),
         (("--step", "1", "--what-if", ""), 2, "must begin with a plugin's name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from posttrain.core.analysis.evidence import StepEvidence
-from posttrain.core.analysis.microscope import LARGE, Variant, look, pack, unpack
+from posttrain.core.analysis.microscope import LARGE, Variant, look, notes_of, pack, unpack
 from posttrain.core.analysis.token_weights import token_weights
 from posttrain.core.analysis.what_if import objective_under, usual
 from posttrain.core.types import Problem
@@ -35,8 +36,13 @@ OWN = objective_of(build_loss("ppo_clip"), "seq-mean-token-mean")
 
 def page_of(evidence: StepEvidence) -> str:
     width = evidence.batch.mask.shape[1]
-    others = [Variant(w.text, objective_under(w, OWN, MANAGER, width)) for w in usual(OWN, MANAGER)]
-    return look(evidence, OWN, WHOLE, usual=others, title="step 1 & <others>").page()
+    others = []
+    for what in usual(OWN, MANAGER):
+        objective = objective_under(what, OWN, MANAGER, width)
+        weigh = partial(token_weights, objective=objective, settings=WHOLE)
+        others.append(Variant(what.text, weigh))
+    own, notes = token_weights(evidence, OWN, WHOLE), notes_of(evidence, OWN, WHOLE)
+    return look(evidence, own, usual=others, title="step 1 & <others>", notes=notes).page()
 
 
 @pytest.mark.parametrize("bits", [23, 13])
