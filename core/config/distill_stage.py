@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from posttrain.core.config.base import Component, StageBase
 from posttrain.core.config.rl_stage import RewardComponent, RlStage
 from posttrain.core.config.sections import GenerationSection
+from posttrain.core.config.teachers import TeacherSection
 
 RECORDED = "recorded"
 """The input that is a teacher's record."""
@@ -72,7 +73,8 @@ class DistillStage(RlStage):
 
 
 class RecordTeacherStage(StageBase):
-    """What a teacher says of answers, written down. Reads `model`, the teacher.
+    """What a teacher says of answers, written down. Reads `model`: the teacher, or with `teacher`
+    the model whose tokens are recorded.
 
     A `distill` stage learns from it without the teacher.
     """
@@ -84,6 +86,11 @@ class RecordTeacherStage(StageBase):
     without_effect = ("micro_batch_size",)
 
     kind: Literal["record_teacher"]
+    teacher: TeacherSection | None = Field(
+        default=None,
+        description="a teacher behind a vLLM server (base_url and model), which has the tokens of "
+        "the input `model`; null = the input `model`",
+    )
     num_problems: int = Field(
         default=1024, ge=1, description="training problems; all there are, if fewer"
     )
@@ -121,6 +128,19 @@ class RecordTeacherStage(StageBase):
                 "at generation.temperature 0 every log-prob is 0 or minus infinity; use a value "
                 "above 0, such as 1.0"
             )
+        if self.teacher is None:
+            return self
+        if self.teacher.base_url is None:
+            raise ValueError(
+                "`teacher` is for a server: set teacher.base_url and teacher.model, or leave it "
+                "out and name the teacher as inputs.model"
+            )
+        if self.teacher.routes:
+            raise ValueError("one teacher is recorded, for all problems: remove teacher.routes")
+        if self.generation.temperature != 1:
+            raise ValueError(
+                "a server gives log-probs at temperature 1: set generation.temperature: 1.0"
+            )
         return self
 
     @property
@@ -131,5 +151,9 @@ class RecordTeacherStage(StageBase):
         return "problems"
 
     def max_sequences(self) -> int:
-        samples = self.answers == "sampled"
-        return self.problems_per_file * self.num_generations if samples else 0
+        return self.problems_per_file * self.num_generations if self.samples_here else 0
+
+    @property
+    def samples_here(self) -> bool:
+        """Whether the run's engine samples the answers."""
+        return self.answers == "sampled" and self.teacher is None

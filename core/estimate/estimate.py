@@ -207,7 +207,7 @@ class Estimator:
         elif isinstance(stage, TransformStage) and stage.rewrite != "rules":
             count, batch = data.count("train", stage.num_problems), stage.batch_size
             groups, limit = [1, stage.num_solutions], stage.generation.max_response_length
-        elif isinstance(stage, RecordTeacherStage) and stage.answers == "sampled":
+        elif isinstance(stage, RecordTeacherStage) and stage.samples_here:
             count, batch = data.count("train", stage.num_problems), stage.problems_per_file
             groups, limit = [stage.num_generations], stage.generation.max_response_length
         else:
@@ -275,7 +275,7 @@ class Estimator:
             ranking = self.forward(rows, head=False) * found.held_out / max(1, rows.number)
             update = self.train(rows, stage.lora, head=False)
             return found.steps, {"update": update}, sampling + ranking
-        if isinstance(stage, RecordTeacherStage):
+        if isinstance(stage, RecordTeacherStage) and stage.teacher is None:
             count, group = self.data.count("train", stage.num_problems), stage.num_generations
             limit = stage.generation.max_response_length
             answer = self.lengths.response(self.data.config, stage, limit)
@@ -284,6 +284,7 @@ class Estimator:
                 answer = (min(mean, limit), min(longest, limit))
             rows = self._rows(count * group, group, stage.micro_batch_size, answer)
             return 1, {"generate": sampling, "score": self.forward(rows)}, 0.0
+        # Of a teacher behind a server nothing is computed here.
         name = "evaluate" if isinstance(stage, EvaluateStage) else "generate"
         return int(sampling > 0), {name: sampling}, 0.0
 

@@ -105,8 +105,9 @@ def _notes(estimator: Estimator) -> list[str]:
         "within 30 %.",
         f"Lengths: {lengths.how}. A model answers up to the limit, or after an sft stage as long "
         "as the worked answers.",
-        "Not included: the start of the run, reward programs and judges, tools, groups that are "
-        "sampled again; nor what is saved where rows are skipped or results are reused.",
+        "Not included: the start of the run, reward programs, judges and teachers behind servers, "
+        "tools, groups that are sampled again; nor what is saved where rows are skipped or results "
+        "are reused.",
     ]
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if rates.measured and load > cores:

@@ -190,9 +190,9 @@ class TeacherServer:
             ) from error
 
     def scores(
-        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner, check: Check
+        self, batch: RolloutBatch, top_k: int, learner: PolicyLearner | None, check: Check
     ) -> TeacherScores:
-        """As in `ScoresTokens`: one request per row, up to its last sampled token."""
+        """As in `ScoresTokens`, by no learner: a request a row, up to its last sampled token."""
         check()
         found = asyncio.run(self._scores(batch, top_k))
         check()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.config.distill_stage import DistillStage
+from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.given_answers_checks import differs
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
@@ -48,20 +48,37 @@ def check_teachers(
 
             Rereader.of(tokenizer, ChatTokenizer.load(folder, config.model.system_prompt))
         if section.base_url is not None and tokenizer is not None:
-            from posttrain.core.training.teacher_server import ServerAway, server_of
-
             top_k, longest = _candidates(stage, manager), config.model.max_model_len
-            try:
-                server = server_of(name, section)
-                server.check(tokenizer, top_k=top_k, longest=longest)
-                if stage.seq_kd:
-                    server.check_sampling(tokenizer)
-            except ServerAway:
-                notes.append(
-                    f"{where}: nobody answers at {section.base_url} yet; the stage asks when it "
-                    "starts"
-                )
+            notes += _of_server(section, where, tokenizer, top_k, longest, samples=stage.seq_kd)
+    for place, stage in config.stages.items():
+        if isinstance(stage, RecordTeacherStage) and stage.teacher is not None and tokenizer:
+            where, longest = f"stages.{place}: teacher", config.model.max_model_len
+            samples = stage.answers == "sampled"
+            notes += _of_server(
+                stage.teacher, where, tokenizer, stage.top_k, longest, samples=samples
+            )
     return notes
+
+
+def _of_server(
+    section: TeacherSection,
+    where: str,
+    tokenizer: ChatTokenizer,
+    top_k: int,
+    longest: int,
+    *,
+    samples: bool,
+) -> Iterator[str]:
+    """Ask the server; a note where nobody answers."""
+    from posttrain.core.training.teacher_server import ServerAway, server_of
+
+    try:
+        server = server_of(where.rpartition(" ")[2].strip("'"), section)
+        server.check(tokenizer, top_k=top_k, longest=longest)
+        if samples:
+            server.check_sampling(tokenizer)
+    except ServerAway:
+        yield (f"{where}: nobody answers at {section.base_url} yet; the stage asks when it starts")
 
 
 def _check_record(

@@ -7,17 +7,17 @@ stage goes on after the last of them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.distill_stage import RecordTeacherStage
-from posttrain.core.contracts import PromptGroup, RolloutEngine, SampledGroup, StageOutput
+from posttrain.core.contracts import PromptGroup, SampledGroup, StageOutput
 from posttrain.core.data.problem_sets import check_worked
 from posttrain.core.data.teacher_record import (
     RecordedRows,
@@ -27,12 +27,14 @@ from posttrain.core.data.teacher_record import (
     write_rows,
 )
 from posttrain.core.data.tokens import ChatTokenizer, rollout_batch
+from posttrain.core.errors import RunError
 from posttrain.core.models.loading import load_policy
 from posttrain.core.rollout.episodes import generate_groups
 from posttrain.core.runtime.seeding import derive_seed
-from posttrain.core.training.distillation import candidate_pass
+from posttrain.core.training.distillation import TeacherScores, candidate_pass
 from posttrain.core.training.forward import check_passes
 from posttrain.core.training.splitting import micro_rows
+from posttrain.core.training.teacher_server import server_of
 from posttrain.core.types import SamplingParams
 from posttrain.pipelines.rl.given_answers import worked_completion
 from posttrain.pipelines.stage.context import StageContext
@@ -86,12 +88,12 @@ def _prompts(
 
 def _finish(context: StageContext, stage: RecordTeacherStage, folder: Path) -> RecordIndex:
     """Write the index, and put all of it where the stage's result is."""
-    teacher = context.inputs["model"]
+    made, server = context.inputs["model"], stage.teacher
     index = write_index(
         folder,
-        teacher=teacher.stage,
-        teacher_digest=teacher.digest,
-        model=teacher.path,
+        teacher=made.stage if server is None else f"{server.model} at {server.base_url}",
+        teacher_digest=made.digest if server is None else "",
+        model=made.path,
         answers=stage.answers,
         temperature=stage.generation.temperature,
         top_k=stage.top_k,
@@ -100,15 +102,18 @@ def _finish(context: StageContext, stage: RecordTeacherStage, folder: Path) -> R
     return index
 
 
+Sample = Callable[[Sequence[PromptGroup], SamplingParams], list[SampledGroup]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorder:
-    """The teacher, and its engine where it samples the answers."""
+    """Asks the teacher: `says` gives log-probs of answers, `sample` makes them (None: worked)."""
 
     context: StageContext
     stage: RecordTeacherStage
     tokenizer: ChatTokenizer
-    model: PreTrainedModel
-    engine: RolloutEngine[Any] | None
+    says: Callable[[RolloutBatch], TeacherScores]
+    sample: Sample | None
 
     @classmethod
     def open(
@@ -118,26 +123,59 @@ class _Recorder:
         tokenizer: ChatTokenizer,
         opened: ExitStack,
     ) -> _Recorder:
-        engine = None
+        if stage.teacher is None:
+            return cls._of_model(context, stage, tokenizer, opened)
+        server, longest = server_of("teacher", stage.teacher), context.run.model.max_model_len
+        server.check(tokenizer, top_k=stage.top_k, longest=longest)
+        sample: Sample | None = None
         if stage.answers == "sampled":
+            server.check_sampling(tokenizer)
+            sample = partial(server.sample, ends=tokenizer.end_token_ids, check=context.check)
+
+        def says(batch: RolloutBatch) -> TeacherScores:
+            found = server.scores(batch, stage.top_k, None, context.check)
+            missing = int(found.logprobs[batch.response_mask.bool()].isnan().sum())
+            if missing:
+                raise RunError(
+                    f"{server.base_url} gives no log-prob of {missing} of the tokens that it was "
+                    "sent: use a vLLM server, or record a teacher that is here (inputs.model)"
+                )
+            return found
+
+        return cls(context, stage, tokenizer, says, sample)
+
+    @classmethod
+    def _of_model(
+        cls,
+        context: StageContext,
+        stage: RecordTeacherStage,
+        tokenizer: ChatTokenizer,
+        opened: ExitStack,
+    ) -> _Recorder:
+        sample: Sample | None = None
+        if stage.samples_here:
             engine = opened.enter_context(context.engines.lease(context.model_dir))
+            sample = partial(generate_groups, engine)
         model = load_policy(context.model_dir, context.runtime)
         model.requires_grad_(False)
         check_passes(model)
-        return cls(context, stage, tokenizer, model, engine)
+
+        def says(batch: RolloutBatch) -> TeacherScores:
+            return candidate_pass(
+                model,
+                batch,
+                micro_rows(batch, stage.micro_batch_size),
+                top_k=stage.top_k,
+                temperature=stage.generation.temperature,
+                check=context.check,
+            )
+
+        return cls(context, stage, tokenizer, says, sample)
 
     def rows(self, number: int, prompts: Sequence[PromptGroup]) -> RecordedRows:
         """The rows of the file `number`: the same whether other files were made before or not."""
-        stage = self.stage
         batch = rollout_batch(self._answers(number, prompts), self.tokenizer)
-        said = candidate_pass(
-            self.model,
-            batch,
-            micro_rows(batch, stage.micro_batch_size),
-            top_k=stage.top_k,
-            temperature=stage.generation.temperature,
-            check=self.context.check,
-        )
+        said = self.says(batch)
         assert said.topk_ids is not None and said.topk_logprobs is not None
         lengths = batch.response_mask.sum(dim=1).tolist()
 
@@ -158,7 +196,7 @@ class _Recorder:
     def _answers(self, number: int, prompts: Sequence[PromptGroup]) -> list[SampledGroup]:
         stage, generation = self.stage, self.stage.generation
         limit = generation.max_response_length
-        if self.engine is None:
+        if self.sample is None:
             return [
                 SampledGroup(prompt, (worked_completion(self.tokenizer, prompt, limit),))
                 for prompt in prompts
@@ -171,4 +209,4 @@ class _Recorder:
             top_k=generation.top_k,
             seed=derive_seed(self.context.run.seed, self.context.name, "answers", number),
         )
-        return generate_groups(self.engine, prompts, params)
+        return self.sample(prompts, params)

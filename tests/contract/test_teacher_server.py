@@ -145,10 +145,30 @@ def test_vllm_samples_the_answers_that_a_student_learns_from(
             "generation": {"max_response_length": 6},
             "optimizer": {"learning_rate": 3.0e-3},
             "evaluate_every": 0,
-        }
+        },
+        "record": {
+            "kind": "record_teacher",
+            "inputs": {"model": "base"},
+            "teacher": {"base_url": url, "model": "big"},
+            "num_problems": 16,
+            "answers": "sampled",
+            "top_k": CANDIDATES,
+            "generation": {"max_response_length": 6},
+        },
+        "offline": {
+            "kind": "distill",
+            "inputs": {"model": "base", "recorded": "record"},
+            "distillation": {"name": "gkd", "top_k": CANDIDATES},
+            "steps": 2,
+            "prompts_per_step": 8,
+            "generation": {"max_response_length": 6},
+            "evaluate_every": 0,
+        },
     }
     path, home = write_config(tmp_path / "run.yaml", config), prepared(tmp_path / "home")
     done = run_command("run", str(path), "--home", str(home), "--json")
     assert done.code == 0, done.text
     assert done.result["stages"]["student"]["metrics"]["distil/on_policy"] == 0
     assert done.result["stages"]["student"]["metrics"]["distil/teacher_mass"] > 0.5
+    assert done.result["stages"]["record"]["metrics"]["record/rows"] == 16
+    assert done.result["stages"]["offline"]["metrics"]["distil/teacher_mass"] > 0.5

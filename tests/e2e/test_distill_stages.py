@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from posttrain.core.kit.tiny import make_tiny_model
+from posttrain.pipelines.cli.main import app
 from tests.helpers.distilling import STEP, TEACHER
 from tests.helpers.killer import WHERE, install
 from tests.helpers.learning import SEEDS, final, make_model, run, run_config
-from tests.helpers.pipeline import Finished, prepared, run_command, start_command, write_config
+from tests.helpers.pipeline import (
+    Finished,
+    prepared,
+    run_command,
+    start_command,
+    tiny_config,
+    write_config,
+)
+from tests.helpers.scoring_server import scoring_server
 
 pytestmark = pytest.mark.usefixtures("shared_prefect")
 RECORD = {
@@ -46,6 +60,91 @@ def config(folder: Path, seed: int, students: list[str], *, teacher: int, steps:
 def digests(run: Finished) -> dict[str, str]:
     """Of what each stage made first."""
     return {n: stage["artifacts"][0]["digest"] for n, stage in run.result["stages"].items()}
+
+
+def rows_of(folder: Path) -> dict[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    """Of each prompt and answer: what the teacher says of its tokens. Stages draw other orders."""
+    (path,) = folder.glob("rows-*.safetensors")
+    made = load_file(path)
+    prompts = made["prompt_ids"].split(made["prompt_lengths"].tolist())
+    lengths = made["response_lengths"].tolist()
+    names = ("response_ids", "teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs")
+    columns = [made[name].split(lengths) for name in names]
+    return {
+        tuple(prompts[row].tolist()): said for row, said in enumerate(zip(*columns, strict=True))
+    }
+
+
+def test_a_teacher_behind_a_server_is_recorded_as_its_weights_are(tmp_path: Path) -> None:
+    """The run's own model, as it is here and behind a server: two records that say the same."""
+    model = make_tiny_model(tmp_path / "model", seed=1, init_std=0.3)
+    config = tiny_config(model)
+    record = {
+        "kind": "record_teacher",
+        "inputs": {"model": "base"},
+        "num_problems": 100,
+        "top_k": 8,
+        "generation": {"max_response_length": 6},
+    }
+    student = {
+        "kind": "distill",
+        "inputs": {"model": "base", "recorded": "there"},
+        "distillation": {"name": "gkd", "top_k": 8},
+        "steps": 2,
+        "prompts_per_step": 4,
+        "generation": {"max_response_length": 6},
+        "evaluate_every": 0,
+    }
+    with scoring_server(model) as server:
+        served = record | {"teacher": {"base_url": server.url, "model": "big"}}
+        config["stages"] = {
+            "here": record,
+            "there": served,
+            "sampled": served | {"answers": "sampled", "num_generations": 2},
+            "student": student,
+        }
+        path, home = write_config(tmp_path / "run.yaml", config), prepared(tmp_path / "home")
+        assert run_command("validate", str(path)).code == 0
+        done = run_command("run", str(path), "--home", str(home), "--json")
+    assert done.code == 0, done.text
+    made = {n: Path(s["artifacts"][0]["uri"]) for n, s in done.result["stages"].items()}
+    found = {name: rows_of(made[name]) for name in ("here", "there", "sampled")}
+    assert found["there"].keys() == found["here"].keys()
+    for key, wanted in found["here"].items():
+        for ours, theirs in zip(found["there"][key], wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert done.result["stages"]["sampled"]["metrics"]["record/rows"] == 2 * len(found["here"])
+    index = json.loads((made["there"] / "index.json").read_text())
+    assert index["teacher"] == f"big at {server.url}"
+    # The student is its own teacher, so there is nothing to learn.
+    assert abs(done.result["stages"]["student"]["metrics"]["loss/distillation"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"teacher": {"model": "big"}}, "set teacher.base_url and teacher.model"),
+        (
+            {
+                "teacher": {"base_url": "http://127.0.0.1:9/v1", "model": "big"},
+                "generation": {"max_response_length": 2, "temperature": 0.7},
+            },
+            "set generation.temperature: 1.0",
+        ),
+        (
+            {"teacher": {"base_url": "http://127.0.0.1:9/v1", "model": "big", "routes": ["a"]}},
+            "remove teacher.routes",
+        ),
+    ],
+)
+def test_a_recorded_server_that_cannot_be_is_refused(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    config = tiny_config(make_tiny_model(tmp_path / "model"))
+    config["stages"] = {"rec": {"kind": "record_teacher", "inputs": {"model": "base"}, **change}}
+    loaded = CliRunner().invoke(app, ["validate", str(write_config(tmp_path / "run.yaml", config))])
+    assert loaded.exit_code == 2
+    assert says in loaded.output and loaded.output.count("error: ") == 1
 
 
 @pytest.mark.slow
