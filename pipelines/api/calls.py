@@ -203,23 +203,32 @@ def sweep(
     overrides: Overrides = (),
     home: Folder = None,
     store: Folder = None,
-    parallel: int = 1,
+    parallel: int | None = None,
     seeds: Sequence[int] | None = None,
     only: Sequence[str] = (),
     stop_early: bool = False,
+    work_pool: str | None = None,
+    job_variables: Mapping[str, object] | None = None,
+    ray: str | None = None,
     progress: bool = True,
 ) -> Report:
     """Run the variants of a config and compare them, as `posttrain sweep` does.
 
-    `parallel` is the number of processes, `seeds` stand for those of the section `variants`, `only`
-    names the variants to run next to the base; with `stop_early` one that falls behind the base is
-    stopped. The report's `values` have a row for each variant and each run, failed ones with their
-    reasons. Other arguments are those of `run`. The same call continues an interrupted sweep.
+    `parallel` is the number of branches at once (None: one on this machine, all in a work pool, as
+    many as fit on a cluster), `seeds` stand for those of the section `variants`, `only` names the
+    variants to run next to the base; with `stop_early` one that falls behind the base is stopped.
+    Branches run in processes of this machine, in the Prefect pool `work_pool`, whose jobs get
+    `job_variables`, or on the nodes of the Ray cluster at `ray`. The report's `values` have a row
+    for each variant and each run, failed ones with their reasons. Other arguments are those of
+    `run`. The same call continues an interrupted sweep.
     """
+    from posttrain.pipelines.deploy.placing import placed
     from posttrain.pipelines.sweep.sweeping import SweepOptions, run_sweep
 
     chosen = None if seeds is None else tuple(seeds)
-    options = SweepOptions(*_places(home, store), parallel, chosen, tuple(only), stop_early)
+    folders = _places(home, store)
+    placing = placed(folders[0], work_pool, job_variables or {}, ray)
+    options = SweepOptions(*folders, parallel, chosen, tuple(only), stop_early, placing)
 
     @contextmanager
     def shown() -> Iterator[Reporter]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,12 +18,11 @@ from posttrain.pipelines.cli.common import (
     command,
 )
 from posttrain.pipelines.cli.deployments import JobVariables, parse_variables
+from posttrain.pipelines.deploy.placing import placed
 
 if TYPE_CHECKING:
     from posttrain.core.runtime.reporter import Reporter
     from posttrain.pipelines.sweep.branches import Sweep
-    from posttrain.pipelines.sweep.places import Placement
-    from posttrain.pipelines.sweep.sweeping import SweepOptions
 
 EPILOG = (
     "Examples:\n\n"
@@ -106,7 +104,7 @@ def sweep(
 
     options = SweepOptions(
         *(context.home, context.store, parallel, parse_seeds(seeds), tuple(only or ())),
-        *(stop_early, placed(context, work_pool, job_variables or [], ray)),
+        *(stop_early, placed(context.home, work_pool, parse_variables(job_variables or []), ray)),
     )
     if dry_run:
         found = planned_sweep(configs, overrides, options)
@@ -136,37 +134,6 @@ def sweep(
         mlflow_run_id=swept.mlflow_run_id,
     )
     return Result(values.values, exit_code=1 if swept.failed else 0)
-
-
-def placed(
-    context: CommandContext, work_pool: str | None, job_variables: Sequence[str], ray: str | None
-) -> Callable[[Sweep, SweepOptions], Placement] | None:
-    """Where branches run, None for this machine."""
-    if work_pool is not None and ray is not None:
-        raise ConfigError("--work-pool and --ray are two places for the branches: give one")
-    if work_pool is None and job_variables:
-        raise ConfigError("--job-variable is for the jobs of a work pool: add --work-pool")
-    if ray is not None:
-        from posttrain.pipelines.sweep.nodes import Nodes
-
-        return partial(Nodes, ray)
-    if work_pool is None:
-        return None
-    variables = parse_variables(job_variables)
-    from posttrain.pipelines.services.shared_servers import (
-        require_shared_mlflow,
-        require_shared_prefect,
-    )
-
-    require_shared_prefect()
-    require_shared_mlflow()
-    from posttrain.pipelines.run.prefect_env import configure_client
-
-    configure_client(context.home)
-
-    from posttrain.pipelines.deploy.work_pool import WorkPool  # Prefect takes 2 s to import
-
-    return partial(WorkPool, work_pool, variables)
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...] | None:
