@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from posttrain.core.plugin_manager import PluginManager
 
 # Fields that say how answers are sampled: without effect in addition to a file.
-_SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation")
+_SAMPLING = ("num_prompts", "num_generations", "pairs_per_prompt", "generation", "unfinished")
 # Fields of a fixed set of pairs: without effect where each round makes its own.
 _WITHOUT_ROUNDS = {
     "num_prompts": "set online.prompts_per_round",
     "num_generations": "set online.num_generations",
     "epochs": "set online.steps",
+    "unfinished": "answers are ranked as online.ranked_by says",
     "held_out_fraction": "no pair is held out; measure with a stage of kind 'evaluate'",
     "max_length": "set generation.max_response_length",
     "evaluate_every": "no pair is held out; measure with a stage of kind 'evaluate'",

@@ -80,6 +80,12 @@ class PreferenceDataStage(JudgedAnswersStage):
         default=8, ge=2, le=1_000_000, description="answers sampled per problem"
     )
     pairs_per_prompt: int = Field(default=2, ge=1, description="at most, per problem")
+    unfinished: Literal["as_judged", "rejected"] = Field(
+        default="as_judged",
+        description="what an own answer that the length limit cut is worth. as_judged: right if "
+        "the verifier finds the answer in it; rejected: never right, so that what is trained "
+        "learns that answers end",
+    )
 
     def outside_paths(self) -> dict[str, str]:
         """The file of preferences; what a task brings is in the task's own digest, and a data set

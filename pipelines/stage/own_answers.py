@@ -41,6 +41,8 @@ SHOWN = 200
 SHOWN_IN_ROUND = 4
 """Problems of a round in a table of its own, in at most 50 rounds of a stage."""
 SHOWN_ROUNDS = 50
+MOST_CUT = 0.1
+"""Share of chosen answers without an end from which a stage warns."""
 RANKING_MODEL = Component.model_validate({"name": "reward_model", "transform": "none"})
 """The reward that reads the stage's reward model; logits rank as well as they are."""
 
@@ -120,19 +122,29 @@ def _sample(
 ) -> OwnAnswers:
     pairs: list[Pair] = []
     table: list[dict[str, object]] = []
-    seen = 0
+    seen, cut = 0, set[tuple[int, ...]]()
     params = params_of(stage, stage.num_generations)
     for prompt, group in sampled_groups(context, engine, prompts, params, (context.name,)):
         problem, answers = prompt.problem, []
         for completion in group:
             text = tokenizer.decode_response(completion.token_ids)
             correct = context.task.verify(problem, text).correct >= 1.0
+            if correct and tokenizer.is_truncated(completion):
+                correct = stage.unfinished == "as_judged"
+                cut.add(completion.token_ids)
             answers.append((completion.token_ids, correct))
             table.append({"prompt": problem.prompt, "response": text, "correct": correct})
         pairs += make_pairs(problem.key, prompt.prompt_ids, answers, stage.pairs_per_prompt)
         seen += 1
         if seen % PAIR_PROMPTS_PER_CALL == 0 or seen == len(prompts):
             context.reporter.say(f"{context.name}: {len(pairs)} pairs of {seen} problems")
+    chosen = sum(pair.chosen_ids in cut for pair in pairs)
+    if chosen > MOST_CUT * len(pairs):
+        context.warn(
+            f"{context.name}: {chosen} of {len(pairs)} chosen answers were cut by the length "
+            "limit, so what is trained on them learns to go on instead of ending: set unfinished: "
+            "rejected, or raise generation.max_response_length"
+        )
     return OwnAnswers(pairs, table[:SHOWN])
 
 
