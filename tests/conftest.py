@@ -66,7 +66,8 @@ def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared_prefect(prefect_url: str) -> Iterator[None]:
-    """The commands of this file report to that server, instead of starting one each."""
+    """The commands of this file report to that server, instead of starting one each, and find the
+    libraries loaded (`tests.helpers.warm`). Files without this start all as users do."""
     from tests.helpers.pipeline import REPORTS_TO
 
     REPORTS_TO["PREFECT_API_URL"] = prefect_url

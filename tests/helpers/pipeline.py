@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 from posttrain.core.runtime.files import create_database
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.run.prefect_program import SCHEMA
+from tests.helpers.warm import WarmCommands
 
 COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli"]
 
@@ -85,6 +86,9 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 REPORTS_TO: dict[str, str] = {}
 """Variables that name the servers of all commands; the fixture `shared_prefect` sets them."""
 
+WARM: list[tuple[dict[str, str], WarmCommands]] = []
+"""The process that forks such commands, and its environment; one for as long as the tests run."""
+
 
 def environment() -> dict[str, str]:
     """This process's environment, one thread, and no tracking server but the tests' own."""
@@ -112,7 +116,13 @@ class Finished:
 def run_command(
     *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment."""
+    """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment.
+
+    In a file with `shared_prefect` the libraries are loaded already, unless there are `variables`.
+    """
+    if REPORTS_TO and not variables and (warm := warm_commands()) is not None:
+        code, out, err = warm.run(arguments, timeout)
+        return finished(arguments, code, out, err)
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -120,9 +130,23 @@ def run_command(
         timeout=timeout,
         env=environment() | dict(variables or {}),
     )
-    lines = done.stdout.strip().splitlines()
+    return finished(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def finished(arguments: Sequence[str], code: int, out: str, err: str) -> Finished:
+    """What a command left, with the JSON object that `--json` asks for."""
+    lines = out.strip().splitlines()
     result = json.loads(lines[-1]) if "--json" in arguments and lines else {}
-    return Finished(done.returncode, done.stdout + done.stderr, result)
+    return Finished(code, out + err, result)
+
+
+def warm_commands() -> WarmCommands | None:
+    """The process whose environment is the present one, but for the name of the test."""
+    present = {k: v for k, v in environment().items() if k != "PYTEST_CURRENT_TEST"}
+    if not WARM:
+        WARM.append((present, WarmCommands(present)))
+    ((begun_with, warm),) = WARM
+    return warm if begun_with == present else None
 
 
 def start_command(
