@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from posttrain.core.runtime import startup
 from posttrain.core.runtime.files import create_database
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.run.prefect_program import SCHEMA
@@ -86,8 +87,12 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 REPORTS_TO: dict[str, str] = {}
 """Variables that name the servers of all commands; the fixture `shared_prefect` sets them."""
 
-WARM: list[tuple[dict[str, str], WarmCommands]] = []
-"""The process that forks such commands, and its environment; one for as long as the tests run."""
+WARM: list[WarmCommands] = []
+"""The process that forks commands; one for as long as the tests run."""
+
+READ_EARLY = ("PYTHONPATH", "HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", startup.CHOICE)
+AT_START = {name: os.environ.get(name) for name in READ_EARLY}
+"""Variables that are read while Python and the libraries are loaded, as tests find them."""
 
 
 def environment() -> dict[str, str]:
@@ -106,11 +111,12 @@ def prepared(home: Path) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished command: exit code, text, and the JSON object that ends its output."""
+    """A finished command: exit code, all text, the JSON object that ends its output, and stdout."""
 
     code: int
     text: str
     result: dict[str, Any]
+    out: str = ""
 
 
 def run_command(
@@ -120,9 +126,29 @@ def run_command(
 
     In a file with `shared_prefect` the libraries are loaded already, unless there are `variables`.
     """
-    if REPORTS_TO and not variables and (warm := warm_commands()) is not None:
-        code, out, err = warm.run(arguments, timeout)
-        return finished(arguments, code, out, err)
+    if REPORTS_TO and not variables:
+        return run_loaded(*arguments, timeout=timeout)
+    return run_whole(*arguments, timeout=timeout, variables=variables)
+
+
+def run_loaded(*arguments: str, timeout: float = 300) -> Finished:
+    """The same in a process that begins with the libraries loaded, but where a test has set other
+    variables for them, or another thread waits for its command.
+    """
+    if AT_START != {name: os.environ.get(name) for name in READ_EARLY}:
+        return run_whole(*arguments, timeout=timeout)
+    if not WARM:
+        WARM.append(WarmCommands(environment()))
+    (warm,) = WARM
+    if warm.is_busy():
+        return run_whole(*arguments, timeout=timeout)
+    return finished(arguments, *warm.run(arguments, environment(), timeout))
+
+
+def run_whole(
+    *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
+) -> Finished:
+    """The same in an interpreter of its own, as users start it."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -137,16 +163,7 @@ def finished(arguments: Sequence[str], code: int, out: str, err: str) -> Finishe
     """What a command left, with the JSON object that `--json` asks for."""
     lines = out.strip().splitlines()
     result = json.loads(lines[-1]) if "--json" in arguments and lines else {}
-    return Finished(code, out + err, result)
-
-
-def warm_commands() -> WarmCommands | None:
-    """The process whose environment is the present one, but for the name of the test."""
-    present = {k: v for k, v in environment().items() if k != "PYTEST_CURRENT_TEST"}
-    if not WARM:
-        WARM.append((present, WarmCommands(present)))
-    ((begun_with, warm),) = WARM
-    return warm if begun_with == present else None
+    return Finished(code, out + err, result, out)
 
 
 def start_command(

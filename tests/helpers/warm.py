@@ -5,10 +5,10 @@ transformers and MLflow. Here one process imports them once and forks for each c
 goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect and the pipelines itself:
 Prefect reads its settings when it is imported.
 
-The children have the environment that the process was started with, so that what libraries read
-when they are loaded is right: a command with other variables gets an interpreter of its own. The
-seed of hashes is the same in all of them: where a test compares bits of two runs, one of the two
-should have its own interpreter, as those have that are killed.
+What libraries read when they are loaded is right only in the environment of that moment: a command
+for which a test sets variables has an interpreter of its own. The seed of hashes is the same in all
+children: where a test compares bits of two runs, one of the two should have its own interpreter, as
+those have that are killed.
 """
 
 from __future__ import annotations
@@ -50,27 +50,33 @@ class WarmCommands:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         chosen = environment.get(startup.CHOICE) != "system"
-        preload = startup.preloaded(environment) if chosen else {}
-        if preload:  # `startup.use_allocator` finds that it has been there
-            preload[startup.BEFORE] = environment.get("LD_PRELOAD", "")
+        self._preload = startup.preloaded(environment) if chosen else {}
+        if self._preload:  # `startup.use_allocator` finds that it has been there
+            self._preload[startup.BEFORE] = environment.get("LD_PRELOAD", "")
         self._busy = threading.Lock()
         atexit.register(self._close)
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
-                env={**environment, **preload},
+                env={**environment, **self._preload},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
 
-    def run(self, arguments: Sequence[str], timeout: float) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of `posttrain ARGUMENTS`, as subprocess.run gives them."""
+    def run(
+        self, arguments: Sequence[str], environment: Mapping[str, str], timeout: float
+    ) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of `posttrain ARGUMENTS`, as subprocess.run gives them.
+
+        What libraries read of the environment when they are loaded is what it was then.
+        """
+        variables = {**environment, **self._preload}
         with self._busy:
             readers, writers = zip(os.pipe(), os.pipe(), strict=True)
             try:
-                request = json.dumps([Path.cwd().as_posix(), *arguments]).encode()
+                request = json.dumps([str(Path.cwd()), variables, *arguments]).encode()
                 socket.send_fds(self._ours, [request], list(writers))
                 pid = self._answer()
             finally:
@@ -86,6 +92,10 @@ class WarmCommands:
                 for reader in readers:
                     os.close(reader)
             return self._answer(), out, err
+
+    def is_busy(self) -> bool:
+        """Whether another thread waits for its command."""
+        return self._busy.locked()
 
     def _close(self) -> None:
         self._ours.close()
@@ -113,8 +123,8 @@ def read_all(readers: Sequence[int], timeout: float) -> list[str]:
     return [b"".join(parts).decode() for parts in found.values()]
 
 
-def next_command(connection: socket.socket) -> list[str]:
-    """Fork for each request; returns in the child, with the folder and the command's arguments."""
+def next_command(connection: socket.socket) -> tuple[str, dict[str, str], list[str]]:
+    """Fork for each request; returns in the child: the folder, the variables, the arguments."""
     while True:
         data, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not data:
@@ -130,8 +140,8 @@ def next_command(connection: socket.socket) -> list[str]:
         for stream, file in enumerate(files, start=1):
             os.dup2(file, stream)
             os.close(file)
-        found: list[str] = json.loads(data)
-        return found
+        folder, variables, *arguments = json.loads(data)
+        return folder, variables, arguments
 
 
 def main() -> None:
@@ -142,8 +152,10 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for the tests
-    folder, *arguments = next_command(socket.socket(fileno=int(sys.argv[1])))
+    folder, variables, arguments = next_command(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
     os.chdir(folder)
     sys.path[0] = folder
     sys.argv[1:] = arguments
