@@ -75,6 +75,14 @@ def shared_prefect(prefect_url: str) -> Iterator[None]:
     REPORTS_TO.clear()
 
 
+@pytest.fixture
+def reports_to_shared_prefect(prefect_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for one test of a file whose others start a server of their own."""
+    from tests.helpers.pipeline import REPORTS_TO
+
+    monkeypatch.setitem(REPORTS_TO, "PREFECT_API_URL", prefect_url)
+
+
 @pytest.fixture(scope="session")
 def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Python of a virtual environment that has verifiers."""
