@@ -128,16 +128,14 @@ def measure(
         name: found[name]["steps_per_hour"] / found["staleness0"]["steps_per_hour"]
         for name in schedules
     }
-    ahead, plain = (
-        found[name]["steps_per_hour_with_first"] for name in ("staleness1", "staleness0")
-    )
+    rates = {name: found[name]["steps_per_hour_with_first"] for name in schedules}
     return {
         "benchmark": "overlap",
         "seconds": seconds,
         "steps": steps,
         **found,
         "speedup": round(speedups["staleness1"], 3),
-        "speedup_with_first": round(ahead / plain, 3),
+        "speedup_with_first": round(rates["staleness1"] / rates["staleness0"], 3),
         "streaming_speedup": round(speedups["streaming"], 3) if "streaming" in speedups else None,
         "load": round(os.getloadavg()[0], 2),
     }
