@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 REPORTS_TO: dict[str, str] = {}
 """Variables that name the servers of all commands; the fixture `shared_prefect` sets them."""
 
+STARTING = threading.Lock()
 WARM: list[WarmCommands] = []
 """The process that forks commands; one for as long as the tests run."""
 
@@ -137,9 +139,9 @@ def run_loaded(*arguments: str, timeout: float = 300) -> Finished:
     """
     if AT_START != {name: os.environ.get(name) for name in READ_EARLY}:
         return run_whole(*arguments, timeout=timeout)
-    if not WARM:
-        WARM.append(WarmCommands(environment()))
-    (warm,) = WARM
+    with STARTING:
+        warm = WARM[0] if WARM else WarmCommands(environment())
+        WARM[:] = [warm]
     if warm.is_busy():
         return run_whole(*arguments, timeout=timeout)
     return finished(arguments, *warm.run(arguments, environment(), timeout))
