@@ -98,6 +98,7 @@ class WarmCommands:
         return self._busy.locked()
 
     def _close(self) -> None:
+        self._ours.shutdown(socket.SHUT_RDWR)  # also where a forked process still has it
         self._ours.close()
         self._process.wait(30)
 
