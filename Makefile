@@ -94,7 +94,7 @@ format: dev ## format the code and apply the fixes that ruff knows
 test: dev ## run all tests except the slow ones, with two workers (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not alone" -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder --durations=25
-	$(BIN)/pytest -m "alone and not slow"
+	$(BIN)/pytest -m "alone and not slow" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test-slow: dev ## run the tests that take minutes each
 	$(BIN)/pytest -m slow

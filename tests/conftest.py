@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,12 +67,21 @@ def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared_prefect(prefect_url: str) -> Iterator[None]:
-    """The commands of this file report to that server, instead of starting one each."""
+    """The commands of this file report to that server, instead of starting one each, and find the
+    libraries loaded (`tests.helpers.warm`). Files without this start all as users do."""
     from tests.helpers.pipeline import REPORTS_TO
 
     REPORTS_TO["PREFECT_API_URL"] = prefect_url
     yield
     REPORTS_TO.clear()
+
+
+@pytest.fixture
+def reports_to_shared_prefect(prefect_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for one test of a file whose others start a server of their own."""
+    from tests.helpers.pipeline import REPORTS_TO
+
+    monkeypatch.setitem(REPORTS_TO, "PREFECT_API_URL", prefect_url)
 
 
 @pytest.fixture(scope="session")
@@ -130,6 +140,34 @@ def pytest_runtest_setup() -> None:
     for name in MLFLOW_SERVERS:
         os.environ.pop(name, None)
     os.environ.update(GIVEN_SERVERS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what is there before the first test out of all collections of garbage.
+
+    Thousands of tests and their modules are millions of objects. Engines and learners collect
+    garbage when they end, and walked through all of it each time: a second or two.
+    """
+    gc.disable()  # nothing that is loaded becomes garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what a file has loaded, when its last fixture is gone."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries complain at exit about what a collection cannot reach."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

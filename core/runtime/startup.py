@@ -20,7 +20,7 @@ LIBRARY = "libtcmalloc_minimal.so.4"
 CHOICE = "POSTTRAIN_ALLOCATOR"
 """Environment variable; `system` leaves glibc's in place."""
 COMMANDS = frozenset({"run", "plan", "replay"})
-_BEFORE = "POSTTRAIN_PRELOAD_BEFORE"
+BEFORE = "POSTTRAIN_PRELOADBEFORE"
 _FOLDERS = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib")
 
 
@@ -42,7 +42,7 @@ def use_allocator(arguments: Sequence[str]) -> None:
 
     Returns in the new process, with the environment as it was, or where there is nothing to do.
     """
-    before = os.environ.pop(_BEFORE, None)
+    before = os.environ.pop(BEFORE, None)
     if before is not None:  # the new process
         if before:
             os.environ["LD_PRELOAD"] = before
@@ -54,7 +54,7 @@ def use_allocator(arguments: Sequence[str]) -> None:
     preload = preloaded(os.environ)
     if not preload or not sys.executable:
         return
-    environment = {**os.environ, **preload, _BEFORE: os.environ.get("LD_PRELOAD", "")}
+    environment = {**os.environ, **preload, BEFORE: os.environ.get("LD_PRELOAD", "")}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 

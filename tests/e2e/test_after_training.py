@@ -31,6 +31,8 @@ from posttrain.pipelines.using.speaker import Speaker
 from tests.helpers.hub import running_hub
 from tests.helpers.pipeline import COMMAND, environment, run_command, tiny_config, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 
 class Done(NamedTuple):
     """A finished command."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 # What is right by chance differs between processors; how long a response is differs everywhere.
 ALWAYS_LEARNS = ["accuracy", {"name": "length_penalty", "alpha": 0.1}]

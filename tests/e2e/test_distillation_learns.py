@@ -9,6 +9,8 @@ import pytest
 from tests.helpers.distilling import BY_TEXT, ITSELF, STUDENTS, distil, distil_texts
 from tests.helpers.learning import SEEDS, final
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 
 def test_a_student_follows_its_teacher_without_a_reward(tmp_path: Path) -> None:
     students = {"gkd": STUDENTS["gkd"], "itself": ITSELF}

@@ -14,6 +14,8 @@ from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.pipeline import prepared, run_command
 from tests.helpers.plugins import MANAGER
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "distillation.md"
 CONFIGS = [
     text

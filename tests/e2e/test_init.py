@@ -11,7 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from posttrain.core.kit.tiny import make_tiny_model
-from tests.helpers.pipeline import COMMAND, environment
+from tests.helpers.pipeline import COMMAND, environment, run_command
+
+pytestmark = pytest.mark.usefixtures("shared_prefect")
 
 REWARD = '''
 from posttrain.core.contracts import NoConfig, Reward
@@ -31,6 +33,10 @@ ANSWERS = "tiny\nown.jsonl\nsft+rl\naccuracy\nshort\n"
 
 def typed(*words: str, stdin: str = "") -> str:
     """What `posttrain WORDS` prints to stdout; fails unless it exits with 0."""
+    if not stdin:
+        found = run_command(*words)
+        assert found.code == 0, f"{words}:\n{found.text}"
+        return found.out
     done = subprocess.run(
         [*COMMAND, *words],
         input=stdin,

@@ -17,6 +17,7 @@ from tests.helpers.pipeline import (
     Finished,
     prepared,
     run_command,
+    run_loaded,
     start_command,
     tiny_config,
     wait_for_step,
@@ -131,6 +132,7 @@ def test_an_interrupt_that_a_library_loses_is_still_a_stop(
     assert "FAILED" not in statuses(home)
 
 
+@pytest.mark.usefixtures("reports_to_shared_prefect")
 def test_everything_that_lives_from_step_to_step_survives_kill_9(
     config: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +153,7 @@ def test_everything_that_lives_from_step_to_step_survives_kill_9(
         "epochs": 2,
     }
     path = write_config(tmp_path / "run.yaml", made)
-    whole = run_command("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
+    whole = run_loaded("run", str(path), "--home", str(prepared(tmp_path / "whole")), "--json")
     assert whole.code == 0, whole.text
     found = history(whole)
     assert found["value/pretraining"][0][1] == 1 and found["value/pretraining"][-1][1] == 0
@@ -224,7 +226,7 @@ def assert_continues_bit_for_bit(config: Path, home: Path, uninterrupted: Finish
     wait_for_step(home, 5, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    done = run_command("run", str(config), "--home", str(home), "--json")
+    done = run_loaded("run", str(config), "--home", str(home), "--json")
     assert done.code == 0, done.text
     status = {name: stage["status"] for name, stage in done.result["stages"].items()}
     assert status.get("sft", "cached") == "cached"
@@ -255,11 +257,12 @@ def history(run: Finished) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.usefixtures("reports_to_shared_prefect")
 def test_a_stage_that_cannot_go_on_says_so_in_one_sentence(config: Path, tmp_path: Path) -> None:
     """Prompts that are all longer than the model allows are found when the stage has begun."""
     home = prepared(tmp_path / "home")
     limit = "model.max_model_len=20"
-    done = run_command("run", str(config), "--set", limit, "--home", str(home))
+    done = run_loaded("run", str(config), "--set", limit, "--home", str(home))
     assert done.code == 3, done.text
     assert "exceeds model.max_model_len 20" in done.text
     assert "Traceback" not in done.text

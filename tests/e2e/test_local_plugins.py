@@ -16,6 +16,8 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.tracking.mlflow_store import prepare_database
 from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 TASK = """
 from posttrain.core.contracts import NoConfig, Task
 from posttrain.core.types import Problem, Verdict

@@ -15,6 +15,8 @@ from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.plugin_manager import PluginManager
 from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 STEPS = 11
 NO_OTHER_ALARM = {
     name: False if name == "overoptimised" else None for name in AlarmsSection.model_fields

@@ -121,9 +121,17 @@ def test_the_loop_is_short_and_learns(
     assert rewards[-1] > rewards[0] + 0.3
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        # Two runs more; `own_reward.py` gives a class to a run as well.
+        pytest.param(path, marks=pytest.mark.slow if path.stem == "own_algorithm" else [])
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_shows_its_progress(
-    path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, model: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
@@ -133,7 +141,7 @@ def test_a_notebook_runs_and_shows_its_progress(
     assert not any(cell.outputs or cell.execution_count for cell in code), "outputs are committed"
     (chosen,) = [cell for cell in code if cell.source.startswith("MODEL = ")]
     chosen.source = f"MODEL = {str(model)!r}"
-    for name, value in environment().items():
+    for name, value in {**environment(), "PREFECT_API_URL": prefect_url}.items():
         monkeypatch.setenv(name, value)
     client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3")
     client.execute(cwd=str(Path.cwd()))

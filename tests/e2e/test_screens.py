@@ -26,7 +26,7 @@ from tests.helpers.pipeline import (
     COMMAND,
     environment,
     prepared,
-    run_command,
+    run_loaded,
     tiny_config,
     write_config,
 )
@@ -102,7 +102,7 @@ def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
     config = write_config(folder / "run.yaml", tiny_config(make_tiny_model(folder / "model")))
     runs = []
     for seed in (0, 1):
-        done = run_command(
+        done = run_loaded(
             "run", str(config), "--home", str(home), "--json", "--set", f"seed={seed}"
         )
         assert done.code == 0, done.text

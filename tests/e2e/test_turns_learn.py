@@ -15,6 +15,8 @@ import pytest
 from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
 from tests.helpers.learning import SEEDS, final, run
 
+pytestmark = pytest.mark.usefixtures("shared_prefect")
+
 TURNS = 4
 DIGITS = "0123456789"
 ENVIRONMENT = f'''"""Write the digit that is shown."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.kit.tiny import BARE_TEMPLATE, make_tiny_model, make_tiny_tokenizer
-from tests.helpers.pipeline import prepared, run_command, write_config
+from tests.helpers.pipeline import prepared, run_loaded, write_config
 
 REACHED = 0.9
 LAST_STEPS = 5  # the final reward is the mean over these
@@ -259,7 +259,7 @@ def make_model(folder: Path, seed: int) -> Path:
 def run(folder: Path, config: dict[str, Any]) -> Learned:
     """The real command on `config`."""
     path = write_config(folder / "run.yaml", config)
-    done = run_command(
+    done = run_loaded(
         "run", str(path), "--home", str(prepared(folder / "home")), "--json", timeout=1800
     )
     if done.code != 0:

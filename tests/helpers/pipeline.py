@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from posttrain.core.runtime import startup
 from posttrain.core.runtime.files import create_database
 from posttrain.core.tracking.mlflow_store import prepare_database
 from posttrain.pipelines.run.prefect_program import SCHEMA
+from tests.helpers.warm import WarmCommands
 
 COMMAND = [sys.executable, "-m", "posttrain.pipelines.cli"]
 
@@ -85,6 +88,14 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 REPORTS_TO: dict[str, str] = {}
 """Variables that name the servers of all commands; the fixture `shared_prefect` sets them."""
 
+STARTING = threading.Lock()
+WARM: list[WarmCommands] = []
+"""The process that forks commands; one for as long as the tests run."""
+
+READ_EARLY = ("PYTHONPATH", "HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", startup.CHOICE)
+AT_START = {name: os.environ.get(name) for name in READ_EARLY}
+"""Variables that are read while Python and the libraries are loaded, as tests find them."""
+
 
 def environment() -> dict[str, str]:
     """This process's environment, one thread, and no tracking server but the tests' own."""
@@ -102,17 +113,44 @@ def prepared(home: Path) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished command: exit code, text, and the JSON object that ends its output."""
+    """A finished command: exit code, all text, the JSON object that ends its output, and stdout."""
 
     code: int
     text: str
     result: dict[str, Any]
+    out: str = ""
 
 
 def run_command(
     *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment."""
+    """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment.
+
+    In a file with `shared_prefect` the libraries are loaded already, unless there are `variables`.
+    """
+    if REPORTS_TO and not variables:
+        return run_loaded(*arguments, timeout=timeout)
+    return run_whole(*arguments, timeout=timeout, variables=variables)
+
+
+def run_loaded(*arguments: str, timeout: float = 300) -> Finished:
+    """The same in a process that begins with the libraries loaded, but where a test has set other
+    variables for them, or another thread waits for its command.
+    """
+    if AT_START != {name: os.environ.get(name) for name in READ_EARLY}:
+        return run_whole(*arguments, timeout=timeout)
+    with STARTING:
+        warm = WARM[0] if WARM else WarmCommands(environment())
+        WARM[:] = [warm]
+    if warm.is_busy():
+        return run_whole(*arguments, timeout=timeout)
+    return finished(arguments, *warm.run(arguments, environment(), timeout))
+
+
+def run_whole(
+    *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
+) -> Finished:
+    """The same in an interpreter of its own, as users start it."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -120,9 +158,14 @@ def run_command(
         timeout=timeout,
         env=environment() | dict(variables or {}),
     )
-    lines = done.stdout.strip().splitlines()
+    return finished(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def finished(arguments: Sequence[str], code: int, out: str, err: str) -> Finished:
+    """What a command left, with the JSON object that `--json` asks for."""
+    lines = out.strip().splitlines()
     result = json.loads(lines[-1]) if "--json" in arguments and lines else {}
-    return Finished(done.returncode, done.stdout + done.stderr, result)
+    return Finished(code, out + err, result, out)
 
 
 def start_command(
