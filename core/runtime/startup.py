@@ -20,7 +20,7 @@ LIBRARY = "libtcmalloc_minimal.so.4"
 CHOICE = "POSTTRAIN_ALLOCATOR"
 """Environment variable; `system` leaves glibc's in place."""
 COMMANDS = frozenset({"run", "plan", "replay"})
-BEFORE = "POSTTRAIN_PRELOADBEFORE"
+BEFORE = "POSTTRAIN_PRELOAD_BEFORE"
 _FOLDERS = ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib")
 
 
