@@ -13,7 +13,7 @@ from posttrain.core.config.distill_stage import DistillStage, RecordTeacherStage
 from posttrain.core.config.given_answers_checks import differs
 from posttrain.core.config.rl_stage import RlStage
 from posttrain.core.config.schema import RunConfig
-from posttrain.core.config.teachers import TeacherSection
+from posttrain.core.config.teachers import TEACHER, TeacherSection
 from posttrain.core.contracts import DistillationLoss, TextLoss
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.data.vocabulary import check_vocabulary
@@ -49,18 +49,21 @@ def check_teachers(
             Rereader.of(tokenizer, ChatTokenizer.load(folder, config.model.system_prompt))
         if section.base_url is not None and tokenizer is not None:
             top_k, longest = _candidates(stage, manager), config.model.max_model_len
-            notes += _of_server(section, where, tokenizer, top_k, longest, samples=stage.seq_kd)
+            notes += _of_server(
+                name, section, where, tokenizer, top_k, longest, samples=stage.seq_kd
+            )
     for place, stage in config.stages.items():
         if isinstance(stage, RecordTeacherStage) and stage.teacher is not None and tokenizer:
             where, longest = f"stages.{place}: teacher", config.model.max_model_len
             samples = stage.answers == "sampled"
             notes += _of_server(
-                stage.teacher, where, tokenizer, stage.top_k, longest, samples=samples
+                TEACHER, stage.teacher, where, tokenizer, stage.top_k, longest, samples=samples
             )
     return notes
 
 
 def _of_server(
+    name: str,
     section: TeacherSection,
     where: str,
     tokenizer: ChatTokenizer,
@@ -73,7 +76,7 @@ def _of_server(
     from posttrain.core.training.teacher_server import ServerAway, server_of
 
     try:
-        server = server_of(where.rpartition(" ")[2].strip("'"), section)
+        server = server_of(name, section)
         server.check(tokenizer, top_k=top_k, longest=longest)
         if samples:
             server.check_sampling(tokenizer)

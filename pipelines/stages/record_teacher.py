@@ -17,6 +17,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
 from posttrain.core.config.distill_stage import RecordTeacherStage
+from posttrain.core.config.teachers import TEACHER
 from posttrain.core.contracts import PromptGroup, SampledGroup, StageOutput
 from posttrain.core.data.problem_sets import check_worked
 from posttrain.core.data.teacher_record import (
@@ -125,7 +126,7 @@ class _Recorder:
     ) -> _Recorder:
         if stage.teacher is None:
             return cls._of_model(context, stage, tokenizer, opened)
-        server, longest = server_of("teacher", stage.teacher), context.run.model.max_model_len
+        server, longest = server_of(TEACHER, stage.teacher), context.run.model.max_model_len
         server.check(tokenizer, top_k=stage.top_k, longest=longest)
         sample: Sample | None = None
         if stage.answers == "sampled":
