@@ -16,10 +16,14 @@ from posttrain.core.config.suites import installed_version_file, parse_suite
 
 
 class EvaluateStage(StageBase):
-    """Greedy and sampled accuracy on held-out problems, with 95 % intervals. Reads `model`."""
+    """Greedy and sampled accuracy on held-out problems, with 95 % intervals. Reads `model`.
+
+    With the input `reward_model` also rm@k: of k sampled answers the one that it scores highest, k
+    from `evaluation.pass_at`, or all of `num_samples` where that is empty.
+    """
 
     reads = {"model": "model"}
-    may_read = {"baseline": "evaluation"}
+    may_read = {"baseline": "evaluation", "reward_model": "reward_model"}
     makes = "evaluation"
     repeatable = True
 

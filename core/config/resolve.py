@@ -397,6 +397,13 @@ def _check_stage(name: str, stage: StageBase, loaded: LoadedConfig) -> Iterable[
         own = loaded.config.stages[name]
         where = (*place, "evaluation") if getattr(own, "evaluation", None) else ("evaluation",)
         yield from combinations.check_room(stage.evaluation, where, loaded)
+        if "reward_model" in stage.inputs and stage.evaluation.num_samples < 2:
+            yield loaded.problem(
+                (*where, "num_samples"),
+                f"the reward model of stages.{name} chooses among sampled answers, and "
+                f"{stage.evaluation.num_samples} leaves no choice; set it to 2 or more, or remove "
+                f"stages.{name}.inputs.reward_model",
+            )
     if isinstance(stage, RlStage) and (stage.evaluate_every or stage.sampled_evaluation):
         yield from combinations.check_room(loaded.config.evaluation, ("evaluation",), loaded)
     if isinstance(stage, RlStage) and stage.sampled_evaluation is not None:

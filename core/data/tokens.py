@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RolloutBatch
-from posttrain.core.contracts import Rendered, Renderer, SampledGroup
+from posttrain.core.contracts import PromptGroup, Rendered, Renderer, SampledGroup
 from posttrain.core.data.chat import TurnEnd, stored_ends, turn_end
 from posttrain.core.data.control import ControlTokens
 from posttrain.core.data.template import TemplateConfig, TemplateRenderer
 from posttrain.core.errors import ResourceError
-from posttrain.core.types import Completion, Message, Problem, ToolSchema
+from posttrain.core.types import (
+    Completion,
+    Message,
+    Problem,
+    RewardSample,
+    ToolSchema,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -309,6 +316,25 @@ def response_texts(completion: Completion, tokenizer: ChatTokenizer) -> Response
     turns = [tokenizer.decode_response([i for i, _ in run]) for own, run in runs if own]
     last = turns[-1] if completion.sampled[-1] else ""
     return ResponseTexts(last, tuple(turns), transcript)
+
+
+def reward_sample(
+    prompt: PromptGroup, completion: Completion, tokenizer: ChatTokenizer, verdict: Verdict
+) -> RewardSample:
+    """What rewards see of one response whose `verdict` is known; it has no steps."""
+    texts, ids = response_texts(completion, tokenizer), completion.token_ids
+    sampled = completion.sampled or (True,) * len(ids)
+    return RewardSample(
+        problem=prompt.problem,
+        prompt_ids=completion.prompt_ids or prompt.prompt_ids,
+        response_ids=tuple(token for token, own in zip(ids, sampled, strict=True) if own),
+        text=texts.last,
+        truncated=tokenizer.is_truncated(completion),
+        verdict=verdict,
+        transcript=texts.transcript,
+        turns=texts.turns,
+        outcome=completion.reward,
+    )
 
 
 def rollout_batch(groups: Sequence[SampledGroup], tokenizer: ChatTokenizer) -> RolloutBatch:

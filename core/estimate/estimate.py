@@ -284,9 +284,12 @@ class Estimator:
                 answer = (min(mean, limit), min(longest, limit))
             rows = self._rows(count * group, group, stage.micro_batch_size, answer)
             return 1, {"generate": sampling, "score": self.forward(rows)}, 0.0
+        if isinstance(stage, EvaluateStage):
+            calls, batches = self.sampled(stage)  # the last call's answers are scored
+            scoring = _reward_models(stage) * batches * self.forward(calls[-1], head=False)
+            return int(sampling > 0), {"evaluate": sampling + scoring}, 0.0
         # Of a teacher behind a server nothing is computed here.
-        name = "evaluate" if isinstance(stage, EvaluateStage) else "generate"
-        return int(sampling > 0), {name: sampling}, 0.0
+        return int(sampling > 0), {"generate": sampling}, 0.0
 
     def _rl(self, stage: RlStage, rollout: float) -> tuple[int, dict[str, float], float]:
         rows, reference, updates = self.trained(stage), self._has_reference(stage), stage.epochs
@@ -390,6 +393,8 @@ class Estimator:
         if calls and self.engine == "transformers":
             together = calls[-1]._replace(number=min(calls[-1].number, self.engine_rows))
             parts["sampling"] = memory.cache_bytes(shape, together, each)
+        if isinstance(stage, EvaluateStage | RlStage):
+            parts["reward models"] = _reward_models(stage) * each * shape.total
         if not isinstance(stage, Training):
             return parts
         for model in self._models(stage):
@@ -397,7 +402,6 @@ class Estimator:
         if self._has_reference(stage) and stage.lora is None:
             parts["reference"] = float(self.weight_bytes * shape.total)
         if isinstance(stage, RlStage):
-            parts["reward models"] = _reward_models(stage) * each * shape.total
             parts["teachers"] = _teachers(stage) * each * shape.total
         parts["training"] = memory.kept_for_backward(
             shape,
@@ -420,5 +424,7 @@ def _teachers(stage: RlStage) -> int:
     return sampling + sum(t.weights != "live" for t in local)
 
 
-def _reward_models(stage: RlStage) -> float:
+def _reward_models(stage: EvaluateStage | RlStage) -> float:
+    if isinstance(stage, EvaluateStage):
+        return float("reward_model" in stage.inputs)
     return float(sum(reward.name == "reward_model" for reward in stage.rewards))

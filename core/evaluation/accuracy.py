@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import PromptGroup, RolloutEngine, Task
-from posttrain.core.data.tokens import ChatTokenizer, response_texts
+from posttrain.core.contracts import PromptGroup, Reward, RolloutEngine, SampledGroup, Task
+from posttrain.core.data.tokens import ChatTokenizer, response_texts, reward_sample
 from posttrain.core.math.groups import pass_at_k
-from posttrain.core.math.intervals import share_interval, standard_error, wilson
+from posttrain.core.math.intervals import mean_interval, share_interval, standard_error, wilson
 from posttrain.core.rollout.episodes import Generates, generate_groups
 from posttrain.core.rollout.turns import first_branches
 from posttrain.core.runtime.seeding import derive_seed
@@ -30,6 +30,8 @@ class EvaluatedProblem:
     truncated: bool
     response_tokens: int
     sampled: tuple[Verdict, ...] = ()
+    scores: tuple[float, ...] = ()
+    """The reward model's score of each sampled answer; empty without one."""
 
     @property
     def sampled_accuracy(self) -> float | None:
@@ -46,6 +48,10 @@ class EvaluatedProblem:
         """Mean verdict of the first k answers (DAPO's avg@32)."""
         return sum(verdict.correct for verdict in self.sampled[:k]) / k
 
+    def right_at(self, k: int) -> float:
+        """Share of the first k answers that are fully right."""
+        return sum(verdict.correct >= 1 for verdict in self.sampled[:k]) / k
+
     def maj_at(self, k: int) -> float:
         """Whether the answer read most often among the first k is right; the earlier wins a tie.
 
@@ -56,6 +62,11 @@ class EvaluatedProblem:
             return 0.0
         winner, _ = Counter(verdict.parsed for verdict in read).most_common(1)[0]
         return float(next(v for v in read if v.parsed == winner).correct >= 1)
+
+    def rm_at(self, k: int) -> float:
+        """Whether the one of the first k that scores highest is right; the earlier wins a tie."""
+        best = max(range(k), key=lambda place: self.scores[place])
+        return float(self.sampled[best].correct >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +86,20 @@ def evaluate_policy(
     seed: int,
     progress: Callable[[int], None] = lambda done: None,
     episodes: Generates | None = None,
+    reward_model: Reward[Any] | None = None,
 ) -> Evaluation:
     """Evaluate the engine's current weights on the problems of `prompts`.
 
     Greedy accuracy is right answers over problems, with Wilson's interval. Sampled accuracy is
     avg@k: the mean over problems of the share of `num_samples` answers that were right; its
     interval is over problems, since answers to one problem are not independent. `progress`
-    receives how many problems are done. With `episodes`, answers take several turns.
+    receives how many problems are done. With `episodes`, answers take several turns. With a
+    `reward_model`, which scores every sampled answer, also rm@k (arXiv:2409.12122, section 4).
     """
     rows: list[EvaluatedProblem] = []
     for start in range(0, len(prompts), section.batch_size):
         part = prompts[start : start + section.batch_size]
-        rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes)
+        rows += _evaluate_part(engine, tokenizer, task, part, section, seed, episodes, reward_model)
         progress(len(rows))
     return Evaluation(tuple(rows), _summary(rows, section))
 
@@ -99,10 +112,12 @@ def _evaluate_part(
     section: EvaluationSection,
     seed: int,
     episodes: Generates | None,
+    reward_model: Reward[Any] | None,
 ) -> list[EvaluatedProblem]:
     draw = partial(episodes.generate if episodes else generate_groups, engine, prompts)
     greedy = draw(SamplingParams(max_tokens=section.max_response_length, temperature=0.0))
     verdicts: list[tuple[Verdict, ...]] = [()] * len(prompts)
+    scores: list[tuple[float, ...]] = [()] * len(prompts)
     if section.num_samples:
         # The engine mixes each prompt into its seed, so batch_size does not change what is drawn.
         sampled = draw(
@@ -119,8 +134,10 @@ def _evaluate_part(
                 task.verdict(group.prompt.problem, response_texts(c, tokenizer).last, c.reward)
                 for c in first_branches(group.completions)
             )
+        if reward_model is not None:
+            scores = _scores(reward_model, sampled, verdicts, tokenizer)
     rows = []
-    for group, sampled_verdicts in zip(greedy, verdicts, strict=True):
+    for group, said_verdicts, said_scores in zip(greedy, verdicts, scores, strict=True):
         problem = group.prompt.problem
         completion = group.completions[0]  # of several branches, the one that came to an end
         said = response_texts(completion, tokenizer)
@@ -133,10 +150,32 @@ def _evaluate_part(
                 verdict.correct,
                 tokenizer.is_truncated(completion),
                 sum(completion.sampled) if completion.sampled else len(completion.token_ids),
-                sampled_verdicts,
+                said_verdicts,
+                said_scores,
             )
         )
     return rows
+
+
+def _scores(
+    reward_model: Reward[Any],
+    groups: Sequence[SampledGroup],
+    verdicts: Sequence[tuple[Verdict, ...]],
+    tokenizer: ChatTokenizer,
+) -> list[tuple[float, ...]]:
+    """The model's score of each answer, in the order of `verdicts`."""
+    samples = [
+        reward_sample(group.prompt, completion, tokenizer, verdict)
+        for group, said in zip(groups, verdicts, strict=True)
+        for completion, verdict in zip(first_branches(group.completions), said, strict=True)
+    ]
+    values = iter(score.value for score in reward_model.score(samples))
+    return [tuple(_scored(next(values)) for _ in said) for said in verdicts]
+
+
+def _scored(value: float | None) -> float:
+    assert value is not None, "a reward model scores every answer"
+    return value
 
 
 def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
@@ -169,12 +208,22 @@ def _summary(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> di
 
 
 def _at_k(rows: Sequence[EvaluatedProblem], section: EvaluationSection) -> dict[str, float]:
-    """pass@k, avg@k and, if asked for, maj@k, each with its standard error over problems."""
+    """pass@k, avg@k, and maj@k and rm@k where they are due, with standard errors over problems.
+
+    What rm@k gains over the mean of the same answers has an interval over problems.
+    """
     metrics: dict[str, float] = {}
-    for k in section.pass_at:
+    ranked = all(row.scores for row in rows)
+    for k in section.pass_at or ((section.num_samples,) if ranked else ()):
         found = {"pass": [row.pass_at(k) for row in rows], "avg": [row.avg_at(k) for row in rows]}
         if section.majority:
             found["maj"] = [row.maj_at(k) for row in rows]
+        if ranked:
+            found["rm"] = [row.rm_at(k) for row in rows]
+            gains = [best - row.right_at(k) for best, row in zip(found["rm"], rows, strict=True)]
+            mean, low, high = mean_interval(gains, (-1.0, 1.0))
+            metrics |= {f"eval/rm_gain_at/{k}": mean, f"eval/rm_gain_at_low/{k}": low}
+            metrics[f"eval/rm_gain_at_high/{k}"] = high
         for name, values in found.items():
             metrics[f"eval/{name}_at/{k}"] = sum(values) / len(values)
             error = standard_error(values)

@@ -467,6 +467,11 @@ PREFIXES: dict[str, Metric] = {
     "eval/avg_at_se/": Metric("fraction", "standard error of it over problems"),
     "eval/maj_at/": Metric("fraction", "most frequent of k answers is right"),
     "eval/maj_at_se/": Metric("fraction", "standard error of it over problems"),
+    "eval/rm_at/": Metric("fraction", "the reward model's best of k answers is right"),
+    "eval/rm_at_se/": Metric("fraction", "standard error of it over problems"),
+    "eval/rm_gain_at/": Metric("fraction", "rm@k minus avg@k, of the same answers"),
+    "eval/rm_gain_at_low/": Metric("fraction", "lower 95 % bound of it over problems"),
+    "eval/rm_gain_at_high/": Metric("fraction", "upper 95 % bound of it over problems"),
     "curriculum/pass_rate/": Metric(
         "fraction", "mean verdict of the prompts that were in this band, or unseen, before"
     ),

@@ -175,10 +175,12 @@ def arithmetic(stage: StageBase, data: RunData) -> str:
         case EvaluateStage():
             section = stage.evaluation or config.evaluation
             problems, samples = data.count("held_out", section.num_problems), section.num_samples
+            judged = "reward_model" in stage.inputs
+            scored = "; the reward model scores the sampled ones" if judged else ""
             return (
                 f"{problems} problems x (1 greedy + {samples} sampled) = "
                 f"{problems * (1 + samples)} answers of at most {section.max_response_length} "
-                "tokens"
+                f"tokens{scored}"
             )
         case SftStage():
             given = data.supervised(stage)

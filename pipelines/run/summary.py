@@ -132,6 +132,8 @@ def evaluations(stages: Iterable[StageResult], baselines: Mapping[str, str]) -> 
     """Held-out accuracies of the stages that measured them."""
     measured = {stage.name: stage.metrics for stage in stages if stage.kind == "evaluate"}
     sizes = pass_sizes(measured.values())
+    found = {name for metrics in measured.values() for name in metrics}
+    shown = [n for n in ("pass", "maj", "rm") if any(f"eval/{n}_at/{k}" in found for k in sizes)]
     return table(
         "Held-out accuracy, 95 % intervals",
         [
@@ -140,7 +142,8 @@ def evaluations(stages: Iterable[StageResult], baselines: Mapping[str, str]) -> 
                 "greedy": with_interval(metrics, "greedy"),
                 "sampled": with_interval(metrics, "sampled"),
                 **{
-                    f"pass@{k}": with_error(metrics, f"pass_at/{k}", f"pass_at_se/{k}")
+                    f"{name}@{k}": with_error(metrics, f"{name}_at/{k}", f"{name}_at_se/{k}")
+                    for name in shown
                     for k in sizes
                 },
                 "gain over baseline": gain(metrics, baselines.get(name, "")),

@@ -25,14 +25,14 @@ from posttrain.core.config.preference_stages import (
 )
 from posttrain.core.contracts import PromptGroup, Reward, RewardContext, RolloutEngine
 from posttrain.core.data.preference import Pair, make_pairs, scored_pairs
-from posttrain.core.data.tokens import ChatTokenizer
+from posttrain.core.data.tokens import ChatTokenizer, reward_sample
 from posttrain.core.errors import RunError
 from posttrain.core.rollout.prompts import PromptStream
 from posttrain.core.rollout.weight_sync import send_policy
 from posttrain.core.runtime.files import write_text
 from posttrain.core.runtime.seeding import derive_seed, generator
 from posttrain.core.training.sync_check import SyncCheck, make_probe
-from posttrain.core.types import Completion, RewardSample, SamplingParams
+from posttrain.core.types import Completion, SamplingParams
 from posttrain.pipelines.stage.context import StageContext
 from posttrain.pipelines.stage.files import OWN_ANSWERS
 
@@ -181,6 +181,21 @@ def sampled_groups(
         yield from zip(part, groups, strict=True)
 
 
+def ranking_model(context: StageContext, batch_size: int) -> Reward[Any]:
+    """The stage's input `reward_model`, ready to score `batch_size` answers together."""
+    reward = context.build(Reward, RANKING_MODEL)
+    reward.setup(
+        RewardContext(
+            inputs={role: artifact.path for role, artifact in context.inputs.items()},
+            dtype=context.runtime.dtype,
+            device=context.runtime.device,
+            attention=context.runtime.attention,
+            batch_size=batch_size,
+        )
+    )
+    return reward
+
+
 @dataclass
 class OnlinePairs:
     """Pairs of the policy's own answers, made again every `refresh_every` steps.
@@ -220,16 +235,7 @@ class OnlinePairs:
         prompts = context.encode_prompts(tokenizer, problems, length, "prompts")
         reward: Reward[Any] | None = None
         if online.ranked_by == "reward_model":
-            reward = context.build(Reward, RANKING_MODEL)
-            reward.setup(
-                RewardContext(
-                    inputs={role: artifact.path for role, artifact in context.inputs.items()},
-                    dtype=context.runtime.dtype,
-                    device=context.runtime.device,
-                    attention=context.runtime.attention,
-                    batch_size=stage.micro_batch_size,
-                )
-            )
+            reward = ranking_model(context, stage.micro_batch_size)
         stream = PromptStream(prompts, derive_seed(context.run.seed, context.name, "prompts"))
         return cls(context, stage, tokenizer, engine, policy, stream, reward)
 
@@ -302,15 +308,8 @@ class OnlinePairs:
             scores = correct
             if self.reward is not None:
                 samples = [
-                    RewardSample(
-                        problem=prompt.problem,
-                        prompt_ids=prompt.prompt_ids,
-                        response_ids=completion.token_ids,
-                        text=text,
-                        truncated=self.tokenizer.is_truncated(completion),
-                        verdict=verdict,
-                    )
-                    for completion, text, verdict in zip(group, texts, verdicts, strict=True)
+                    reward_sample(prompt, completion, self.tokenizer, verdict)
+                    for completion, verdict in zip(group, verdicts, strict=True)
                 ]
                 values = [score.value for score in self.reward.score(samples)]
                 assert None not in values, "a reward model scores every answer"

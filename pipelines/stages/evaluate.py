@@ -16,6 +16,7 @@ from posttrain.pipelines.stage.context import (
 )
 from posttrain.pipelines.stage.inputs import episodes_of, load_tokenizer
 from posttrain.pipelines.stage.on_nodes import answered_on_nodes
+from posttrain.pipelines.stage.own_answers import ranking_model
 
 
 def run_evaluate(context: StageContext) -> StageOutput:
@@ -47,10 +48,15 @@ def measure(context: StageContext, stage: EvaluateStage, model_dir: Path) -> Eva
         encoder, longest = episodes or tokenizer, section.max_response_length
         prompts = context.encode_prompts(encoder, problems, longest, "eval")
         context.started(len(prompts))
+        ranker = None
+        if "reward_model" in context.inputs:  # not where `promote` measures the champion
+            ranker = ranking_model(context, section.batch_size)
         with context.engines.lease(model_dir) as engine, answered_on_nodes(context, episodes):
-            seed = context.run.seed
             return evaluate_policy(
-                engine, tokenizer, context.task, prompts, section, seed, progress, episodes
+                *(engine, tokenizer, context.task, prompts, section, context.run.seed),
+                progress=progress,
+                episodes=episodes,
+                reward_model=ranker,
             )
 
 

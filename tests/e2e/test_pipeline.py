@@ -29,7 +29,11 @@ STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     model = make_tiny_model(folder / "model")
-    write_config(folder / "run.yaml", tiny_config(model))
+    config = tiny_config(model)
+    evaluate = config["stages"]["evaluate"]
+    evaluate["inputs"]["reward_model"] = "reward_model"
+    evaluate["evaluation"] = config["evaluation"] | {"num_samples": 4}
+    write_config(folder / "run.yaml", config)
     return folder
 
 
@@ -89,6 +93,19 @@ def test_stages_are_child_runs_with_a_metric_history_per_step(
         assert steps == [1, 2, 3, 4], key
     evaluated = [m.step for m in client.get_metric_history(rl, "eval/greedy_accuracy")]
     assert evaluated == [0, 2, 4]
+
+
+def test_the_reward_model_chooses_among_sampled_answers(
+    workspace: Path, first: Finished, client: MlflowClient
+) -> None:
+    metrics = children(client, first)["evaluate"].data.metrics
+    best, mean = metrics["eval/rm_at/4"], metrics["eval/avg_at/4"]
+    assert metrics["eval/rm_gain_at/4"] == pytest.approx(best - mean)
+    assert mean <= metrics["eval/pass_at/4"] >= best
+    assert "rm@4" in first.text
+    folder = next(Path(a["uri"]) for a in first.result["stages"]["evaluate"]["artifacts"])
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [len(row["scores"]) for row in rows] == [4] * 4
 
 
 def test_engine_and_trainer_agree_on_every_step(first: Finished, client: MlflowClient) -> None:

@@ -1,26 +1,34 @@
-"""pass@k, avg@k and maj@k: published numbers, errors over problems, settings that cannot work."""
+"""pass@k, avg@k, maj@k, rm@k: known numbers, errors over problems, settings that cannot work."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from posttrain.core.config.loading import load_config
+from posttrain.core.config.resolve import resolve
 from posttrain.core.config.sections import EvaluationSection
-from posttrain.core.contracts import NoConfig, PromptGroup
+from posttrain.core.contracts import NoConfig, PromptGroup, RewardContext
 from posttrain.core.data.tokens import ChatTokenizer
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.accuracy import EvaluatedProblem, evaluate_policy
 from posttrain.core.kit.tiny import make_tiny_model
 from posttrain.core.math.correction import effective_sample_size
 from posttrain.core.math.groups import pass_at_k, pass_at_k_scores
+from posttrain.core.models.device import ModelRuntime
+from posttrain.core.models.loading import load_reward_model, save_reward_model
+from posttrain.core.plugin_manager import PluginManager
 from posttrain.core.tracking.metric_names import check_names
-from posttrain.core.types import Problem, Verdict
+from posttrain.core.types import Problem, RewardSample, Score, Verdict
 from posttrain.pipelines.run.summary import pass_sizes, with_error
+from posttrain.plugins.rewards.reward_model import RewardModelConfig, RewardModelReward
 from tests.helpers.engines import make_engine, make_setup
 from tests.unit.test_evaluation import PROBLEMS, EvenLength
 
@@ -82,6 +90,73 @@ def test_maj_at_k_takes_the_answer_read_most_often(
     assert row(*verdicts).maj_at(k) == expected
 
 
+@pytest.mark.parametrize(
+    ("scores", "k", "expected"),
+    [
+        ((0.1, 0.9, 2.0), 2, 1.0),
+        ((0.1, 0.9, 2.0), 3, 0.0),  # half right is not right
+        ((0.9, 0.9, -1.0), 2, 0.0),  # a tie: the earlier
+        ((-3.0, -4.0, -5.0), 3, 0.0),
+    ],
+)
+def test_rm_at_k_takes_the_answer_with_the_highest_score(
+    scores: tuple[float, ...], k: int, expected: float
+) -> None:
+    found = replace(row((0.0, "3"), (1.0, "2"), (0.5, "4")), scores=scores)
+    assert found.rm_at(k) == expected
+
+
+def test_a_reward_model_chooses_by_the_scores_that_transformers_computes(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    tokenizer = ChatTokenizer.load(folder, None)
+    runtime = ModelRuntime(torch.device("cpu"), torch.float32, "sdpa")
+    model = load_reward_model(folder, runtime, new_head=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.get_submodule("score").weight, std=0.3)  # type: ignore[arg-type]
+    judge = tmp_path / "judge"
+    save_reward_model(model, tokenizer.tokenizer, judge, set(tokenizer.end_token_ids))
+    engine = make_engine("transformers")
+    engine.start(make_setup(folder))
+    kept: list[RewardSample] = []
+
+    class Kept(RewardModelReward):
+        def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+            kept.extend(samples)
+            return super().score(samples)
+
+    ranker = Kept(RewardModelConfig(transform="none"))
+    inputs = {"reward_model": judge}
+    ranker.setup(RewardContext(inputs, torch.float32, torch.device("cpu"), "sdpa", 5))
+    section = EvaluationSection(
+        num_problems=6, max_response_length=12, num_samples=8, pass_at=(1, 4, 8), batch_size=4
+    )
+    prompts = [PromptGroup(p, tokenizer.encode_prompt(p)) for p in PROBLEMS]
+    task = EvenLength(NoConfig())
+    found = evaluate_policy(engine, tokenizer, task, prompts, section, 3, reward_model=ranker)
+    plain = evaluate_policy(engine, tokenizer, task, prompts, section, 3)
+    assert [r.sampled for r in found.rows] == [r.sampled for r in plain.rows]
+    assert not any("rm_" in name for name in plain.metrics)
+    again = AutoModelForSequenceClassification.from_pretrained(judge, trust_remote_code=False)
+    with torch.no_grad():
+        expected = [
+            again(torch.tensor([[*s.prompt_ids, *s.response_ids]])).logits.item() for s in kept
+        ]
+    scores = [score for r in found.rows for score in r.scores]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 4) for score in scores}) > 20, "otherwise this test shows nothing"
+    for k in (4, 8):
+        chosen = [max(range(k), key=r.scores.__getitem__) for r in found.rows]
+        right = [r.sampled[i].correct for r, i in zip(found.rows, chosen, strict=True)]
+        assert found.metrics[f"eval/rm_at/{k}"] == pytest.approx(sum(right) / 6)
+        gain = found.metrics[f"eval/rm_at/{k}"] - found.metrics[f"eval/avg_at/{k}"]
+        assert found.metrics[f"eval/rm_gain_at/{k}"] == pytest.approx(gain)
+        low, high = (found.metrics[f"eval/rm_gain_at_{end}/{k}"] for end in ("low", "high"))
+        assert low < gain < high
+    assert found.metrics["eval/rm_gain_at/1"] == 0, "there is nothing to choose from"
+    check_names(found.metrics)
+
+
 def test_an_evaluation_reports_each_k_with_its_error_over_problems(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     engine = make_engine("transformers")
@@ -111,6 +186,13 @@ def test_more_tries_than_samples_are_a_config_error_with_the_mend() -> None:
 def test_a_majority_needs_its_sizes() -> None:
     with pytest.raises(ConfigError, match=r"majority needs the sizes k"):
         load_config([Path("quickstart")], ["evaluation.majority=true"])
+
+
+def test_a_reward_model_needs_answers_to_choose_from() -> None:
+    reads = "stages.evaluate.inputs.reward_model=reward_model"
+    one = "stages.evaluate.evaluation={num_samples: 1}"
+    with pytest.raises(ConfigError, match=r"1 leaves no choice; set it to 2 or more, or remove"):
+        resolve(load_config([Path("quickstart")], [reads, one]), PluginManager())
 
 
 def test_the_summary_has_a_column_for_each_k() -> None:
