@@ -6,9 +6,10 @@ goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect and the pi
 Prefect reads its settings when it is imported.
 
 What libraries read when they are loaded is right only in the environment of that moment: a command
-for which a test sets variables has an interpreter of its own. The seed of hashes is the same in all
-children: where a test compares bits of two runs, one of the two should have its own interpreter, as
-those have that are killed.
+for which a test sets such variables has an interpreter of its own. PYTHONPATH is that of what is
+loaded from then on, plugins for example, without `sitecustomize`. The seed of hashes is the same in
+all children: where a test compares bits of two runs, one of the two should have its own
+interpreter, as those have that are killed.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    sys.path[0] = folder
+    given = variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [folder, *(path for path in given if path and path not in sys.path)]
     sys.argv[1:] = arguments
     runpy._run_module_as_main(MODULE)  # type: ignore[attr-defined]  # what `-m` does
 
