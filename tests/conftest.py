@@ -200,7 +200,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """The same for what a file has loaded, when its last fixture is gone."""
     if nextitem is None or nextitem.path != item.path:
         for name, started in ENDS.items():
-            if nextitem is None or name not in nextitem.fixturenames:
+            if name not in getattr(nextitem, "fixturenames", ()):
                 started.close()
         gc.collect()
         gc.freeze()
