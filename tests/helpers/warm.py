@@ -2,8 +2,8 @@
 
 Of the processor time of a `posttrain run` on a tiny model, more than half is the import of torch,
 transformers and MLflow. Here one process imports them once and forks for each command; the child
-goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect and the pipelines itself:
-Prefect reads its settings when it is imported.
+goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect, and what imports Prefect,
+itself: Prefect reads its settings when it is imported.
 
 What libraries read when they are loaded is right only in the environment of that moment: a command
 for which a test sets such variables has an interpreter of its own. PYTHONPATH is that of what is
@@ -41,8 +41,23 @@ LOADED = (
     "posttrain.core.training.teacher_server",
     "posttrain.core.analysis.microscope",
     "posttrain.core.gateway.runner",
+    "posttrain.core.rollout.live",
     "posttrain.core.rollout.streaming",
+    "posttrain.core.rewards.scoring",
+    "posttrain.core.training.learner",
+    "posttrain.core.training.preference",
+    "posttrain.core.training.process_reward",
+    "posttrain.core.training.reward_model",
+    "posttrain.core.training.text_distillation",
+    "posttrain.core.evaluation.sampled",
+    "posttrain.core.analysis.dashboard",
+    "posttrain.core.analysis.learning_curves",
+    "posttrain.core.plugin_manager",
+    "posttrain.pipelines.cli.main",
     "transformers.models.llama.modeling_llama",
+    # Prefect's and the commands' own.
+    *("amplitude", "fsspec", "griffe", "httpcore", "humanize", "jsonschema", "pendulum"),
+    *("prometheus_client", "pydantic_settings", "typer.rich_utils", "websockets.asyncio.client"),
 )
 
 
@@ -152,6 +167,8 @@ def main() -> None:
     startup.bound_waiting()
     for name in LOADED:
         importlib.import_module(name)
+    importlib.import_module("posttrain.plugins").posttrain_register()  # loads all built-in ones
+    assert "prefect" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for the tests
     folder, variables, arguments = next_command(socket.socket(fileno=int(sys.argv[1])))
