@@ -127,16 +127,20 @@ class WarmCommands:
 def read_all(readers: Sequence[int], timeout: float) -> list[str]:
     """What is written to these pipes until all who could write have ended."""
     found: dict[int, list[bytes]] = {reader: [] for reader in readers}
-    open_ones, ends = set(readers), time.monotonic() + timeout
-    while open_ones:
-        left = ends - time.monotonic()
-        if left <= 0:
+    open_ones, ends = select.poll(), time.monotonic() + timeout  # `select` takes no file above 1023
+    for reader in readers:
+        open_ones.register(reader, select.POLLIN)
+    left = len(found)
+    while left:
+        seconds = ends - time.monotonic()
+        if seconds <= 0:
             raise subprocess.TimeoutExpired(MODULE, timeout)
-        for reader in select.select(open_ones, [], [], left)[0]:
+        for reader, _ in open_ones.poll(1000 * seconds):
             if data := os.read(reader, 1 << 16):
                 found[reader].append(data)
             else:
-                open_ones.remove(reader)
+                open_ones.unregister(reader)
+                left -= 1
     return [b"".join(parts).decode() for parts in found.values()]
 
 
