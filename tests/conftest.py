@@ -6,10 +6,11 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -21,14 +22,20 @@ bound_waiting()  # before torch is loaded, here and in what tests start
 from posttrain.core.plugin_manager import PluginManager  # noqa: E402
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+
     from tests.helpers.services import Services
     from tests.helpers.two_nodes import TwoNodes
 
+T = TypeVar("T")
 REPO = Path(__file__).resolve().parents[1]
 GOLDEN_TEST = "test_the_peer_gives_the_same_numbers"
 # So that `from tests.helpers import ...` works however pytest was started.
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
+
+from tests.helpers.order import TOGETHER, rank, unit_of  # noqa: E402
 
 # A shell ignores interrupts in what it starts in the background, and so would what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,13 +54,26 @@ def manager() -> PluginManager:
     return PluginManager()
 
 
-@pytest.fixture(scope="session")
-def services() -> Iterator[Services]:
-    """Real PostgreSQL, Prefect, MLflow and a worker, for as long as the tests run."""
+RUNNING: dict[str, Any] = {}
+"""What fixtures of `TOGETHER` have started, by their names."""
+ENDS = {name: ExitStack() for name in TOGETHER}
+
+
+def kept_running(name: str, start: Callable[[], AbstractContextManager[T]]) -> T:
+    """What fixture `name` has started, until a file follows that does not use it."""
+    if name not in RUNNING:
+        RUNNING[name] = ENDS[name].enter_context(start())
+        ENDS[name].callback(RUNNING.pop, name)
+    started: T = RUNNING[name]
+    return started
+
+
+@pytest.fixture(scope="module")
+def services() -> Services:
+    """Real PostgreSQL, Prefect, MLflow and a worker."""
     from tests.helpers.services import running_services
 
-    with running_services() as running:
-        yield running
+    return kept_running("services", running_services)
 
 
 @pytest.fixture(scope="session")
@@ -110,15 +130,14 @@ def rank_kind(request: pytest.FixtureRequest) -> Iterator[str]:
     connection.leave()
 
 
-@pytest.fixture(scope="session")
-def running_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    """A Ray cluster of two nodes for as long as the tests run."""
+@pytest.fixture(scope="module")
+def running_nodes(tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
+    """A Ray cluster of two nodes."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed (posttrain[ray])")
     from tests.helpers.two_nodes import two_nodes
 
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as cluster:
-        yield cluster
+    return kept_running("running_nodes", lambda: two_nodes(tmp_path_factory.mktemp("nodes")))
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +176,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first (`tests.helpers.order`)."""
+    items.sort(key=lambda item: rank(item.nodeid.split("::", 1)[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Workers get files, as by `--dist loadfile`, but all that use one cluster go to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByUnit(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return ByUnit(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """The same for what a file has loaded, when its last fixture is gone."""
     if nextitem is None or nextitem.path != item.path:
+        for name, started in ENDS.items():
+            if name not in getattr(nextitem, "fixturenames", ()):
+                started.close()
         gc.collect()
         gc.freeze()
 

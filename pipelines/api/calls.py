@@ -293,26 +293,27 @@ def run_configs(
     `server` was begun first of all, as it starts while everything else is loaded. `reporting` gives
     what shows the progress and, if somebody is there, asks at a gate. Errors as of `execute`.
     """
-    resolved, manager = resolve_configs(configs, overrides, plugins)
-    check_inputs(resolved, manager)
-    from posttrain.pipelines.run.forks import check_forks  # it loads pydantic
+    with server.unless_refused():
+        resolved, manager = resolve_configs(configs, overrides, plugins)
+        check_inputs(resolved, manager)
+        from posttrain.pipelines.run.forks import check_forks  # it loads pydantic
 
-    check_forks(resolved.config, home)
-    from posttrain.pipelines.run.execute import RunOptions, execute
+        check_forks(resolved.config, home)
+        from posttrain.pipelines.run.execute import RunOptions, execute
 
-    with reporting() as (reporter, ask):
-        options = RunOptions(
-            home=home,
-            store=store,
-            fresh=fresh,
-            no_cache=no_cache,
-            answers=answers or {},
-            ask=ask,
-            server=server,
-            stop=stop or threading.Event(),
-            owns_process=owns_process,
-        )
-        return execute(resolved, manager, options, reporter), resolved, manager
+        with reporting() as (reporter, ask):
+            options = RunOptions(
+                home=home,
+                store=store,
+                fresh=fresh,
+                no_cache=no_cache,
+                answers=answers or {},
+                ask=ask,
+                server=server,
+                stop=stop or threading.Event(),
+                owns_process=owns_process,
+            )
+            return execute(resolved, manager, options, reporter), resolved, manager
 
 
 def given_answers(

@@ -12,6 +12,8 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,7 @@ class OwnServer:
     def __init__(self, home: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._before: prefect.context.SettingsContext | None = None
+        self._begun = False
         if os.environ.get("PREFECT_API_URL"):
             return
         environment = {
@@ -83,6 +86,7 @@ class OwnServer:
         """
         if self._process is None or self in _running:
             return
+        self._begun = True
         from prefect.settings import get_current_settings
 
         settings = get_current_settings()
@@ -96,6 +100,17 @@ class OwnServer:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended: `wait` reports that
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """End it at once where the block raises before a run begins: it may still be loading."""
+        try:
+            yield
+        except BaseException:
+            if self._process is not None and not self._begun:
+                self._process.kill()
+                self.stop()
+            raise
 
     def wait(self) -> None:
         """Until it answers; from then on it is the server of Prefect's clients in this process."""

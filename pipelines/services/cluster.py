@@ -142,7 +142,7 @@ def up(home: Path, shape: Shape, say: Say) -> list[Node]:
 def _node(home: Path, shape: Shape, number: int) -> Launch:
     memory = min(MEMORY_SHARE * psutil.virtual_memory().total / shape.nodes, MOST_MEMORY)
     role = (
-        ["--head", "--port", str(shape.port), "--include-dashboard", "false"]
+        ["--head", "--port", str(shape.port), "--include-dashboard", "false", "--no-monitor"]
         if number == 0
         else ["--address", shape.address]
     )
@@ -152,6 +152,9 @@ def _node(home: Path, shape: Shape, number: int) -> Launch:
         command=[
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
             *("--node-ip-address", HOST, "--disable-usage-stats"),
+            # What shows logs of all processes in others, and what asks a cloud for more nodes: a
+            # run has no use for them, and the first reads all logs all the time.
+            *("--include-log-monitor", "false"),
             *("--num-cpus", str(shape.cpus), "--num-gpus", str(shape.gpus)),
             *("--object-store-memory", str(int(memory))),
             *(("--temp-dir", str(_sockets(home))) if number == 0 else ()),

@@ -27,12 +27,17 @@ from tests.helpers.learning import Budget, Learned, learning_config, make_model 
 from tests.helpers.pipeline import run_command, write_config  # noqa: E402
 
 PLUGINS = '''
+import threading
 import time
 
 from posttrain.core.contracts import PluginConfig
 from posttrain.core.hooks import hookimpl
 from posttrain.plugins.engines.transformers import TransformersEngine, TransformersEngineConfig
 from posttrain.plugins.policy_losses.ppo_clip import PpoClipConfig, PpoClipLoss
+
+
+SAMPLED = threading.Semaphore(0)
+"""Rollouts without an update: the pages of a stage, which call its loss too, need not wait."""
 
 
 class TimedEngineConfig(TransformersEngineConfig):
@@ -51,6 +56,7 @@ class TimedEngine(TransformersEngine):
         began = time.perf_counter()
         found = super().generate(prompts, params)
         time.sleep(max(0.0, self.config.seconds - (time.perf_counter() - began)))
+        SAMPLED.release()
         return found
 
 
@@ -61,13 +67,14 @@ class TimedLossConfig(PpoClipConfig):
 
 
 class TimedLoss(PpoClipLoss):
-    """The clipped loss, as long in each micro-batch."""
+    """The clipped loss, as long in each update, which is one micro-batch."""
 
     name = "timed"
     Config = TimedLossConfig
 
     def token_loss(self, *args, **kwargs):
-        time.sleep(self.config.seconds)
+        if SAMPLED.acquire(blocking=False):
+            time.sleep(self.config.seconds)
         return super().token_loss(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from tests.helpers.pipeline import (
     Finished,
     prepared,
     run_command,
+    run_loaded,
     start_command,
     tiny_config,
     wait_for_step,
@@ -119,7 +120,7 @@ def test_a_home_that_cannot_be_made_is_refused_in_one_sentence(
 ) -> None:
     (tmp_path / "file").write_text("")
     home = tmp_path / place
-    done = run_command("run", str(config), "--home", str(home))
+    done = run_loaded("run", str(config), "--home", str(home))
     assert done.code == 4, done.text
     last = done.text.strip().splitlines()[-1]
     assert last.startswith(f"error: cannot make the folder {home}") and "--home" in last

@@ -20,7 +20,14 @@ from mlflow.artifacts import load_text
 
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers.microscope import meta_of
-from tests.helpers.pipeline import Finished, prepared, run_command, tiny_config, write_config
+from tests.helpers.pipeline import (
+    Finished,
+    prepared,
+    run_loaded,
+    run_whole,
+    tiny_config,
+    write_config,
+)
 
 STAGES = ["evaluate_base", "sft", "reward_model", "rl", "evaluate", "register"]
 
@@ -40,7 +47,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(workspace: Path) -> Finished:
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run_command(
+    done = run_whole(
         "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
     )
     assert done.code == 0, done.text
@@ -142,9 +149,9 @@ def test_the_first_and_the_last_step_of_rl_have_a_page_token_by_token(
     assert {"own", "own@token-mean", "gspo@seq-mean-token-mean", "cispo"} <= names
     own = sum(meta["variants"][0]["size"])
     home = str(workspace / "home")
-    listed = run_command("inspect", first.result["run_id"], "--home", home, "--json").result
+    listed = run_loaded("inspect", first.result["run_id"], "--home", home, "--json").result
     assert [row["step"] for row in listed["steps"]] == [1, 2, 3, 4]
-    looked = run_command(
+    looked = run_loaded(
         "inspect", first.result["run_id"], "--home", home, "--json", "--step", "4"
     ).result
     assert looked["variants"][0]["size"] == pytest.approx(own)
@@ -160,8 +167,8 @@ def test_steps_of_sft_and_of_the_reward_model_are_looked_at_too(
         pages = {f.path for f in client.list_artifacts(run.run_id, "microscope")}
         assert "microscope/step-000001.html" in pages
         given = ("inspect", first.result["run_id"], "--home", home, "--json", "--stage", stage)
-        assert run_command(*given).result["steps"][0]["step"] == 1
-        found[stage] = run_command(*given, "--step", "1").result
+        assert run_loaded(*given).result["steps"][0]["step"] == 1
+        found[stage] = run_loaded(*given, "--step", "1").result
         page = meta_of(load_text(f"{run.artifact_uri}/microscope/step-000001.html"))
         ours = next(v for v in page["variants"] if v["name"] == "own")
         assert sum(ours["size"]) == pytest.approx(found[stage]["variants"][0]["size"])
@@ -310,7 +317,7 @@ def client_tags(first: Finished) -> dict[str, str]:
 
 
 def test_the_same_command_again_reuses_every_stage(workspace: Path, first: Finished) -> None:
-    again = run_command(
+    again = run_loaded(
         "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
     )
     assert again.code == 0, again.text
@@ -326,7 +333,7 @@ def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
 ) -> None:
     change = "stages.rl.kl.controller={name: fixed, coef: 0.5}"
     home = str(workspace / "home")
-    plan = run_command(
+    plan = run_loaded(
         "plan", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
     )
     assert plan.code == 0, plan.text
@@ -335,9 +342,7 @@ def test_a_changed_kl_coefficient_reruns_rl_and_what_follows_only(
     assert changed["what"] == "stages.rl.kl.controller.coef" and changed["now"] == "0.5"
     assert rows["evaluate"]["reason"] == "changed: input model changed because rl runs"
     assert rows["sft"]["cached"] and not rows["sft"]["changes"]
-    done = run_command(
-        "run", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json"
-    )
+    done = run_loaded("run", str(workspace / "run.yaml"), "--set", change, "--home", home, "--json")
     assert done.code == 0, done.text
     assert f"rl: runs again, {rows['rl']['reason']}" in done.text
     assert "evaluate: runs again, changed: input model changed: rl made another one" in done.text
@@ -359,7 +364,7 @@ def test_a_damaged_artifact_is_computed_again_with_a_warning(
         a for a in first.result["stages"]["evaluate_base"]["artifacts"] if a["kind"] == "evaluation"
     )
     (Path(report["uri"]) / "rows.jsonl").write_text("tampered\n")
-    done = run_command(
+    done = run_loaded(
         "run", str(workspace / "run.yaml"), "--home", str(workspace / "home"), "--json"
     )
     assert done.code == 0, done.text
@@ -375,7 +380,7 @@ def test_a_damaged_artifact_is_computed_again_with_a_warning(
 def test_independent_stages_may_run_at_once_and_end_in_the_same_models(
     workspace: Path, first: Finished
 ) -> None:
-    done = run_command(
+    done = run_loaded(
         "run",
         str(workspace / "run.yaml"),
         "--set",
@@ -398,7 +403,7 @@ def test_blame_walks_back_from_the_registered_model_to_the_base_model(
     workspace: Path, first: Finished
 ) -> None:
     home = str(workspace / "home")
-    done = run_command("blame", "tiny/1", "--home", home, "--json")
+    done = run_loaded("blame", "tiny/1", "--home", home, "--json")
     assert done.code == 0, done.text
     past = done.result["past"]
     assert [(p["depth"], p["place"], p["stage"], p["reported_above"]) for p in past] == [
@@ -465,7 +470,7 @@ def test_blame_refuses_what_is_no_model_and_names_those_there_are(
         str(workspace): "no stage of this store made",
     }
     for model, text in wanted.items():
-        done = run_command("blame", model, "--home", home)
+        done = run_loaded("blame", model, "--home", home)
         assert done.code in (2, 4) and text in done.text, done.text
         assert "Traceback" not in done.text
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from posttrain.core.kit.tiny import make_tiny_model
 from tests.helpers import killer
-from tests.helpers.pipeline import Finished, environment, prepared, run_command, write_config
+from tests.helpers.pipeline import Finished, environment, prepared, run_loaded, write_config
 
 LAB = Path(__file__).resolve().parents[1] / "data" / "lab-plugin"
 
@@ -43,7 +43,7 @@ class Lab:
 
     def command(self, *arguments: str, home: str = "home", **more: str) -> Finished:
         given = ("--home", str(self.folder / home), "--json")
-        return run_command(*arguments, *given, variables=self.variables | more)
+        return run_loaded(*arguments, *given, variables=self.variables | more)
 
 
 def lab_config(model: Path) -> dict[str, Any]:

@@ -47,6 +47,21 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def reports_there(_own_folder: None, prefect_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process report to the tests' server, as where PREFECT_API_URL was set before
+    Prefect was imported; the tests below it have servers of their own."""
+    import prefect.context
+    from prefect.settings import PREFECT_API_URL, get_current_settings
+
+    monkeypatch.setenv("PREFECT_API_URL", prefect_url)
+    there = prefect.context.SettingsContext(
+        profile=prefect.context.get_settings_context().profile,
+        settings=get_current_settings().copy_with_update(updates={PREFECT_API_URL: prefect_url}),
+    )
+    monkeypatch.setattr(prefect.context, "GLOBAL_SETTINGS_CONTEXT", there)
+
+
 def tiny(model: Path, **sft: Any) -> dict[str, Any]:
     """A config of one short stage."""
     return {
@@ -93,6 +108,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.usefixtures("reports_there")
 @pytest.mark.parametrize("name", RESULTS)
 def test_an_example_runs(
     name: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -151,6 +167,7 @@ def test_a_notebook_runs_and_shows_its_progress(
     assert "\\u001b" not in shown
 
 
+@pytest.mark.usefixtures("reports_there")
 def test_the_code_of_the_page_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In order, in one program, as a reader would type it."""
     config = tiny(model)

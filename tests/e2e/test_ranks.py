@@ -20,6 +20,7 @@ from tests.helpers.pipeline import (
     Finished,
     prepared,
     run_command,
+    run_loaded,
     start_command,
     tiny_config,
     wait_for_step,
@@ -172,7 +173,7 @@ def test_a_run_killed_with_two_ranks_goes_on_with_one(config: Path, tmp_path: Pa
 
 
 def test_what_ranks_cannot_do_is_said_before_the_run(config: Path, tmp_path: Path) -> None:
-    done = run_command(
+    done = run_loaded(
         *("run", str(config), "--set", RANKS, "--set", "stages.rl.policy_loss=trpo"),
         *("--home", str(tmp_path / "home")),
     )

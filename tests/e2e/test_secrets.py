@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.kit.tiny import make_tiny_model
-from tests.helpers.pipeline import prepared, run_command, tiny_config, write_config
+from tests.helpers.pipeline import prepared, run_command, run_loaded, tiny_config, write_config
 from tests.helpers.plugin_site import offer
 
 SECRET = "s3cr3t-Hunter2"
@@ -67,7 +67,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: P
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "2",
     }
     home = tmp_path / "home"
-    done = run_command(
+    done = run_loaded(
         "run", str(path), "--home", str(home), "--json", "--debug", variables=variables
     )
     assert done.code != 0 and json.dumps(done.result)

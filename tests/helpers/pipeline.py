@@ -95,6 +95,9 @@ WARM: list[WarmCommands] = []
 READ_EARLY = ("PYTHONPATH", "HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", startup.CHOICE)
 AT_START = {name: os.environ.get(name) for name in READ_EARLY}
 """Variables that are read while Python and the libraries are loaded, as tests find them."""
+LATE = ("PREFECT_", "MLFLOW_", "AWS_", "RAY_", "POSTTRAIN_", "PYTHONPATH")
+"""How variables begin that are read by what a command loads itself, or when it is used; for
+PYTHONPATH see `tests.helpers.warm`."""
 
 
 def environment() -> dict[str, str]:
@@ -126,25 +129,29 @@ def run_command(
 ) -> Finished:
     """Run `posttrain ARGUMENTS` to its end, with `variables` added to the environment.
 
-    In a file with `shared_prefect` the libraries are loaded already, unless there are `variables`.
+    In a file with `shared_prefect` the libraries are loaded already, unless they read `variables`.
     """
-    if REPORTS_TO and not variables:
-        return run_loaded(*arguments, timeout=timeout)
+    if REPORTS_TO:
+        return run_loaded(*arguments, timeout=timeout, variables=variables)
     return run_whole(*arguments, timeout=timeout, variables=variables)
 
 
-def run_loaded(*arguments: str, timeout: float = 300) -> Finished:
+def run_loaded(
+    *arguments: str, timeout: float = 300, variables: Mapping[str, str] | None = None
+) -> Finished:
     """The same in a process that begins with the libraries loaded, but where a test has set other
     variables for them, or another thread waits for its command.
     """
-    if AT_START != {name: os.environ.get(name) for name in READ_EARLY}:
-        return run_whole(*arguments, timeout=timeout)
+    given = dict(variables or {})
+    early = [name for name in given if name == startup.CHOICE or not name.startswith(LATE)]
+    if early or AT_START != {name: os.environ.get(name) for name in READ_EARLY}:
+        return run_whole(*arguments, timeout=timeout, variables=given)
     with STARTING:
         warm = WARM[0] if WARM else WarmCommands(environment())
         WARM[:] = [warm]
     if warm.is_busy():
-        return run_whole(*arguments, timeout=timeout)
-    return finished(arguments, *warm.run(arguments, environment(), timeout))
+        return run_whole(*arguments, timeout=timeout, variables=given)
+    return finished(arguments, *warm.run(arguments, environment() | given, timeout))
 
 
 def run_whole(

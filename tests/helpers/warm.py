@@ -2,13 +2,14 @@
 
 Of the processor time of a `posttrain run` on a tiny model, more than half is the import of torch,
 transformers and MLflow. Here one process imports them once and forks for each command; the child
-goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect and the pipelines itself:
-Prefect reads its settings when it is imported.
+goes on as `python -m posttrain.pipelines.cli` does. It loads Prefect, and what imports Prefect,
+itself: Prefect reads its settings when it is imported.
 
 What libraries read when they are loaded is right only in the environment of that moment: a command
-for which a test sets variables has an interpreter of its own. The seed of hashes is the same in all
-children: where a test compares bits of two runs, one of the two should have its own interpreter, as
-those have that are killed.
+for which a test sets such variables has an interpreter of its own. PYTHONPATH is that of what is
+loaded from then on, plugins for example, without `sitecustomize`. The seed of hashes is the same in
+all children: where a test compares bits of two runs, one of the two should have its own
+interpreter, as those have that are killed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,23 @@ LOADED = (
     "posttrain.core.training.teacher_server",
     "posttrain.core.analysis.microscope",
     "posttrain.core.gateway.runner",
+    "posttrain.core.rollout.live",
     "posttrain.core.rollout.streaming",
+    "posttrain.core.rewards.scoring",
+    "posttrain.core.training.learner",
+    "posttrain.core.training.preference",
+    "posttrain.core.training.process_reward",
+    "posttrain.core.training.reward_model",
+    "posttrain.core.training.text_distillation",
+    "posttrain.core.evaluation.sampled",
+    "posttrain.core.analysis.dashboard",
+    "posttrain.core.analysis.learning_curves",
+    "posttrain.core.plugin_manager",
+    "posttrain.pipelines.cli.main",
     "transformers.models.llama.modeling_llama",
+    # Prefect's and the commands' own.
+    *("amplitude", "fsspec", "griffe", "httpcore", "humanize", "jsonschema", "pendulum"),
+    *("prometheus_client", "pydantic_settings", "typer.rich_utils", "websockets.asyncio.client"),
 )
 
 
@@ -111,16 +127,20 @@ class WarmCommands:
 def read_all(readers: Sequence[int], timeout: float) -> list[str]:
     """What is written to these pipes until all who could write have ended."""
     found: dict[int, list[bytes]] = {reader: [] for reader in readers}
-    open_ones, ends = set(readers), time.monotonic() + timeout
-    while open_ones:
-        left = ends - time.monotonic()
-        if left <= 0:
+    open_ones, ends = select.poll(), time.monotonic() + timeout  # `select` takes no file above 1023
+    for reader in readers:
+        open_ones.register(reader, select.POLLIN)
+    left = len(found)
+    while left:
+        seconds = ends - time.monotonic()
+        if seconds <= 0:
             raise subprocess.TimeoutExpired(MODULE, timeout)
-        for reader in select.select(open_ones, [], [], left)[0]:
+        for reader, _ in open_ones.poll(1000 * seconds):
             if data := os.read(reader, 1 << 16):
                 found[reader].append(data)
             else:
-                open_ones.remove(reader)
+                open_ones.unregister(reader)
+                left -= 1
     return [b"".join(parts).decode() for parts in found.values()]
 
 
@@ -151,6 +171,8 @@ def main() -> None:
     startup.bound_waiting()
     for name in LOADED:
         importlib.import_module(name)
+    importlib.import_module("posttrain.plugins").posttrain_register()  # loads all built-in ones
+    assert "prefect" not in sys.modules
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for the tests
     folder, variables, arguments = next_command(socket.socket(fileno=int(sys.argv[1])))
@@ -158,7 +180,8 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    sys.path[0] = folder
+    given = variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [folder, *(path for path in given if path and path not in sys.path)]
     sys.argv[1:] = arguments
     runpy._run_module_as_main(MODULE)  # type: ignore[attr-defined]  # what `-m` does
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.math.answers import final_number, is_number, last_number, same_number
-from tests.helpers.rewards import sample, score, scores
+from tests.helpers.rewards import pooled, sample, score
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -21,7 +21,8 @@ def table(name: str) -> list[tuple[str, str, float]]:
 
 def test_mathematical_answers_in_a_box() -> None:
     rows = table("math_answers.tsv")
-    found = scores("math_accuracy", [sample(f"so \\boxed{{{w}}}.", r) for r, w, _ in rows])
+    with pooled("math_accuracy") as scores:
+        found = scores([sample(f"so \\boxed{{{w}}}.", r) for r, w, _ in rows])
     wrong = [(row, one) for row, one in zip(rows, found, strict=True) if one.value != row[2]]
     assert len(rows) >= 150 and not wrong
 

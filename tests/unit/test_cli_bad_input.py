@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -27,8 +28,9 @@ JSONL = GOOD.replace("{name: arithmetic}", "{name: jsonl, path: %s}")
 
 def refused(folder: Path, arguments: Sequence[str], code: int) -> str:
     """Run the command in this process; the one message it printed."""
-    home = folder / "home"
+    home, before = folder / "home", set(psutil.Process().children())
     result = CliRunner().invoke(app, [*arguments, "--home", str(home)])
+    assert set(psutil.Process().children()) == before, "Prefect's server ends with the refusal"
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     assert result.stderr.count("error: ") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import math_verify
@@ -12,12 +13,23 @@ import pytest
 
 from posttrain.core.math.answers import after_marker, as_latex, bracket_depth, last_boxed
 from posttrain.core.types import Score
-from tests.helpers.rewards import sample, score, scores
+from tests.helpers.rewards import pooled, sample, score
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
 
-def graded(answer: str, text: str, **fields: object) -> Score:
+Grade = Callable[[str, str], Score]
+
+
+@pytest.fixture(scope="module")
+def graded() -> Iterator[Grade]:
+    """The score of a text, of a problem with that answer."""
+    with pooled("math_accuracy") as scores:
+        yield lambda answer, text: scores([sample(text, answer)])[0]
+
+
+def graded_here(answer: str, text: str, **fields: object) -> Score:
+    """The same in this process."""
     return score("math_accuracy", sample(text, answer), **fields)
 
 
@@ -48,7 +60,7 @@ def graded(answer: str, text: str, **fields: object) -> Score:
         "72",
     ],
 )
-def test_an_answer_of_72_is_read_however_it_is_written(text: str) -> None:
+def test_an_answer_of_72_is_read_however_it_is_written(graded: Grade, text: str) -> None:
     assert graded("72", text) == Score(1.0)
 
 
@@ -88,7 +100,9 @@ def test_an_answer_of_72_is_read_however_it_is_written(text: str) -> None:
         ("Yes", "yes."),
     ],
 )
-def test_equal_answers_are_equal_after_a_marker_and_in_a_box(answer: str, written: str) -> None:
+def test_equal_answers_are_equal_after_a_marker_and_in_a_box(
+    graded: Grade, answer: str, written: str
+) -> None:
     assert graded(answer, f"#### {written}").value == 1.0
     assert graded(answer, f"so \\boxed{{{written}}}").value == 1.0
 
@@ -114,13 +128,15 @@ def test_equal_answers_are_equal_after_a_marker_and_in_a_box(answer: str, writte
     ],
 )
 def test_a_wrong_or_missing_answer_is_0_and_says_what_was_read(
-    answer: str, text: str, detail: str
+    graded: Grade, answer: str, text: str, detail: str
 ) -> None:
     assert graded(answer, text) == Score(0.0, detail=detail)
 
 
 @pytest.mark.parametrize("answer", ["", "((", "\\frac{"])
-def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(answer: str) -> None:
+def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(
+    graded: Grade, answer: str
+) -> None:
     found = graded(answer, "#### 5")
     assert (found.value, found.status) == (None, "error")
     assert found.detail.startswith("reference answer cannot be read")
@@ -129,13 +145,13 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(answer: str) ->
 def test_the_place_to_read_can_be_fixed() -> None:
     text = "\\boxed{1}\n#### 2\nand 3"
     for read, right in (("auto", "2"), ("marker", "2"), ("boxed", "1"), ("last", "3")):
-        assert graded(right, text, read=read).value == 1.0
+        assert graded_here(right, text, read=read).value == 1.0
     for read in ("marker", "boxed"):
-        assert graded("3", "and 3", read=read).detail == "no answer found"
-    assert graded("26", "13 * 2 = 26\nA: 26", marker="A:").value == 1.0
+        assert graded_here("3", "and 3", read=read).detail == "no answer found"
+    assert graded_here("26", "13 * 2 = 26\nA: 26", marker="A:").value == 1.0
 
 
-def test_only_the_end_of_a_huge_text_is_read() -> None:
+def test_only_the_end_of_a_huge_text_is_read(graded: Grade) -> None:
     assert graded("5", "#### 5" + "a" * 100_000).detail == "no answer found"
     assert graded("5", "1 + " * 100_000 + "\n#### 5").value == 1.0
     assert graded("5", "\\boxed{" * 30_000).value == 0.0
@@ -159,10 +175,10 @@ def test_what_is_too_large_to_compute_never_reaches_the_parser(
 
     monkeypatch.setattr(math_verify, "parse", guarded)
     for text in (f"#### {written}", f"\\boxed{{{written}}}", f"so ${written}$"):
-        assert graded("5", text) == Score(0.0, detail="no answer found")
+        assert graded_here("5", text) == Score(0.0, detail="no answer found")
 
 
-def test_powers_and_factorials_of_ordinary_size_are_computed() -> None:
+def test_powers_and_factorials_of_ordinary_size_are_computed(graded: Grade) -> None:
     for answer, written in (("1024", "2^{10}"), ("10^9", "10^{9}"), ("120", "5!")):
         assert graded(answer, f"#### {written}").value == 1.0
     assert graded("x^4 + 3^2", "#### 9 + x^{4}").value == 1.0
@@ -171,7 +187,7 @@ def test_powers_and_factorials_of_ordinary_size_are_computed() -> None:
 def test_it_works_outside_the_main_thread_and_sets_no_alarm() -> None:
     found: list[float | None] = []
     before = signal.getsignal(signal.SIGALRM)
-    thread = threading.Thread(target=lambda: found.append(graded("72", "#### 72").value))
+    thread = threading.Thread(target=lambda: found.append(graded_here("72", "#### 72").value))
     thread.start()
     thread.join(60)
     assert found == [1.0]
@@ -198,11 +214,12 @@ def test_gsm8k_answers_are_right_for_their_problem_and_wrong_for_the_next(stride
     worked = [json.loads(line)["answer"] for line in lines]
     answers = [text.rpartition("####")[2].strip() for text in worked]
     own = [sample(text, answer) for text, answer in zip(worked, answers, strict=True)]
-    assert {s.value for s in scores("math_accuracy", own)} == {1.0}
-    others = answers[1:] + answers[:1]
-    wrong = [
-        (sample(text, other), float(other.replace(",", "") == answer.replace(",", "")))
-        for text, answer, other in zip(worked, answers, others, strict=True)
-    ]
-    found = scores("math_accuracy", [one for one, _ in wrong])
+    with pooled("math_accuracy") as scores:
+        assert {s.value for s in scores(own)} == {1.0}
+        others = answers[1:] + answers[:1]
+        wrong = [
+            (sample(text, other), float(other.replace(",", "") == answer.replace(",", "")))
+            for text, answer, other in zip(worked, answers, others, strict=True)
+        ]
+        found = scores([one for one, _ in wrong])
     assert [s.value for s in found] == [wanted for _, wanted in wrong]
