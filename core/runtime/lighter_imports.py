@@ -39,8 +39,9 @@ def distributions_of_packages() -> dict[str, list[str]]:
         if not packages and (record := distribution.read_text("RECORD")):
             files = (line.partition(".py,")[0] for line in record.splitlines() if ".py," in line)
             packages = list(dict.fromkeys(file.partition("/")[0] for file in files))
-        for package in packages if name else ():
-            found.setdefault(package, []).append(name[1])
+        if name is not None:
+            for package in packages:
+                found.setdefault(package, []).append(name[1])
     return found
 
 
@@ -56,7 +57,7 @@ def _scanning_once(module: ModuleType) -> Iterator[None]:
     finally:
         metadata.packages_distributions = before
     scan, names = (vars(module).get(name) for name in (SCAN, FETCH))
-    if hasattr(scan, "cache_info"):
+    if scan is not None and hasattr(scan, "cache_info"):
         vars(module)[SCAN] = cache(scan.__wrapped__)
     if names is not None:  # of a file's text it wants the end
         vars(module)[FETCH] = lambda text: names(text[text.rfind("\n__all__") + 1 :])
