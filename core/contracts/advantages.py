@@ -98,7 +98,7 @@ class AdvantageConfig(PluginConfig):
 
 
 class WhitenedConfig(AdvantageConfig):
-    """Settings of the estimators that whiten unless they are told not to."""
+    """Settings of the estimators that whiten unless they are set not to."""
 
     whiten: Literal["off", "tokens", "sequences"] = Field(
         default="tokens",
