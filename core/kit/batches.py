@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ def build_batch(
     return batch.with_columns(**filled) if filled else batch
 
 
-def without_columns(batch: RolloutBatch, kept: Collection[str]) -> RolloutBatch:
+def without_columns(batch: RolloutBatch, kept: Set[str]) -> RolloutBatch:
     """The batch with no other optional columns than those that are `kept`."""
     absent: dict[str, Any] = dict.fromkeys(COLUMN_AXES.keys() - ALWAYS - kept)  # Any: of any axes
     return replace(batch, **absent)
